@@ -6,13 +6,14 @@
 #   bash jobs/speed.sh COMMIT local   README's example on 4 ranks, and tiny calls on 2
 #   bash jobs/speed.sh COMMIT 16x1    768 tokens on 16 nodes, 10 Mbit/s
 #   bash jobs/speed.sh COMMIT 64x1    the same on 64 nodes, 2.5 Mbit/s
+#   bash jobs/speed.sh COMMIT 16x4    768 tokens on 16 nodes of 4 ranks, 10 Mbit/s: the node-aware grid
 #
 # Environment variable: LAUNCHES=7, the number of launches of each commit.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source jobs/env.sh
 
-[[ $# == 2 && $2 =~ ^(local|16x1|64x1)$ ]] || { echo "usage: speed.sh COMMIT local|16x1|64x1" >&2 && exit 2; }
+[[ $# == 2 && $2 =~ ^(local|16x1|64x1|16x4)$ ]] || { echo "usage: speed.sh COMMIT local|16x1|64x1|16x4" >&2 && exit 2; }
 use_env any pytest
 checkout_then "$1"
 for ((i = 0; i < ${LAUNCHES:-7}; i++)); do
@@ -33,6 +34,10 @@ for ((i = 0; i < ${LAUNCHES:-7}; i++)); do
       64x1)
         bash jobs/emulate.sh 64 1 2.5mbit -- python tests/speed.py "$folder/$tree.$i.json" \
           768,16,16 1 attention2d:2x2x16 attention2d:8x8x1 ring:64x1x1
+        ;;
+      16x4)
+        bash jobs/emulate.sh 16 4 10mbit -- python tests/speed.py "$folder/$tree.$i.json" \
+          768,16,16 1 attention2d:8x8x1 node_aware:4x16x1 node_aware:8x8x1:2x2
         ;;
     esac 2>"$folder/log" || { cat "$folder/log" >&2 && exit 1; } # print the log of the failed launch, and stop
   done

@@ -205,7 +205,7 @@ class _Calls:
         for name, _, _, found in _reference(plan, local, None, 0, np.dtype(np.float64)):
             terms[name] = max(found.max(initial=0), terms.get(name, 0.0))
         terms = {x: COMM.allreduce(y, op=MPI.MAX) for x, y in terms.items()}
-        return wire_errors(plan.method, plan.layout, plan.config, terms)
+        return wire_errors(plan, terms)
 
     def wrong(self) -> list[str]:
         """Describe what is wrong after all calls."""

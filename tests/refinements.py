@@ -31,17 +31,20 @@ from a2d_mpi.planning import survey
 from a2d_mpi.planning.model import predict, slowest_seconds
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.schedules.attention2d import gradients_by_query
+from a2d_mpi.schedules.passes import PASSES, gathers_before_returns
 from a2d_mpi.schedules.problem import Workload
 
 SCHEDULES = "a2d_mpi.schedules"
-# The functions that replace a refinement.
+# What replaces a refinement.
 WITHOUT = {
-    "two chunks": {"group.chunks": lambda tokens, ranks: [slice(0, tokens)]},
-    "own work last": {"program.splits_own_shard": lambda tokens, ranks: False},
-    "larger reduction first": {
-        "attention2d.gradients_by_query": lambda *sizes: not gradients_by_query(*sizes)
+    "two chunks": {"attention2d.chunked": lambda places, ranks: [places] if places else []},
+    "own work last": {
+        "attention2d.split_own": lambda group, rank, of_keys, *_: [group.all_places(of_keys, rank)]
     },
-    "gathers first": {"attention2d.Tile._last": lambda tile, rows, *_: tile._arriving(rows)},
+    "larger reduction first": {
+        "attention2d.gradients_by_query": lambda group: not gradients_by_query(group)
+    },
+    "gathers first": {"passes.PASSES": [x for x in PASSES if x is not gathers_before_returns]},
 }
 OTHERS = {"striped": (Causal(), "striped"), "full mask": (Full(), None)}
 HEADS, HEADDIM = 8, 64
@@ -75,8 +78,8 @@ def measured(grid: ProcessGrid, seqlen: int, trials: int) -> tuple[dict, dict]:
     for name in ("all", "no overlap", *WITHOUT, *OTHERS):
         mask, distribution = OTHERS.get(name, (Causal(), None))
         with ExitStack() as stack:
-            for place, function in WITHOUT.get(name, {}).items():
-                stack.enter_context(patch(f"{SCHEDULES}.{place}", function))
+            for place, new in WITHOUT.get(name, {}).items():
+                stack.enter_context(patch(f"{SCHEDULES}.{place}", new))
             sizes = {"seqlen": seqlen, "nheads": HEADS, "headdim": HEADDIM}
             options = {"overlap": name != "no overlap", "distribution": distribution}
             plans[name] = Attention2D(grid, mask, **options, **sizes)
@@ -120,8 +123,8 @@ def simulated() -> None:
                 seconds = []
                 for changes in ({}, WITHOUT["gathers first"]):
                     with ExitStack() as stack:
-                        for place, function in changes.items():
-                            stack.enter_context(patch(f"{SCHEDULES}.{place}", function))
+                        for place, new in changes.items():
+                            stack.enter_context(patch(f"{SCHEDULES}.{place}", new))
                         survey._survey.cache_clear()
                         survey._tape.cache_clear()
                         phases = predict(machine, "attention2d", Layout(rows, cols), job)

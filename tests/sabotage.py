@@ -33,7 +33,9 @@ from a2d_mpi.devices.host import Host
 from a2d_mpi.kernels.blocks import Blocker
 from a2d_mpi.kernels.numpy import NumpyKernel
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.schedules.steps import Add, Merge, Receive
+from a2d_mpi.schedules import passes
+from a2d_mpi.schedules.line import Line
+from a2d_mpi.schedules.steps import Add, Copy, Merge, Receive
 
 HERE = Path(__file__).resolve().parent
 DRIVER = HERE.parent / "drivers" / "attention.py"
@@ -255,14 +257,51 @@ def lse_is_the_larger_one(rank):
 def partial(rank):
     """The first partial result that has travelled is not merged, or not added."""
 
-    def wrong(right, self, step, program):
+    def wrong(right, self, program):
         arrived = {x.rows.array for x in program.steps if isinstance(x, Receive)}
-        first = (x for x in program.steps if isinstance(x, Merge | Add))
-        if step is next((x for x in first if x.source.array in arrived), None):
-            return []
-        return right(self, step, program)
+        sums = (x for x in program.steps if isinstance(x, Merge | Add))
+        first = next((x for x in sums if x.source.array in arrived), None)
+        right(self, program.with_steps(x for x in program.steps if x is not first))
 
-    return [around(Executor, "_compiled", wrong)]
+    return [around(Executor, "__init__", wrong)]
+
+
+@sabotage(RESULTS)
+def partial_results_overwrite(rank):
+    """The pass that merges partial results is left out: each one overwrites the one before."""
+    return [patch.object(passes, "PASSES", tuple(x for x in passes.PASSES if x != passes.merged))]
+
+
+@sabotage(RESULTS)
+def keys_in_the_order_of_arrival(rank):
+    """Keys that should be in the order of tokens are copied in the order in which they arrived."""
+
+    def wrong(program):
+        new = passes.keys_by_token(program)
+        return new.with_steps(
+            x._replace(target=new.rows(x.target.array))
+            if isinstance(x, Copy) and new.arrays[x.target.array].by_token
+            else x
+            for x in new.steps
+        )
+
+    changed = (wrong if x == passes.keys_by_token else x for x in passes.PASSES)
+    return [patch.object(passes, "PASSES", tuple(changed))]
+
+
+@sabotage(RESULTS)
+def rows_in_another_order(rank):
+    """A parent in a tree sends the second half of an owner's rows before the first half."""
+
+    def wrong(right, self, peer, owner, rows):
+        (run,) = rows.runs if len(rows.runs) == 1 else (range(0),)
+        if len(run) > 2:
+            middle = run.start + len(run) // 2
+            halves = range(middle, run.stop), range(run.start, middle)
+            rows = rows._replace(runs=halves)
+        right(self, peer, owner, rows)
+
+    return [around(Line, "_send", wrong)]
 
 
 @sabotage(RESULTS)

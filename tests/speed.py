@@ -1,6 +1,6 @@
 """Seconds of calls of some plans, for jobs/speed.sh; knows only the public interface.
 
-python tests/speed.py OUTPUT SEQLEN,NHEADS,HEADDIM TRIALS METHOD:RxCxU...
+python tests/speed.py OUTPUT SEQLEN,NHEADS,HEADDIM TRIALS METHOD:RxCxU[:BLOCK]...
 """
 
 import json
@@ -10,18 +10,23 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi import Attention2D, Causal, ProcessGrid, RingAttention
+from a2d_mpi import Attention2D, Causal, NodeAwareAttention, ProcessGrid, RingAttention
 
-METHODS = {"attention2d": Attention2D, "ring": RingAttention}
+METHODS = {
+    "attention2d": Attention2D,
+    "node_aware": NodeAwareAttention,
+    "ring": RingAttention,
+}
 
 
 def main(output, sizes, trials, *plans):
     comm, found = MPI.COMM_WORLD, {}
     sizes = dict(zip(("seqlen", "nheads", "headdim"), map(int, sizes.split(","))))
     for name in plans:
-        method, shape = name.split(":")
+        method, shape, *block = name.split(":")
         rows, cols, heads = map(int, shape.split("x"))
-        grid = ProcessGrid(comm, rows, cols, heads=heads)
+        sizes_of_block = map(int, block[0].split("x")) if block else (1, 1)
+        grid = ProcessGrid(comm, rows, cols, heads=heads, block=tuple(sizes_of_block))
         plan = METHODS[method](grid, Causal(), **sizes)
         shape = len(plan.tokens), sizes["nheads"], sizes["headdim"]
         rng = np.random.default_rng(comm.rank)

@@ -203,7 +203,7 @@ def test_any_nodes(shape, node, overlap):
             ((owner, _),) = program.pieces(x.rows)
             assert x.channel.endswith("node") == (node[rank] == node[x.peer])
             ends = (rank, x.peer) if sent else (x.peer, rank)
-            ways[sent].setdefault((*ends, x.channel, kind), []).append(owner)
+            ways[sent].setdefault((*ends, x.channel, kind, x.tag), []).append(owner)
             if sent or node[rank] == node[x.peer]:
                 continue
             fetched = kind in ("qd", "kv")

@@ -129,6 +129,6 @@ def test_a_registry_names_each_method_once():
     for name, method in METHODS.items():
         assert callable(method.forward) and callable(method.backward)
         assert plan_class(name).method == name
-    functions = [(method.forward, method.backward, method.distribution, method.shape(Layout(2, 2)))
-                 for method in METHODS.values()]  # fmt: skip
+    functions = [(method.forward, method.backward, method.distribution, method.shape(Layout(2, 2)),
+                  method.knows_nodes) for method in METHODS.values()]  # fmt: skip
     assert len(set(functions)) == len(METHODS)

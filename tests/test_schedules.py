@@ -8,6 +8,7 @@ from test_readme import blocks
 from a2d_mpi import Causal, Full
 from a2d_mpi.attention.methods import plan_class
 from a2d_mpi.schedules import METHODS, Method
+from a2d_mpi.schedules.steps import Rows
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.multirank]
 
@@ -43,21 +44,22 @@ def piece_by_piece(p, name):
 
 
 @pytest.mark.parametrize(
-    "told, keys_of",
+    ("owners", "told"),
     [
-        ("one run of rows, got 2 runs of 'all kv'", piece_by_piece),
-        ("got rows of 'all kv' in another order", lambda p, kv: p.rows(kv)),
+        ((0, 2), "one run of rows, got 2 runs of 'all kv'"),
+        ((2, 0), "consecutive keys of 'all kv' in the order of tokens"),
     ],
 )
-def test_calls_that_no_kernel_can_take(comm, grid_of, monkeypatch, told, keys_of):
-    """A plan refuses keys of two owners that are not sorted by token, and no rank hangs."""
+def test_calls_that_no_kernel_can_take(comm, grid_of, monkeypatch, owners, told):
+    """A plan refuses keys that are no run of memory and no run of tokens, and no rank hangs."""
 
     def write(p):
         q, out = p.own("own q", "q", "given"), p.own("out", "out", "result")
-        pieces = [(owner, p.group.all_places(True, owner)) for owner in (1, 0)]
-        p.attend(q, keys_of(p, p.array("all kv", "kv", pieces)), out)
+        pieces = [(owner, p.group.all_places(True, owner)) for owner in (2, 1, 0)]
+        array = p.array("all kv", "kv", pieces)
+        p.attend(q, Rows(array, tuple(y for x in owners for y in p.rows(array, x).runs)), out)
 
-    bad = Method(write, write, lambda layout: (1, layout.positions, ""))
+    bad = Method(write, write, lambda layout: (1, layout.positions))
     monkeypatch.setitem(METHODS, "bad", bad)
     with pytest.raises(ValueError, match=told):
         plan_class("bad")(grid_of(1, comm.size), Full(), seqlen=61, nheads=2, headdim=4)

@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from fractions import Fraction
 from functools import cache
 
@@ -22,14 +23,15 @@ from a2d_mpi import (
 from a2d_mpi.attention.methods import TriangleAttention
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.core import reference, wire
-from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.core.wire import FORMATS, decode, encode
 from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.experiments.results import Check, read_result
 from a2d_mpi.schedules import problem_of, write
-from a2d_mpi.schedules.steps import Copy
+from a2d_mpi.schedules.accounts import roundings
+from a2d_mpi.schedules.steps import Decode, Encode
 
 MX = {"mxfp8": (4, 3, 7), "mxfp4": (2, 1, 1)}  # bits of exponent and mantissa, bias
 
@@ -200,13 +202,32 @@ def test_what_is_passed_on_is_encoded_once(name, encodings):
     layout, config = Layout(1, 4, 1), AttentionConfig(64, 2, 64, wire=name)
     problem = problem_of("ring", layout, config, Full())
     (program,) = write("ring", "forward", layout, problem, 1)
-    copies = [
-        [program.arrays[x.array].wire for x in step]
-        for step in program.steps
-        if isinstance(step, Copy)
-    ]
-    assert copies.count([False, True]) == encodings
-    assert copies.count([True, False]) == 3 * encodings and [True, True] not in copies
+    kinds = [type(step) for step in program.steps]
+    assert kinds.count(Encode) == encodings and kinds.count(Decode) == 3 * encodings
+
+
+@pytest.mark.parametrize(
+    ("method", "layout", "numbers"),
+    [
+        ("attention2d", Layout(2, 3), (1, 1, 1)),
+        ("attention2d", Layout(1, 3), (1, 1, 0)),
+        ("attention2d", Layout(3, 1, 2), (1, 1, 2)),
+        ("ring", Layout(5, 1), (0, 0, 4)),
+        ("double ring", Layout(2, 3), (0, 0, 2 + 2)),
+        ("node aware", Layout(1, 4, nodes=(0, 0, 1, 1)), (2, 2, 0)),
+        ("triangle", Layout(10, 1), (2, 2, 2)),
+    ],
+)
+def test_how_often_a_result_is_encoded(method, layout, numbers):
+    """The programs are read; out, dq, and dk or dv."""
+    config, mask = AttentionConfig(640, 2, 64, wire="mxfp8"), Causal()
+    if method != "triangle":
+        mask = Full()
+    problem, found = problem_of(method, layout, config, mask), Counter()
+    for phase in PHASES:
+        ranks = range(layout.size)
+        found |= roundings([write(method, phase, layout, problem, x) for x in ranks])
+    assert tuple(found[x] for x in ("out", "dq", "dk")) == numbers
 
 
 def plans(comm):

@@ -79,7 +79,7 @@ class Arrays:
         if array.packed:
             return self._parcel(name)[1]
         tensors = self._tensors(array)
-        return [self._engine.work.get((array.room, i), *x) for i, x in enumerate(tensors)]
+        return [self._engine.work.get((array.memory, i), *x) for i, x in enumerate(tensors)]
 
     def travelling(self, rows: Rows) -> list[Array]:
         """Return the arrays that MPI sends for rows: one for all tensors of a packed array."""
@@ -87,16 +87,11 @@ class Arrays:
             return self.tensors(rows)
         return [self._parcel(rows.array)[0]]
 
-    def first_heads(self, rows: Rows) -> list[int]:
-        """Return, for each tensor, the first head that a rank of the Ulysses group computes."""
-        first = rows.head * self._group.nheads
+    def first_heads(self, rows: Rows, head: int) -> list[int]:
+        """Return, for each tensor, the first head that rank `head` of a Ulysses group computes."""
+        first = head * self._group.nheads
         names = KINDS[self.kind(rows)]
         return [first * self._config.shape(x)[0] // self._config.nheads for x in names]
-
-    def sums(self, rows: Rows) -> list[bool]:
-        """Return, for each tensor, whether it is a sum of partial results."""
-        array = self._declared[rows.array]
-        return [x in array.accumulated for x in KINDS[array.kind]]
 
     def _tensors(self, array: TokenArray) -> list[tuple[tuple[int, ...], np.dtype]]:
         """Return the shape and dtype of each tensor of a buffer."""
@@ -114,7 +109,7 @@ class Arrays:
         if name not in self._parcels:
             array = self._declared[name]
             tensors = self._tensors(array)
-            self._parcels[name] = self._engine.work.parcel((array.room, 0), tensors)
+            self._parcels[name] = self._engine.work.parcel((array.memory, 0), tensors)
         return self._parcels[name]
 
     def _result(self, array: TokenArray, accumulated: bool) -> dict[str, Array]:

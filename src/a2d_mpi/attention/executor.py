@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Constant
 from a2d_mpi.masks.intervals import Intervals
 from a2d_mpi.schedules import write
-from a2d_mpi.schedules.arrays import common_rows, positions
+from a2d_mpi.schedules.arrays import common_rows, index_of
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import (
@@ -25,13 +25,17 @@ from a2d_mpi.schedules.steps import (
     Barrier,
     Clear,
     Copy,
+    Decode,
     Differentiate,
+    Encode,
     KernelCall,
     Merge,
     Message,
+    PutHeads,
     Receive,
     Rows,
     Send,
+    TakeHeads,
     Wait,
 )
 
@@ -66,7 +70,7 @@ class Executor:
         self.copied = bool(program.copied)
         self._messages = program.messages
         self._pending: list[list[Any]] = []  # requests of each message
-        self._steps = [x for step in program.steps for x in self._compiled(step, program)]
+        self._steps = [_COMPILED[type(step)](step, program) for step in program.steps]
 
     def run(
         self,
@@ -98,56 +102,6 @@ class Executor:
         for do, *operands in engine.clocked(self._steps):
             do(self, *operands)
         return self._arrays.end()
-
-    def _compiled(self, step: Any, program: Program) -> list[tuple]:
-        """Compile a step to (function, operands)."""
-        # Plain functions: bound methods would refer back to the executor.
-        match step:
-            case Send() | Receive():
-                peer = program.channels[step.channel].index(step.peer)
-                return [(Executor._post, step, peer, _tag(step, program))]
-            case Barrier():
-                return [(Executor._enter, step)]
-            case Wait():
-                return [(Executor._wait, step)]
-            case Clear():
-                return [(Executor._clear, step.rows)]
-            case Attend() | Differentiate():
-                run = Executor._attend if isinstance(step, Attend) else Executor._differentiate
-                return [(run, step, _intervals(step, program))]
-            case Merge():
-                compensation = (a for _, a in common_rows(step.source, step.compensation))
-                parts = zip(common_rows(step.source, step.target), compensation)
-                return [(Executor._merge, [(*both, c) for both, c in parts])]
-            case Copy() | Add():
-                return self._moves(step, program)
-        raise TypeError(f"no step: {step!r}")
-
-    def _moves(self, step: Copy | Add, program: Program) -> list[tuple]:
-        """Compile a copy or a sum: by heads, by index, or run by run."""
-        source, target, add = step.source, step.target, isinstance(step, Add)
-        if source.head is not None:
-            return [(Executor._take_heads, source, target)]
-        if target.head is not None:
-            return [(Executor._put_heads, source, target, add)]
-        encoded, encodes = (program.arrays[x.array].wire for x in (source, target))
-        if encoded != encodes:
-            return [(Executor._encode, common_rows(source, target), encodes)]
-        by_token, into_by_token = (program.arrays[x.array].by_token for x in (source, target))
-        if by_token == into_by_token:
-            return [(Executor._put, common_rows(source, target), add)]
-        if add:  # the same rows in two orders
-            order = np.empty(source.count, np.int64)
-            order[positions(source)] = positions(target)
-            return [(Executor._by_index, "add_at", source.array, target.array, Constant(order))]
-        names = source.array, target.array
-        if by_token:  # pack rows for a message
-            return [(Executor._by_index, "take", *names, Constant(positions(source)))]
-        if target.count < program.arrays[target.array].length:  # unpack a message
-            return [(Executor._by_index, "put_at", *names, Constant(positions(target)))]
-        order = np.empty(target.count, np.int64)
-        order[positions(target)] = positions(source)
-        return [(Executor._by_index, "take", *names, Constant(order))]
 
     def _post(self, message: Message, peer: int, tag: int) -> None:
         channel = self._channels[message.channel]
@@ -196,38 +150,90 @@ class Executor:
                 for x, y in zip(tensors(source), tensors(target)):
                     self._engine.device.put(y, x, add)
 
-    def _encode(self, parts: list[tuple[Rows, Rows]], encodes: bool) -> None:
-        """Encode rows for the wire, or decode them; tensors that travel as they are are copied."""
-        tensors, device = self._arrays.tensors, self._engine.device
-        with self._engine.clock("merge"):
-            for source, target in parts:
-                for x, y in zip(tensors(source), tensors(target)):
-                    if x.shape == y.shape and x.dtype == y.dtype:
-                        device.put(y, x)
-                    else:
-                        (device.encode if encodes else device.decode)(y, x, self._wire)
-
     def _by_index(self, how: str, source: str, target: str, index: Constant) -> None:
-        """Copy or add rows by index; `how` names the device's "take", "put_at" or "add_at"."""
         move = getattr(self._engine.device, how)
         with self._engine.clock("merge"):
             for x, y in zip(self._arrays.all_rows(source), self._arrays.all_rows(target)):
                 move(y, x, index.on(self._engine.device))
 
-    def _take_heads(self, source: Rows, target: Rows) -> None:
-        tensors = self._arrays.tensors(source), self._arrays.tensors(target)
+    def _code(self, how: str, parts: list[tuple[Rows, Rows]]) -> None:
+        tensors, device = self._arrays.tensors, self._engine.device
         with self._engine.clock("merge"):
-            for x, y, first in zip(*tensors, self._arrays.first_heads(source)):
-                self._engine.device.take_heads(_three(y), _three(x), first)
+            for source, target in parts:
+                for x, y in zip(tensors(source), tensors(target)):
+                    if x.shape == y.shape and x.dtype == y.dtype:  # it travels as it is
+                        device.put(y, x)
+                    else:
+                        getattr(device, how)(y, x, self._wire)
 
-    def _put_heads(self, source: Rows, target: Rows, add: bool) -> None:
-        arrays = self._arrays
-        tensors = arrays.tensors(source), arrays.tensors(target)
+    def _take_heads(self, step: TakeHeads) -> None:
+        arrays, device = self._arrays, self._engine.device
+        first = arrays.first_heads(step.source, step.head)
         with self._engine.clock("merge"):
-            for x, y, first, is_sum in zip(
-                *tensors, arrays.first_heads(target), arrays.sums(target)
-            ):
-                self._engine.device.put_heads(_three(y), _three(x), first, add and is_sum)
+            for x, y, head in zip(arrays.tensors(step.source), arrays.tensors(step.target), first):
+                device.take_heads(_three(y), _three(x), head)
+
+    def _put_heads(self, step: PutHeads) -> None:
+        arrays, device = self._arrays, self._engine.device
+        first, names = arrays.first_heads(step.target, step.head), KINDS[arrays.kind(step.target)]
+        tensors = arrays.tensors(step.source), arrays.tensors(step.target)
+        with self._engine.clock("merge"):
+            for x, y, head, name in zip(*tensors, first, names):
+                device.put_heads(_three(y), _three(x), head, name in step.sums)
+
+
+def _posted(step: Message, program: Program) -> tuple:
+    peer = program.channels[step.channel].index(step.peer)
+    return Executor._post, step, peer, _tag(step, program)
+
+
+def _called(step: KernelCall, program: Program) -> tuple:
+    run = Executor._attend if isinstance(step, Attend) else Executor._differentiate
+    return run, step, _intervals(step, program)
+
+
+def _merging(step: Merge, program: Program) -> tuple:
+    compensation = (x for _, x in common_rows(step.source, step.compensation))
+    pairs = common_rows(step.source, step.target)
+    return Executor._merge, [(*both, x) for both, x in zip(pairs, compensation)]
+
+
+def _moved(step: Copy | Add, program: Program) -> tuple:
+    """Move rows run by run; between an order by piece and an order by token, by index."""
+    (source, target), add = step, isinstance(step, Add)
+    by_token, into_by_token = (program.arrays[x.array].by_token for x in step)
+    if by_token == into_by_token:
+        return Executor._put, common_rows(source, target), add
+    index = np.empty(source.count, np.int64)
+    if add:
+        how, index[index_of(source)] = "add_at", index_of(target)
+    elif by_token:
+        how, index[:] = "take", index_of(source)
+    elif target.count < program.arrays[target.array].length:
+        how, index[:] = "put_at", index_of(target)
+    else:
+        how, index[index_of(target)] = "take", index_of(source)
+    return Executor._by_index, how, source.array, target.array, Constant(index)
+
+
+# Functions that compile a step to a function of the executor with its operands.  They are plain
+# functions, because bound methods would refer back to the executor.
+_COMPILED: dict[type, Callable[[Any, Program], tuple]] = {
+    Send: _posted,
+    Receive: _posted,
+    Barrier: lambda step, program: (Executor._enter, step),
+    Wait: lambda step, program: (Executor._wait, step),
+    Clear: lambda step, program: (Executor._clear, step.rows),
+    Attend: _called,
+    Differentiate: _called,
+    Merge: _merging,
+    Copy: _moved,
+    Add: _moved,
+    Encode: lambda step, program: (Executor._code, "encode", common_rows(*step)),
+    Decode: lambda step, program: (Executor._code, "decode", common_rows(*step)),
+    TakeHeads: lambda step, program: (Executor._take_heads, step),
+    PutHeads: lambda step, program: (Executor._put_heads, step),
+}
 
 
 def _intervals(step: KernelCall, program: Program) -> Intervals:
@@ -241,7 +247,7 @@ def _intervals(step: KernelCall, program: Program) -> Intervals:
     if (keys[1:] < keys[:-1]).any():
         raise ValueError(
             f"a kernel call takes keys in the order of tokens, got rows of {step.keys.array!r} "
-            "in another order (Program.sorted)"
+            "in another order"
         )
     return Intervals.of(program.mask.intervals(queries, keys))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -20,12 +21,13 @@ from mpi4py import MPI
 
 from a2d_mpi.attention.plan import ROUNDED, AttentionPlan
 from a2d_mpi.core import reference
-from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.dtypes import compute_dtype
-from a2d_mpi.core.sizes import Layout
 from a2d_mpi.core.wire import FORMATS
 from a2d_mpi.experiments.results import Check
-from a2d_mpi.schedules import METHODS, roundings
+from a2d_mpi.schedules import write
+from a2d_mpi.schedules.accounts import roundings
+from a2d_mpi.sharding.triangle import segment_begins
 
 ROWS = 64  # rows that are checked together
 
@@ -110,16 +112,14 @@ def check_attention(
     as_given = {x: plan.grid.comm.allreduce(y, op=MPI.MAX) for x, y in as_given.items()}
     norms = _norms(plan.grid.comm, local)
     sizes = plan.dtype, plan.softmax_scale, norms, largest, same_precision
-    widening = wire_errors(plan.method, plan.layout, plan.config, terms) if wire else None
+    widening = wire_errors(plan, terms) if wire else None
     bounds = error_bounds(*sizes, widening)
     return {
         name: Check(error[name], bounds[name], checked[name], as_given.get(name)) for name in error
     }
 
 
-def wire_errors(
-    method: str, layout: Layout, config: AttentionConfig, terms: Mapping[str, float]
-) -> dict[str, float]:
+def wire_errors(plan: AttentionPlan, terms: Mapping[str, float]) -> dict[str, float]:
     """Return a bound of each result's error by the rounding of partial results.
 
     Each shard is cut into pieces.  The keys of a piece contribute to out and dq, its queries to dk
@@ -129,8 +129,8 @@ def wire_errors(
 
     Parameters
     ----------
-    method, layout, config
-        Method, layout and config of the plan; the config has a `wire`.
+    plan : AttentionPlan
+        A plan with `wire`.
     terms : mapping of str to float
         By result, the largest sum over all contributions of their sizes.
 
@@ -138,14 +138,19 @@ def wire_errors(
     -------
     dict of str to float
         ``((1 + u + f)^h - 1) terms``, where h is the number of roundings of a result on its way
-        (`a2d_mpi.schedules.roundings`).  One rounding adds at most u + f times the size of the
-        partial result to the error, and these sizes add up to at most `terms`.  0 for lse, which
-        is not rounded.
+        (`a2d_mpi.schedules.accounts.roundings`).  One rounding adds at most u + f times the size
+        of the partial result to the error, and these sizes add up to at most `terms`.  0 for lse,
+        which is not rounded.
     """
-    errors, form = {}, FORMATS[config.wire]
+    config, errors, form = plan.config, {}, FORMATS[plan.config.wire]
+    number: Counter[str] = Counter()
+    for phase in PHASES if "dq" in terms else PHASES[:1]:
+        all_ranks = range(plan.layout.size)
+        number |= roundings(
+            [write(plan.method, phase, plan.layout, plan.problem, x) for x in all_ranks]
+        )
     for name, size in terms.items():
-        kind = {"dk": "dkv", "dv": "dkv"}.get(name, name)
-        h = roundings(method, layout, kind) if config.rounds(name, accumulated=True) else 0
+        h = number[name] if config.rounds(name, accumulated=True) else 0
         errors[name] = ((1 + form.error + form.floor) ** h - 1) * size
     return errors
 
@@ -193,7 +198,7 @@ def _reference(
     # A plan with `wire` may have partial results of these pieces of this rank's tokens.
     pieces, group = [slice(None)], 1
     if widens:
-        cuts = METHODS[plan.method].cuts(plan.problem.cp_group(plan.grid.heads))
+        cuts = segment_begins(plan.problem.shards)
         ends = [0, *np.searchsorted(plan.tokens, cuts).tolist(), len(plan.tokens)]
         pieces, group = [slice(a, b) for a, b in pairwise(ends)], plan.nheads // plan.nheads_kv
 

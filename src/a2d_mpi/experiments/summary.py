@@ -11,6 +11,7 @@ import numpy as np
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.results import Result, phases_of, usual_trial
 from a2d_mpi.experiments.tables import aligned
+from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS
 
@@ -86,9 +87,8 @@ class Summary:
     def family(self) -> str:
         """The method, or its common name as in papers; "+ heads" if ranks share the heads."""
         layout = Layout(*(int(self.config[x]) for x in ("rows", "cols", "heads")))
-        method = METHODS.get(self.method)  # None: a user's method that was not imported here
-        known_as = method.known_as(layout) if method else ""
-        name = known_as if known_as in FAMILIES else self.method
+        known = known_as(self.method, layout)
+        name = known if known in FAMILIES else self.method
         return name + " + heads" * (layout.heads > 1)
 
     @property

@@ -54,6 +54,15 @@ def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Ite
                     yield layout
 
 
+def known_as(method: str, layout: Layout) -> str:
+    """Return the name of a method on this layout in the literature, or ""."""
+    if method == "attention2d" and layout.size > 1:
+        if layout.positions == 1:
+            return "Ulysses"
+        return "tree" if layout.rows == 1 else "all-gather" if layout.cols == 1 else ""
+    return "USP" if method == "ring" and layout.heads > 1 else ""
+
+
 def fewer_ranks(method: str, ranks: int, work: Workload, idle: float) -> list[int]:
     """Return the smaller numbers of ranks that suit a method, if `idle` allows them."""
     axes = (u for u in range(1, ranks + 1) if not misfit(work.nheads, work.nheads_kv, u))

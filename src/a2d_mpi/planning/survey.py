@@ -140,7 +140,7 @@ def _survey(
         mine = [_tape(x.anywhere, phase, machine, x == parts[-1], steps) for x in parts]
         held.append([x.held for x in mine])
         tapes += [_opening(machine, _opening_bytes(problem, rank, phase == PHASES[1])), *mine]
-        places += [(rank, 0, 1, 0), *((rank, i, *x[3:]) for i, x in enumerate(parts))]
+        places += [(rank, 0, 1, 0), *((rank, i, x.stride, x.offset) for i, x in enumerate(parts))]
     operations, listed = _joined(tapes, np.array(places), layout.size)
     source, to, nbytes, *others = listed.T
     return Survey(operations, Messages(source, to, nbytes), *others, held)
@@ -254,15 +254,15 @@ def _tape(part: Draft, phase: str, machine: Machine, last: bool, steps: int | No
     awaited = _awaited_sends(program)
     operations: list[tuple[int, float, Sequence[int]]] = []
     messages: list[tuple[int, ...]] = []
-    numbers: list[range] = []  # messages of the tape for each message and barrier of the program
+    numbers: dict[int, range] = {}  # messages of the tape, by index of the program's
     posted: list[int] = []
     for step in program.steps:
         is_message = isinstance(step, Message)
         if is_message or isinstance(step, Barrier):
             new = [_message(program, step)] if is_message else _barrier(program, step)
-            numbers.append(range(len(messages), len(messages) + len(new)))
+            numbers[step.index] = range(len(messages), len(messages) + len(new))
             messages += new
-            posted += numbers[-1]
+            posted += numbers[step.index]
             if step.index not in awaited:
                 continue
         if posted:  # messages that are posted together leave together

@@ -13,6 +13,7 @@ from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout, flops
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.planning import cost
+from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import Held, peak_of
 from a2d_mpi.planning.model import Phase, simulated, slowest_seconds
@@ -82,7 +83,7 @@ class Candidate:
     @property
     def known_as(self) -> str:
         """Common name of this method on this layout, as in papers; empty if there is none."""
-        return METHODS[self.method].known_as(self.layout)
+        return known_as(self.method, self.layout)
 
 
 class Trial:

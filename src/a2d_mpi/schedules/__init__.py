@@ -19,6 +19,7 @@ from a2d_mpi.masks.check import check_visible
 from a2d_mpi.masks.mask import Full, Mask
 from a2d_mpi.schedules.group import Group
 from a2d_mpi.schedules.method import Method
+from a2d_mpi.schedules.passes import lowered
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program, StepLimit
 from a2d_mpi.sharding.distribution import Distribution
@@ -47,7 +48,7 @@ METHODS: Methods = Methods(
         "striped ring": "ring:STRIPED_RING",
         "double ring": "ring:DOUBLE_RING",
         "triangle": "triangle:METHOD",
-        "node aware": "node_aware:METHOD",
+        "node aware": "attention2d:NODE_AWARE",
     }
 )
 
@@ -73,23 +74,6 @@ def register_method(name: str, method: Method) -> None:
     if not isinstance(method, Method):
         raise ValueError(f"method {name!r} must be a Method, got {method!r}")
     METHODS[name] = method
-
-
-def roundings(method: str, layout: Layout, kind: str) -> int:
-    """Return how often a result is encoded for the wire on its way, at most.
-
-    A head axis adds one time.
-
-    Parameters
-    ----------
-    method : str
-        One of `METHODS`.
-    layout : Layout
-    kind : {"out", "dq", "dkv"}
-        Kind of the result, as in `Method.roundings`.
-    """
-    inside = _lookup(method).roundings(layout, kind) if layout.positions > 1 else 0
-    return inside + (layout.heads > 1)
 
 
 def leaves_open(method: str, layout: Layout, config: AttentionConfig, mask: Mask) -> bool:
@@ -227,6 +211,8 @@ class Draft(NamedTuple):
     group : Group
     rank : int
         Rank in the group.
+    overlap : bool
+        Whether to compute while messages travel.
     stride, offset : int
         The rank p of the group is the rank ``p stride + offset`` of the layout.
     """
@@ -234,21 +220,21 @@ class Draft(NamedTuple):
     writer: Callable[[Program], None]
     group: Group
     rank: int
+    overlap: bool = True
     stride: int = 1
     offset: int = 0
 
     @property
     def anywhere(self) -> Draft:
         """Draft without the place in the layout: equal for all ranks with the same program."""
-        return Draft(self.writer, self.group, self.rank)
+        return Draft(self.writer, self.group, self.rank, self.overlap)
 
     def write(self, steps: int | None = None) -> Program:
         """Write the program, or its first `steps` steps and the waits for their messages."""
         program = Program(self.rank, self.group, self.stride, self.offset, steps)
         with suppress(StepLimit):
             self.writer(program)
-        program.finish()
-        return program
+        return lowered(program, self.overlap)
 
 
 def write(
@@ -299,40 +285,33 @@ def drafts_of(
     ValueError
         If there is no method of this name, or the problem does not fit the layout.
     """
-    groups, u = _groups(method, layout, problem, overlap), layout.heads
+    groups, u = _groups(method, layout, problem), layout.heads
     position, head = divmod(rank, u)
-    writers = _lookup(method)
-    if layout.positions == 1:
-        from a2d_mpi.schedules import alone as writers
-    attention = Draft(getattr(writers, phase), groups.inside[head], position, u, head)
+    write_phase = getattr(_lookup(method), phase)
+    attention = Draft(write_phase, groups.inside[head], position, overlap, u, head)
     if u == 1:
         return [attention]
     from a2d_mpi.schedules import heads
 
     before, after = heads.EXCHANGES[phase]
-    ulysses = groups.ulysses(position), head, 1, position * u
+    ulysses = groups.ulysses(position), head, overlap, 1, position * u
     return [Draft(before, *ulysses), attention, Draft(after, *ulysses)]
 
 
 class _Groups:
     """All context-parallel groups and Ulysses groups of a layout."""
 
-    def __init__(self, method: str, layout: Layout, problem: Problem, overlap: bool) -> None:
+    def __init__(self, method: str, layout: Layout, problem: Problem) -> None:
         if problem.shards.nshards != layout.size:
             raise ValueError(
                 f"need a shard for each of {layout.size} ranks, got {problem.shards.nshards}"
             )
         chosen, u, config = _lookup(method), layout.heads, problem.config
-        rows, cols, inner = chosen.shape(layout)
-        group = problem.cp_group(u)
-        self._options = {
-            "overlap": overlap,
-            "shares_kv": config.nheads_kv < u,
-        }
+        rows, cols = chosen.shape(layout)
+        group, self._shares_kv = problem.cp_group(u), config.nheads_kv < u
         nodes = [layout.nodes_of_group(x) if chosen.knows_nodes else None for x in range(u)]
         self.inside = [
-            Group(rows, cols, group, group.config, inner=inner, nodes=_renamed(x), **self._options)
-            for x in nodes
+            Group(rows, cols, group, group.config, self._shares_kv, _renamed(x)) for x in nodes
         ]
         self._heads, self._problem = u, problem
         self._ulysses: dict[int, Group] = {}
@@ -343,7 +322,7 @@ class _Groups:
             u, config = self._heads, self.inside[0].config
             members = range(position * u, (position + 1) * u)
             self._ulysses[position] = Group(
-                1, u, self._problem.of(members), config, **self._options
+                1, u, self._problem.of(members), config, self._shares_kv
             )
         return self._ulysses[position]
 
@@ -361,5 +340,6 @@ def _renamed(nodes: tuple[int, ...] | None) -> tuple[int, ...] | None:
 
 def essence(method: str, layout: Layout) -> Layout:
     """Return the layout with only the fields on which the method's programs depend."""
-    nodes = layout.nodes if _lookup(method).knows_nodes else None
+    chosen = _lookup(method)
+    nodes = layout.nodes if chosen.knows_nodes else None
     return Layout(layout.rows, layout.cols, layout.heads, nodes=nodes)

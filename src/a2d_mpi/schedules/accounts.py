@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from a2d_mpi.core.sizes import MAX_MESSAGE
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.steps import Attend, KernelCall, Rows
+from a2d_mpi.schedules.steps import (
+    KINDS,
+    Attend,
+    Encode,
+    KernelCall,
+    Merge,
+    Message,
+    Move,
+    Rows,
+    Send,
+)
 from a2d_mpi.sharding.pairs import pairs_of_runs
 
 
@@ -46,12 +57,58 @@ def buffers(program: Program) -> dict[tuple[str, int], int]:
     Returns
     -------
     dict of (str, int) to int
-        Bytes by the room of the buffer (`TokenArray.room`) and the number of the tensor.
+        Bytes by the name of the memory (`TokenArray.memory`) and the number of the tensor.
     """
     sizes: dict[tuple[str, int], int] = {}
     for array in program.arrays.values():
         if array.role == "buffer":
             for i, size in enumerate(program.group.row_bytes(array)):
-                key = array.room, i
+                key = array.memory, i
                 sizes[key] = max(sizes.get(key, 0), array.length * size)
     return sizes
+
+
+def roundings(programs: Sequence[Sequence[Program]]) -> dict[str, int]:
+    """Return how often a result is encoded on its way to its owner, at most, by tensor.
+
+    Parameters
+    ----------
+    programs : sequence of sequence of Program
+        The programs of all ranks of a layout in one phase.
+    """
+    sent: dict[tuple, int] = {}  # encodings of the contents of each message, by tensor
+    while True:
+        before, found = dict(sent), Counter()
+        for rank, parts in enumerate(programs):
+            given: Counter[str] = Counter()
+            for number, program in enumerate(parts):
+                given = _depths(program, rank, number, given, sent)
+            found |= given  # the larger number of each
+        if sent == before:
+            return found
+
+
+def _depths(
+    program: Program, rank: int, number: int, given: Counter[str], sent: dict[tuple, int]
+) -> Counter[str]:
+    """Return how often the results of a program were encoded; add its messages to `sent`."""
+    kinds = {name: KINDS[x.kind] for name, x in program.arrays.items()}
+    depth: Counter[tuple[str, str]] = Counter()
+    for name, array in program.arrays.items():
+        if array.role == "given":
+            depth.update({(name, x): given[x] for x in kinds[name]})
+    for step in program.steps:
+        if isinstance(step, Message):
+            ends, name = (rank, program.grid_rank(step.peer)), step.rows.array
+            for x in kinds[name]:
+                key = number, step.tag, step.turn, x
+                if isinstance(step, Send):
+                    sent[(*ends, *key)] = depth[name, x]
+                else:
+                    depth[name, x] = max(depth[name, x], sent.get((*ends[::-1], *key), 0))
+        elif isinstance(step, Move | Merge):
+            for x in kinds[step.target.array]:
+                source = depth[step.source.array, x] + isinstance(step, Encode)
+                depth[step.target.array, x] = max(depth[step.target.array, x], source)
+    results = ((rows, x) for rows in program.results.values() for x in kinds[rows.array])
+    return Counter({x: depth[rows.array, x] for rows, x in results})

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterable
+from itertools import pairwise
 
 import numpy as np
 
-from a2d_mpi.masks.intervals import Runs, common, cut, size
+from a2d_mpi.masks.intervals import Runs, common, cut
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.schedules.group import Group
 from a2d_mpi.schedules.progressions import concatenated, progressions, ranks_among
@@ -35,10 +35,7 @@ class ProgramArrays:
         self.rank, self.group, self.mask = rank, group, group.problem.mask
         self.arrays: dict[str, TokenArray] = {}
         # Results of the methods below, which programs ask for many times.
-        self._piece_offsets: dict[str, list[int]] = {}
-        self._pieces_of: dict[str, dict[int, list[int]]] = {}
-        self._twins: dict[str, str] = {}
-        self._positions: dict[str, list[list[range]]] = {}
+        self._by_token: dict[str, list[list[range]]] = {}
         self._token_runs: dict[Rows, list[range]] = {}
         self._extremes: dict[Rows, tuple[int, int]] = {}
 
@@ -58,7 +55,7 @@ class ProgramArrays:
         if name not in self.arrays:
             if accumulated is None:
                 accumulated = KINDS[kind] if role == "result" else SUMS
-            options = {"room": name, **options}
+            options = {"memory": name, **options}
             self.arrays[name] = TokenArray(kind, tuple(pieces), role, accumulated, **options)
         return name
 
@@ -67,13 +64,7 @@ class ProgramArrays:
         places = self.group.all_places(kind in KINDS_OF_KEYS, self.rank)
         return self.rows(self.array(name, kind, [(self.rank, places)], role, **options))
 
-    def rows(
-        self,
-        name: str,
-        owner: int | None = None,
-        places: Runs | None = None,
-        head: int | None = None,
-    ) -> Rows:
+    def rows(self, name: str, owner: int | None = None, places: Runs | None = None) -> Rows:
         """Return rows of an array.
 
         Parameters
@@ -83,30 +74,26 @@ class ProgramArrays:
         owner : int, optional
             Only rows of this owner's tokens.  Default: all rows.
         places : Runs, optional
-            Only rows of the tokens at these places of the owner's shard.  For an array by token
-            they must be the places of one of its pieces.  Default: all places.
-        head : int, optional
-            As in `Rows`.
+            Only rows of the tokens at these places of the owner's shard; not for an array by
+            token.  Default: all places.
         """
         array = self.arrays[name]
         if owner is None:
-            return Rows(name, (range(array.length),) if array.length else (), head)
-        if array.by_token:
-            positions_of = self._by_token(name)
-            numbers = self._of_owner(name, owner)
-            matching = (i for i in numbers if places in (None, array.pieces[i][1]))
-            return Rows(name, tuple(run for i in matching for run in positions_of[i]), head)
+            return Rows(name, (range(array.length),) if array.length else ())
         runs: list[range] = []
-        for offset, held in self._held_at(name, owner):
+        if array.by_token:
+            found = zip(array.pieces, self._runs_by_token(name))
+            return Rows(name, tuple(run for (x, _), of in found if x == owner for run in of))
+        for offset, held in array.by_owner.get(owner, ()):
             _place(runs, offset, held, places)
-        return Rows(name, tuple(runs), head)
+        return Rows(name, tuple(runs))
 
     def rows_within(self, name: str, begin: int, end: int) -> Rows:
         """Return the rows of the tokens in ``[begin, end)``, of all owners."""
         array = self.arrays[name]
         shards, runs = self.group.shards(array.of_keys), []
         if not array.by_token:
-            for offset, (owner, held) in zip(self._offsets(name), array.pieces):
+            for offset, (owner, held) in zip(array.offsets, array.pieces):
                 _place(runs, offset, held, shards.places(owner, ((begin, end),)))
             return Rows(name, tuple(runs))
         tokens = self.tokens(self.rows(name))
@@ -117,7 +104,7 @@ class ProgramArrays:
         """Return the rows of the array `name` for the tokens of `rows`."""
         runs: list[range] = []
         for owner, wanted in self.pieces(rows):
-            for offset, held in self._held_at(name, owner):
+            for offset, held in self.arrays[name].by_owner.get(owner, ()):
                 _place(runs, offset, held, wanted)
         return Rows(name, tuple(runs))
 
@@ -126,7 +113,7 @@ class ProgramArrays:
 
         The array of the rows must not be by token.
         """
-        pieces, offsets = self.arrays[rows.array].pieces, self._offsets(rows.array)
+        pieces, offsets = self.arrays[rows.array].pieces, self.arrays[rows.array].offsets
         own = []
         for run in rows.runs:
             i = bisect_right(offsets, run.start) - 1
@@ -160,7 +147,7 @@ class ProgramArrays:
         array = self.arrays[rows.array]
         if array.by_token:
             of_array = self.token_runs(Rows(rows.array, (range(array.length),)))
-            return np.sort(concatenated(of_array))[positions(rows)]
+            return np.sort(concatenated(of_array))[index_of(rows)]
         return concatenated(self.token_runs(rows))
 
     def extremes(self, rows: Rows) -> tuple[int, int]:
@@ -181,62 +168,28 @@ class ProgramArrays:
         intervals = self.mask.intervals(self.tokens(queries), np.sort(self.tokens(keys)))
         return any((end > begin).any() for begin, end in intervals)
 
-    def sorted_twin(self, name: str) -> str:
-        """Declare an array with the same rows by token; return its name.
+    def in_order(self, rows: Rows) -> bool:
+        """Return True if rows are in the order of tokens."""
+        array = self.arrays[rows.array]
+        if array.by_token:
+            return all(a[-1] < b[0] for a, b in pairwise(rows.runs))
+        return all(a[-1] < b[0] for a, b in pairwise(self.token_runs(rows)))
 
-        If the rows of the array are in the order of tokens, return the array itself.
-        """
-        if name not in self._twins:
-            array = self.arrays[name]
-            self._twins[name] = name
-            if not (array.by_token or self.in_order(array.of_keys, array.pieces)):
-                options = {"accumulated": array.accumulated, "by_token": True}
-                twin = self.array(f"{name} by token", array.kind, array.pieces, **options)
-                self._twins[name] = twin
-        return self._twins[name]
-
-    def in_order(self, of_keys: bool, pieces: Iterable[tuple[int, Runs]]) -> bool:
-        """Return True if the tokens of pieces, one piece after the other, are in order."""
-        shards = self.group.shards(of_keys)
-        runs = (r for owner, places in pieces for r in shards.at(owner, places))
-        return all(a[-1] < b[0] for a, b in pairwise(runs))
-
-    def _piecewise(self, name: str) -> Rows:
+    def by_piece(self, name: str) -> Rows:
         """Return all rows of an array by token, in the order of its pieces."""
-        return Rows(name, tuple(run for runs in self._by_token(name) for run in runs))
+        return Rows(name, tuple(run for runs in self._runs_by_token(name) for run in runs))
 
-    def _by_token(self, name: str) -> list[list[range]]:
-        """Return the positions of every piece in the memory of an array by token."""
-        if name not in self._positions:
+    def _runs_by_token(self, name: str) -> list[list[range]]:
+        """Return the rows of every piece of an array by token."""
+        if name not in self._by_token:
             array = self.arrays[name]
             shards = self.group.shards(array.of_keys)
-            tokens = [shards.at(owner, places) for owner, places in array.pieces]
-            self._positions[name] = ranks_among(tokens)
-        return self._positions[name]
-
-    def _offsets(self, name: str) -> list[int]:
-        """Return the offsets of the pieces of an array, in rows; the last one is its length."""
-        if name not in self._piece_offsets:
-            sizes = (size(places) for _, places in self.arrays[name].pieces)
-            self._piece_offsets[name] = list(accumulate(sizes, initial=0))
-        return self._piece_offsets[name]
-
-    def _of_owner(self, name: str, owner: int) -> Sequence[int]:
-        """Return the numbers of the pieces of an array that belong to an owner."""
-        if name not in self._pieces_of:
-            index = self._pieces_of[name] = {}
-            for i, (owned_by, _) in enumerate(self.arrays[name].pieces):
-                index.setdefault(owned_by, []).append(i)
-        return self._pieces_of[name].get(owner, ())
-
-    def _held_at(self, name: str, owner: int) -> list[tuple[int, Runs]]:
-        """Return the offsets of an owner's pieces in an array, and their places in the shard."""
-        offsets, pieces = self._offsets(name), self.arrays[name].pieces
-        return [(offsets[i], pieces[i][1]) for i in self._of_owner(name, owner)]
+            self._by_token[name] = ranks_among([shards.at(*piece) for piece in array.pieces])
+        return self._by_token[name]
 
 
-def positions(rows: Rows) -> np.ndarray:
-    """Return the positions of rows in the memory of their array, (rows,) int64."""
+def index_of(rows: Rows) -> np.ndarray:
+    """Return the places of rows in the memory of their array, (rows,) int64."""
     return concatenated(rows.runs)
 
 
@@ -257,7 +210,7 @@ def common_rows(source: Rows, target: Rows) -> list[tuple[Rows, Rows]]:
 
 
 def _place(runs: list[range], offset: int, held: Runs, places: Runs | None) -> None:
-    """Append the positions of `places` to `runs`; the places `held` begin at `offset`."""
+    """Append the rows of `places` to `runs`; the rows of the places `held` begin at `offset`."""
     for begin, end in held:
         wanted = ((begin, end),) if places is None else common(places, begin, end)
         for a, b in wanted:

@@ -26,10 +26,6 @@ class Group:
         The problem of all ranks of the group.
     config : AttentionConfig
         The config with the heads that one rank computes.
-    overlap : bool
-        Whether to compute while messages travel.
-    inner : str
-        Name of the channel of inner hops, for rings.
     shares_kv : bool
         Whether several groups share a KV head.
     nodes : tuple of int, optional
@@ -40,8 +36,6 @@ class Group:
     cols: int
     problem: Problem
     config: AttentionConfig
-    overlap: bool = True
-    inner: str = ""
     shares_kv: bool = False
     nodes: tuple[int, ...] | None = None
     _sets: dict[tuple, frozenset[int]] = field(default_factory=dict, repr=False, compare=False)
@@ -54,14 +48,6 @@ class Group:
     def uneven(self) -> bool:
         """True if there are three or more ranks, and the mask may let some gather less."""
         return type(self.problem.mask) is not Full and self.rows * self.cols > 2
-
-    def gathers_first(self, backward: bool) -> bool:
-        """Return True if partial results wait until all ranks have gathered all their rows.
-
-        This is for methods that gather keys first.  In the forward pass waiting gains nothing if
-        rows of queries, which come last, are as large as rows of keys.
-        """
-        return self.uneven and (backward or self.elements("k", "v") > self.elements("q"))
 
     def elements(self, *tensors: str) -> int:
         """Return the elements of one token in `tensors`, over all heads of the group."""

@@ -13,7 +13,7 @@ from functools import partial
 
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.steps import KINDS_OF_KEYS, SUMS, Rows
+from a2d_mpi.schedules.steps import KINDS_OF_KEYS, SUMS, PutHeads, Rows, TakeHeads
 
 
 class Ulysses:
@@ -38,7 +38,7 @@ class Ulysses:
         if name not in self._parcels:
             places = self.p.group.all_places(self.kind in KINDS_OF_KEYS, owner)
             options = {"accumulated": self.accumulated, "packed": True}
-            options["room"] = f"parcel {name} {self._number}"
+            options["memory"] = f"parcel {name} {self._number}"
             array = self.p.array(f"{name} {self.kind}", self.kind, [(owner, places)], **options)
             self._parcels[name] = self.p.rows(array)
         return self._parcels[name]
@@ -47,17 +47,22 @@ class Ulysses:
         self, name: str, role: str = "buffer", accumulated: tuple[str, ...] | None = None
     ) -> str:
         """Declare an array with all rows of the Ulysses group, by token; return its name."""
-        p, room = self.p, f"{name} {self._number}"
+        p, memory = self.p, f"{name} {self._number}"
         of_keys = self.kind in KINDS_OF_KEYS
         pieces = [(x, p.group.all_places(of_keys, x)) for x in p.channels["head"]]
         accumulated = self.accumulated if accumulated is None else accumulated
-        options = {"by_token": True, "room": room}
+        options = {"by_token": True, "memory": memory}
         return p.array(f"{name} {self.kind}", self.kind, pieces, role, accumulated, **options)
 
 
 def _kinds(p: Program, together: str, *apart: str) -> tuple[str, ...]:
     """Return the kinds of rows to exchange; one kind if queries and keys are the same tokens."""
     return (together,) if p.group.problem.keys is None else apart
+
+
+def _add(p: Program, step: TakeHeads | PutHeads) -> None:
+    if step.source.runs:
+        p.add(step)
 
 
 def share(p: Program, backward: bool) -> None:
@@ -72,11 +77,11 @@ def share(p: Program, backward: bool) -> None:
         ]
         for i, peer in enumerate(ulysses.peers, 1):
             leaving = ulysses.parcel(f"out {i}", p.rank)
-            p.copy(own._replace(head=peer), leaving)
+            _add(p, TakeHeads(own, leaving, peer))
             p.send("head", peer, leaving)
         # This rank's own rows are copied in the same way, without a message.
         arrived = ulysses.parcel("in 0", p.rank)
-        p.copy(own._replace(head=p.rank), arrived)
+        _add(p, TakeHeads(own, arrived, p.rank))
         p.copy(arrived, p.rows(group, p.rank))
         for i, peer in enumerate(ulysses.peers, 1):
             p.wait([coming[i - 1]])
@@ -112,8 +117,7 @@ def collect(p: Program, backward: bool) -> None:
             i = 0 if peer == p.rank else 1 + ulysses.peers.index(peer)
             if i:
                 p.wait([coming[i - 1]])
-            move = p.combine if sums else p.copy
-            move(ulysses.parcel(f"in {i}", p.rank), own._replace(head=peer))
+            _add(p, PutHeads(ulysses.parcel(f"in {i}", p.rank), own, peer, sums))
         p.results[kind] = own
 
 

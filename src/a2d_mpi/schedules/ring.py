@@ -42,8 +42,8 @@ class Ring:
     """The rings of a rank: `groups` rings of `places` ranks each."""
 
     def __init__(self, p: Program) -> None:
-        self.p, self.inner = p, p.group.inner
         self.groups, self.places = p.group.rows, p.group.cols
+        self.p, self.inner = p, "inner" if self.groups > 1 else "ring"
         self.group, self.place = divmod(p.rank, self.places)
         self.own = p.own("own kv", "kv", "given")
         # The previous and the next rank of each channel.
@@ -88,15 +88,15 @@ class Ring:
 
     def slot(self, kind: str, use: str, turn: int, owner: int, places: Runs) -> Rows:
         """Declare rows for tokens of a shard, in one of two buffers in turn."""
-        room = f"{kind} {use} {turn % 2}"
-        name = self.p.array(f"{kind} {use} {turn}", kind, [(owner, places)], room=room)
+        memory = f"{kind} {use} {turn % 2}"
+        name = self.p.array(f"{kind} {use} {turn}", kind, [(owner, places)], memory=memory)
         return self.p.rows(name)
 
     def shift(self, channel: str, rows: Rows, following: Rows) -> list[Message]:
         """Send rows to the next rank, and receive rows from the previous rank."""
         before, after = self.around[channel]
         received = self.p.receive(channel, before, following)
-        return self.p.exchange(received, self.p.send(channel, after, rows))
+        return [x for x in (received, self.p.send(channel, after, rows)) if x]
 
     def shards(self) -> Iterator[tuple[int, int, int, Rows]]:
         """Yield round, step, owner and rows of every shard, (n, Hkv, D); its own shard first.
@@ -202,7 +202,7 @@ class Gradients:
         self._returning = []
         if back:
             rows = p.rows(dkv.array, owner, back)
-            self._returning = p.exchange(p.send(ring.inner, ring.at(0, -t), rows, BACK))
+            self._returning = [p.send(ring.inner, ring.at(0, -t), rows, BACK)]
 
     def finish(self) -> Rows:
         """Receive the remaining gradients; return the gradients of this rank's shard."""
@@ -223,8 +223,8 @@ class Gradients:
         for t in range(1, ring.places):  # any of these ranks may be the last that adds anything
             behind, ahead = ring.line(1, t), ring.line(t + 1, last - t)
             places = ring.required(owner, behind, ring.line(t, 1), ahead)
-            name, room = f"dkv back {r * ring.places + t}", "dkv back"
-            p.array(name, "dkv", [(owner, places)], room=room)
+            name, memory = f"dkv back {r * ring.places + t}", "dkv back"
+            p.array(name, "dkv", [(owner, places)], memory=memory)
             self._returned.append(p.receive(ring.inner, ring.at(0, t), p.rows(name), BACK))
 
     def _collect(self) -> None:
@@ -253,16 +253,10 @@ def _tiles(layout: Layout) -> tuple[int, int]:
     return layout.positions, 1
 
 
-def _double(layout: Layout) -> tuple[int, int, str]:
-    if layout.cols == 1:  # groups of one rank form a single ring of outer hops
-        return 1, layout.positions, "outer"
-    return layout.rows, layout.cols, "inner"
-
-
-def _double_roundings(layout: Layout, kind: str) -> int:
-    """Return roundings: sums of gradients are encoded at every inner hop, then once per group."""
-    groups, places, _ = _double(layout)
-    return (kind == "dkv") * (places - 1 + groups * (groups > 1))
+def _double(layout: Layout) -> tuple[int, int]:
+    if layout.cols == 1:  # groups of one rank form a single ring
+        return 1, layout.positions
+    return layout.rows, layout.cols
 
 
 def _suits_double(layout: Layout) -> bool:
@@ -277,13 +271,9 @@ def _suits_double(layout: Layout) -> bool:
 RING = Method(
     forward,
     backward,
-    shape=lambda layout: (1, layout.positions, "ring"),
+    shape=lambda layout: (1, layout.positions),
     suits=lambda layout: layout.cols == 1 < layout.rows,
     tiles=_tiles,
-    known_as=lambda layout: "USP" if layout.heads > 1 else "",
-    roundings=lambda layout, kind: (kind == "dkv") * (layout.positions - 1),
 )
-STRIPED_RING = RING._replace(distribution="striped", known_as=lambda layout: "")
-DOUBLE_RING = Method(
-    forward, backward, _double, suits=_suits_double, tiles=_tiles, roundings=_double_roundings
-)
+STRIPED_RING = RING._replace(distribution="striped")
+DOUBLE_RING = Method(forward, backward, _double, suits=_suits_double, tiles=_tiles)

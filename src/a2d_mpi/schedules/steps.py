@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
-from a2d_mpi.masks.intervals import Runs
+from a2d_mpi.masks.intervals import Runs, size
 
 # Kinds of rows, each with the tensors of a row.
 KINDS = {
@@ -28,6 +29,7 @@ KINDS = {
 KINDS_OF_KEYS = ("kv", "dkv")  # kinds whose rows belong to keys; other kinds belong to queries
 # Tensors that travel in the accumulation dtype: sums and statistics.
 SUMS = ("lse", "delta", "dq", "dk", "dv")
+PARTIALS = ("out", "dq", "dkv")  # kinds of rows that hold partial results
 
 
 class Rows(NamedTuple):
@@ -38,15 +40,11 @@ class Rows(NamedTuple):
     array : str
         Name of the array.
     runs : tuple of range
-        Positions in the memory of the array, in order.
-    head : int or None
-        Rank in the Ulysses group: only its heads of an array with all heads.  None: all heads of
-        the array.
+        Places in the memory of the array, in order.
     """
 
     array: str
     runs: tuple[range, ...]
-    head: int | None = None
 
     @property
     def count(self) -> int:
@@ -79,8 +77,8 @@ class TokenArray:
         Whether the kernel chooses the dtype of the partial results that it writes to the array.
     wire : bool
         Whether its tensors are encoded, see `a2d_mpi.core.config.AttentionConfig.row`.
-    room : str
-        Name of the buffer, which several arrays may use at different times.  Default of
+    memory : str
+        Name of the memory, which several arrays may use at different times.  Default of
         `a2d_mpi.schedules.arrays.ProgramArrays.array`: the name of the array.
     """
 
@@ -93,17 +91,30 @@ class TokenArray:
     packed: bool = False
     as_computed: bool = False
     wire: bool = False
-    room: str = ""
+    memory: str = ""
 
     @property
     def of_keys(self) -> bool:
         """True if its rows belong to keys, False if they belong to queries."""
         return self.kind in KINDS_OF_KEYS
 
-    @cached_property
+    @property
     def length(self) -> int:
         """Number of rows of the array."""
-        return sum(end - begin for _, places in self.pieces for begin, end in places)
+        return self.offsets[-1]
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """First row of each piece, if the array is not by token, and the length of the array."""
+        return list(accumulate((size(places) for _, places in self.pieces), initial=0))
+
+    @cached_property
+    def by_owner(self) -> dict[int, list[tuple[int, Runs]]]:
+        """First row and places of each piece, by owner."""
+        found: dict[int, list[tuple[int, Runs]]] = {}
+        for offset, (owner, places) in zip(self.offsets, self.pieces):
+            found.setdefault(owner, []).append((offset, places))
+        return found
 
 
 class Send(NamedTuple):
@@ -173,10 +184,50 @@ class Wait(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Copy rows.  Order, heads, dtype and format of the two arrays may differ."""
+    """Copy rows.  The order of the rows, and the dtype of the two arrays, may differ."""
 
     source: Rows
     target: Rows
+
+
+class Encode(NamedTuple):
+    """Encode rows in the narrow format of messages; tensors that have none are copied."""
+
+    source: Rows
+    target: Rows
+
+
+class Decode(NamedTuple):
+    """Decode rows from the narrow format of messages; tensors that have none are copied."""
+
+    source: Rows
+    target: Rows
+
+
+class TakeHeads(NamedTuple):
+    """Copy the heads that a rank of the Ulysses group computes from an array with all heads."""
+
+    source: Rows
+    target: Rows
+    head: int
+
+
+class PutHeads(NamedTuple):
+    """Copy the heads that a rank of the Ulysses group computed to an array with all heads.
+
+    Attributes
+    ----------
+    source, target : Rows
+    head : int
+        Rank in the Ulysses group.
+    sums : tuple of str
+        Tensors that are added instead.
+    """
+
+    source: Rows
+    target: Rows
+    head: int
+    sums: tuple[str, ...]
 
 
 class Clear(NamedTuple):
@@ -186,9 +237,11 @@ class Clear(NamedTuple):
 
 
 class Attend(NamedTuple):
-    """Forward: write the partial result of queries over keys; each of the two is one run.
+    """Forward: compute the partial result of queries over keys; each of the two is one run.
 
-    A query that sees none of the keys gets out 0 and lse -inf.
+    A method means: merge it into the target, which begins as the empty result.  A program that is
+    executed means: write it (`a2d_mpi.schedules.passes.merged`).  A query that sees none of the
+    keys gets out 0 and lse -inf.
     """
 
     queries: Rows
@@ -229,11 +282,7 @@ class Merge(NamedTuple):
 
 
 class Add(NamedTuple):
-    """Add rows to other rows.
-
-    If the two arrays have different heads, only tensors in `TokenArray.accumulated` are added; the
-    other tensors are copied.
-    """
+    """Add rows to other rows, tensor by tensor; the order of the rows may differ."""
 
     source: Rows
     target: Rows
@@ -241,4 +290,5 @@ class Add(NamedTuple):
 
 Message = Send | Receive
 KernelCall = Attend | Differentiate
-Step = Send | Receive | Barrier | Wait | Copy | Clear | Attend | Differentiate | Merge | Add
+Move = Copy | Encode | Decode | TakeHeads | PutHeads | Add  # from a source to a target
+Step = Message | Barrier | Wait | Move | Clear | KernelCall | Merge

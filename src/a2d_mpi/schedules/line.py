@@ -1,0 +1,263 @@
+"""Lines: ranks among which rows of one kind travel down trees, and partial results back up.
+
+Each rank of a line may own rows that other ranks require.  The owner is the root of a tree.  Every
+other rank has a parent, from which it gets the rows, and to which it sends its partial result for
+them.  The parent combines the results of its children with its own.  With a star for each owner
+this is the row or the column of a plain grid.  With trees of two levels, one rank of each node
+fetches rows and sums results.  Methods do not know which trees they use.
+
+Ranks never wait for each other in a circle.  Two things depend on nobody who waits: rows that come
+straight from their owner, and results to which no other rank adds.  Both come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain, zip_longest
+from typing import NamedTuple
+
+from a2d_mpi.masks.intervals import Runs
+from a2d_mpi.schedules.program import Program
+from a2d_mpi.schedules.steps import KINDS, SUMS, Receive, Rows
+
+# Takes an owner and ranks.  Returns the places in the owner's shard of the rows that any of these
+# ranks requires.
+Required = Callable[[int, Collection[int]], Runs]
+
+
+class Trees(NamedTuple):
+    """The trees of all owners of a line.
+
+    Attributes
+    ----------
+    parent, children : callable
+        Take an owner and a rank.  They return the parent of the rank in the owner's tree (None: it
+        takes no part, or is the owner), and its children in any order.
+    """
+
+    parent: Callable[[int, int], int | None]
+    children: Callable[[int, int], Collection[int]]
+
+
+def star(ranks: Collection[int]) -> Trees:
+    """Make stars: every rank gets an owner's rows from the owner."""
+    return Trees(
+        lambda owner, rank: None if rank == owner else owner,
+        lambda owner, rank: [x for x in ranks if x != owner] if rank == owner else (),
+    )
+
+
+def by_node(ranks: Sequence[int], nodes: Sequence[int]) -> Trees:
+    """Make trees in which one rank of each node fetches an owner's rows and passes them on.
+
+    The fetchers of owner k of a node are rank k, modulo their number, of each other node.  So the
+    ranks of a node share this work evenly.
+
+    Parameters
+    ----------
+    ranks : sequence of int
+        The ranks of the line.
+    nodes : sequence of int
+        Node of every rank of the group.
+    """
+    members: dict[int, list[int]] = {}
+    for x in sorted(ranks):
+        members.setdefault(nodes[x], []).append(x)
+
+    def fetcher(owner: int, node: int) -> int:
+        if node == nodes[owner]:
+            return owner
+        return members[node][members[nodes[owner]].index(owner) % len(members[node])]
+
+    def parent(owner: int, rank: int) -> int | None:
+        if rank == owner:
+            return None
+        first = fetcher(owner, nodes[rank])
+        return owner if rank == first else first
+
+    def children(owner: int, rank: int) -> list[int]:
+        inside = members[nodes[rank]] if rank == fetcher(owner, nodes[rank]) else []
+        others = [fetcher(owner, x) for x in members if x != nodes[owner]] * (rank == owner)
+        return [*(x for x in inside if x != rank), *others]
+
+    return Trees(parent, children)
+
+
+class Line:
+    """The line of a rank.  It declares the rows that the rank needs, and posts their messages.
+
+    Parameters
+    ----------
+    p : Program
+    name : str
+        Name of the channel.
+    own : str
+        Array of this rank's shard.
+    ranks : sequence of int
+        All ranks of the line.  Rows and results of the first ones arrive first.
+    required : callable
+        See `Required`.
+    trees : Trees
+        Trees of the rows.
+    back : Trees, optional
+        Trees of the results, if all ranks require the same rows of an owner.  Default: `trees`.
+    kept : sequence of Runs, optional
+        Places of this rank's own rows that are held together with the rows of other owners.  The
+        last ones stand among those in the order of ranks; others come first.  Default: all.
+    near : collection of int
+        Other ranks on this rank's node.  Their messages have a channel of their own.
+    chunks : callable
+        Cuts places into the chunks that travel.  Default: one message for each owner.
+
+    Attributes
+    ----------
+    array : str
+        Array of these rows, owner by owner; without other owners, the array of the shard.
+    others : list of int
+        The other owners, in the order of arrival.
+    """
+
+    def __init__(
+        self,
+        p: Program,
+        name: str,
+        own: str,
+        ranks: Sequence[int],
+        required: Required,
+        trees: Trees,
+        back: Trees | None = None,
+        kept: Sequence[Runs] | None = None,
+        near: Collection[int] = (),
+        chunks: Callable[[Runs], Iterable[Runs]] = lambda places: [places] if places else [],
+    ) -> None:
+        self.p, self.name, self._required = p, name, required
+        self._trees, self._back = trees, back or trees
+        self._near, self._chunks = near, chunks
+        self._unsent: list[tuple[int, Rows]] = []
+        self._needs: dict[tuple[int, int], Runs] = {}
+        self._place = {x: i for i, x in enumerate(ranks)}
+        for channel in (name, f"{name} node")[: 1 + bool(near)]:
+            p.channels[channel] = tuple(sorted(ranks))
+        self._tags = {x: i for i, x in enumerate(p.channels[name])}  # of messages, by owner
+        parent = {x: y for x in ranks if (y := trees.parent(x, p.rank)) is not None}
+        self.others = sorted(parent, key=lambda x: parent[x] != x)
+        self.array, self._coming, kind = own, {}, p.arrays[own].kind
+        if kept is None:
+            kept = [p.group.all_places(p.arrays[own].of_keys, p.rank)]
+        if self.others:
+            mine = [(p.rank, x) for x in kept]
+            pieces = sorted([*mine[-1:], *((x, self.held(x)) for x in self.others)])
+            self.array = p.array(f"{name} {kind}", kind, [*mine[:-1], *pieces], memory=name)
+        for x in self.others:
+            self._coming[x] = self._receive(parent[x], x, self.array, self.held(x))
+        self._send_down(p.rank, own)
+        for places in kept if self.others else ():
+            p.copy(p.rows(own, p.rank, places), p.rows(self.array, p.rank, places))
+
+    def held(self, owner: int) -> Runs:
+        """Return the places of an owner's rows that this rank gets, for itself and below it."""
+        return self._needed(owner, self.p.rank)
+
+    def arrive(self, owner: int) -> Iterator[Rows]:
+        """Wait for an owner's rows, chunk by chunk; pass them on, and yield them."""
+        for message in self._coming[owner]:
+            self.p.wait([message])
+            self._send_down(owner, self.array)
+            yield message.rows
+
+    def arrivals(self, late: Line) -> Iterator[tuple[Line, int, Rows]]:
+        """Yield line, owner and rows as they arrive: this line's rows, and then the late line's.
+
+        Rows of both lines that other ranks wait for come first, in turn, and are passed on.
+        """
+        passed = [[(y, x) for x in y.others if y._passes(x)] for y in (self, late)]
+        held: dict[int, list[Rows]] = {}
+        for line, owner in filter(None, chain(*zip_longest(*passed))):
+            if line is late:
+                held[owner] = list(late.arrive(owner))
+            else:
+                yield from ((self, owner, rows) for rows in self.arrive(owner))
+        for owner in (x for x in self.others if not self._passes(x)):
+            yield from ((self, owner, rows) for rows in self.arrive(owner))
+        for owner in late._by_result():
+            rows_of = held[owner] if owner in held else late.arrive(owner)
+            yield from ((late, owner, rows) for rows in rows_of)
+
+    def _passes(self, owner: int) -> bool:
+        return bool(self._trees.children(owner, self.p.rank))
+
+    def result(self, kind: str, owner: int, rows: Rows) -> Rows:
+        """Declare partial results for all rows of an owner; return those for the given rows."""
+        # Results that others add to keep the accumulation dtype until they are sent.
+        options = {"accumulated": KINDS[kind] if self._adds_to(owner) else SUMS}
+        name = self.p.array(f"{kind} to {owner}", kind, [(owner, self.held(owner))], **options)
+        return self.p.matching(name, rows)
+
+    def give(self, owner: int, rows: Rows) -> None:
+        """Send a finished partial result to the parent; `send_sums` does if others add to it."""
+        if self._adds_to(owner):
+            self._unsent.append((owner, rows))
+        else:
+            self._send(self._back.parent(owner, self.p.rank), owner, rows)
+
+    def give_all(self, array: str) -> None:
+        """Give the partial results for all other owners."""
+        for owner in self._by_result():
+            for places in self._chunks(self.held(owner)):
+                self.give(owner, self.p.rows(array, owner, places))
+
+    def finish(self, array: str) -> None:
+        """Combine all ranks' results for this rank's rows with its own ones, in a fixed order."""
+        self._combine(self.p.rank, array)
+
+    def send_sums(self) -> None:
+        """Send the results to which other ranks add: the ones that `give` held back."""
+        for owner, rows in self._unsent:
+            self._combine(owner, rows.array)
+            self._send(self._back.parent(owner, self.p.rank), owner, rows)
+        self._unsent = []
+
+    def _by_result(self) -> list[int]:
+        """Return the other owners in the order of their results, see the top of the module."""
+        return sorted(self.others, key=lambda x: (x in self._near, self._adds_to(x)))
+
+    def _adds_to(self, owner: int) -> bool:
+        return bool(self._back.children(owner, self.p.rank))
+
+    def _combine(self, owner: int, array: str) -> None:
+        p, kind = self.p, self.p.arrays[array].kind
+        for child in sorted(self._back.children(owner, p.rank), key=self._place.__getitem__):
+            places = self._needed(owner, child)
+            part = p.array(f"{self.name} {kind} of {owner} from {child}", kind, [(owner, places)])
+            p.wait(self._receive(child, owner, part, places))
+            p.combine(p.rows(part), p.rows(array, owner, places))
+
+    def _send_down(self, owner: int, array: str) -> None:
+        # Ranks that pass the rows on come first.  In a star the previous rank needs them first.
+        children, place = self._trees.children, self._place
+        for child in sorted(
+            children(owner, self.p.rank), key=lambda x: (not children(owner, x), -place[x])
+        ):
+            for places in self._chunks(self._needed(owner, child)):
+                self._send(child, owner, self.p.rows(array, owner, places))
+
+    def _send(self, peer: int, owner: int, rows: Rows) -> None:
+        self.p.send(self._channel(peer), peer, rows, self._tags[owner])
+
+    def _receive(self, peer: int, owner: int, array: str, places: Runs) -> list[Receive]:
+        p, channel, tag = self.p, self._channel(peer), self._tags[owner]
+        rows = (p.rows(array, owner, x) for x in self._chunks(places))
+        return [p.receive(channel, peer, x, tag) for x in rows]
+
+    def _channel(self, peer: int) -> str:
+        return f"{self.name} node" if peer in self._near else self.name
+
+    def _needed(self, owner: int, rank: int) -> Runs:
+        """Return the places of an owner's rows that a rank and the ranks below it require."""
+        if (owner, rank) not in self._needs:
+            self._needs[owner, rank] = self._required(owner, self._subtree(owner, rank))
+        return self._needs[owner, rank]
+
+    def _subtree(self, owner: int, rank: int) -> tuple[int, ...]:
+        below = (self._subtree(owner, x) for x in self._trees.children(owner, rank))
+        return rank, *chain.from_iterable(below)

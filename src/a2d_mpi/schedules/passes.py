@@ -1,0 +1,364 @@
+"""Passes: functions from program to program, which add what the steps of a method cost.
+
+A method says what happens.  Each pass here rewrites the steps for one reason, and no pass knows a
+method.  `lowered` applies all of them; the executor runs the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from a2d_mpi.schedules.program import Program
+from a2d_mpi.schedules.steps import (
+    KINDS,
+    PARTIALS,
+    SUMS,
+    Add,
+    Attend,
+    Barrier,
+    Clear,
+    Copy,
+    Decode,
+    Differentiate,
+    Encode,
+    KernelCall,
+    Merge,
+    Message,
+    Receive,
+    Rows,
+    Send,
+    Step,
+    Wait,
+)
+
+
+def lowered(p: Program, overlap: bool = True) -> Program:
+    """Apply all passes, in the order in which they depend on each other."""
+    if not overlap:
+        p = in_turn(p)
+    for lower in PASSES:
+        p = lower(p)
+    return p
+
+
+def in_turn(p: Program) -> Program:
+    """Make messages end before the next kernel call: communicate and compute in turn.
+
+    A program gathers, computes, and returns results.  A ring uses memory again, so its steps keep
+    their order, and it waits for each exchange at once.
+    """
+    posted = {x.index: (i, x) for i, x in enumerate(p.steps) if isinstance(x, Message)}
+    if not any(isinstance(x, KernelCall) for x in p.steps):
+        return p
+    if not _reuses_memory(p):
+
+        def act(step: Step) -> int:
+            if isinstance(step, Message):
+                return 2 * _partial(p, step)
+            if isinstance(step, Wait):
+                return 2 * _partial(p, posted[step.messages[0]][1])
+            if isinstance(step, Copy):
+                return 2 * (p.arrays[step.target.array].kind in PARTIALS)
+            return 2 if isinstance(step, Merge | Add) else 1
+
+        return p.with_steps(sorted(p.steps, key=act))
+    # A wait for an exchange, or for rows that are not a partial result, follows the last message.
+    early: dict[int, list[Wait]] = {}
+    for x in (x for x in p.steps if isinstance(x, Wait)):
+        of = [posted[i] for i in x.messages]
+        if any(isinstance(m, Send) or not _partial(p, m) for _, m in of):
+            early.setdefault(max(i for i, _ in of), []).append(x)
+    moved = {id(x) for waits in early.values() for x in waits}
+    steps: list[Step] = []
+    for i, x in enumerate(p.steps):
+        steps += [] if id(x) in moved else [x]
+        steps += early.get(i, [])
+    return p.with_steps(steps)
+
+
+def gathers_before_returns(p: Program) -> Program:
+    """Send the first partial result after all ranks of some channels have gathered their rows.
+
+    Ranks enter a barrier when they have gathered all rows.  `Program.gathers_first` says why.
+    """
+    channels = [x for x in p.gathers_first if len(p.channels[x]) > 1]
+    if not channels:
+        return p
+    gathered = {x.index for x in p.steps if isinstance(x, Message) and not _partial(p, x)}
+
+    def gathers(step: Step) -> bool:
+        if isinstance(step, Wait):
+            return step.messages[0] in gathered
+        return isinstance(step, Send) and step.index in gathered
+
+    def returns(step: Step) -> bool:
+        return isinstance(step, Send) and _partial(p, step)
+
+    first = next((i for i, x in enumerate(p.steps) if returns(x)), len(p.steps))
+    last = max((i for i, x in enumerate(p.steps[:first]) if gathers(x)), default=-1)
+    head, tail = p.steps[: last + 1], p.steps[last + 1 :]
+    new = p.with_steps([*head, *filter(gathers, tail)])
+    barriers = [Barrier(x, p.messages + i) for i, x in enumerate(channels)]
+    new.messages += len(barriers)
+    new.steps += barriers
+    passed = [Wait(x.channel, (x.index,)) for x in barriers]
+    for step in (x for x in tail if not gathers(x)):
+        if returns(step):
+            new.steps += passed
+            passed = []
+        new.steps.append(step)
+    return new
+
+
+def merged(p: Program) -> Program:
+    """Write the first partial result of rows; merge others, or leave them out if nothing is seen.
+
+    The compensation of lse is set to zero before the first merge.
+    """
+    if not any(isinstance(x, Attend | Merge) for x in p.steps):
+        return p
+    new, written = p.with_steps(), {}
+    add = new.steps.append
+    partials: dict[Rows, Rows] = {}
+    compensated: set[str] = set()
+
+    def merge(step: Merge) -> None:
+        array = step.compensation.array
+        if array not in compensated:
+            compensated.add(array)
+            new.clear(new.rows(array))
+        add(step)
+
+    for step in p.steps:
+        if isinstance(step, Merge):
+            merge(step)
+        elif not isinstance(step, Attend):
+            add(step)
+        elif not _overlap(held := written.setdefault(step.target.array, []), step.target):
+            held += step.target.runs
+            add(step)
+        elif p.sees(step.queries, step.keys):
+            if step.target not in partials:
+                options = {"as_computed": True, "accumulated": KINDS["out"], "memory": "partial"}
+                name = new.array(
+                    f"partial {len(partials)}", "out", p.pieces(step.target), **options
+                )
+                partials[step.target] = new.rows(name)
+            partial = partials[step.target]
+            add(step._replace(target=partial))
+            merge(new.merge_of(partial, step.target))
+    return new
+
+
+def keys_by_token(p: Program) -> Program:
+    """Copy keys that are not in the order of tokens, and add their gradients back."""
+    every = {x.keys for x in p.steps if isinstance(x, KernelCall)}
+    scattered = {x for x in every if not p.in_order(x)}
+    if not scattered:
+        return p
+    new = p.with_steps()
+    add = new.steps.append
+    copied: set[str] = set()  # arrays whose keys are copied
+    apart: dict[str, str] = {}  # arrays whose sums are not complete: where the others are
+
+    def twin(rows: Rows) -> Rows:
+        """Return the rows of the same tokens, as one run, in an array by token."""
+        array, name = p.arrays[rows.array], f"{rows.array} by token"
+        if name not in new.arrays:
+            options = {"accumulated": array.accumulated, "by_token": True}
+            new.array(name, array.kind, array.pieces, **options)
+        if rows.count == array.length:
+            return new.rows(name)
+        first, last = new.extremes(rows)
+        sorted_rows = new.rows_within(name, first, last + 1)
+        if sorted_rows.count != rows.count:
+            raise ValueError(
+                f"a kernel call takes consecutive keys of {rows.array!r} in the order of tokens, "
+                f"got {rows.count} of {sorted_rows.count} keys in [{first}, {last}]"
+            )
+        return sorted_rows
+
+    def complete(array: str) -> None:
+        if array in apart:
+            add(Add(new.by_piece(apart.pop(array)), new.rows(array)))
+
+    for step in p.steps:
+        if isinstance(step, KernelCall) and step.keys in scattered:
+            keys = twin(step.keys)
+            if step.keys.array not in copied:
+                copied.add(step.keys.array)
+                add(Copy(new.rows(step.keys.array), new.by_piece(keys.array)))
+            step = step._replace(keys=keys)
+            if isinstance(step, Differentiate):
+                dkv = twin(step.dkv)
+                if step.dkv.array not in apart:
+                    apart[step.dkv.array] = dkv.array
+                    new.clear(new.rows(dkv.array))
+                step = step._replace(dkv=dkv)
+        else:
+            for rows in _moved(step):
+                complete(rows.array)
+        add(step)
+    for array in [*apart]:
+        complete(array)
+    return new
+
+
+def rounded(p: Program) -> Program:
+    """Round a partial out to the storage dtype once, before it is sent."""
+    if not p.group.config.mixed_precision:
+        return p
+    new = p.with_steps()
+    add = new.steps.append
+    for step in p.steps:
+        array = p.arrays[step.rows.array] if isinstance(step, Send) else None
+        if array and array.kind == "out" and "out" in array.accumulated:
+            name = new.array(f"rounded {step.rows.array}", array.kind, array.pieces)
+            rows = step.rows._replace(array=name)
+            add(Copy(step.rows, rows))
+            step = step._replace(rows=rows)
+        add(step)
+    return new
+
+
+def encoded(p: Program) -> Program:
+    """Encode rows in a narrow format before they are sent, and decode them when they arrive.
+
+    Rows that arrived encoded are not encoded again.  Sums and partial results change, so they are
+    encoded whenever they are sent.  A rank that sends rows of its shard encodes all of them, once.
+    """
+    if p.group.config.wire is None:
+        return p
+    new = p.with_steps()
+    add = new.steps.append
+    arrived: dict[int, tuple[Rows, Rows]] = {}  # by message: encoded rows, and decoded ones
+    held: set[str] = set()  # arrays whose rows are held encoded, too
+
+    def on_wire(rows: Rows) -> Rows:
+        array, name = p.arrays[rows.array], f"{rows.array} on the wire"
+        if name not in new.arrays:
+            options = {"role": "buffer", "wire": True, "memory": f"{array.memory} on the wire"}
+            new.arrays[name] = replace(array, **options)
+        return rows._replace(array=name)
+
+    for step in p.steps:
+        array = p.arrays[step.rows.array] if isinstance(step, Message) else None
+        if array is None or not p.group.encodes(array):
+            add(step)
+            for index in step.messages if isinstance(step, Wait) else ():
+                if index in arrived:
+                    add(Decode(*arrived[index]))
+            continue
+        rows = on_wire(step.rows)
+        if isinstance(step, Receive):
+            arrived[step.index] = rows, step.rows
+        elif array.kind in PARTIALS or step.rows.array not in held:
+            source = p.rows(step.rows.array) if array.role == "given" else step.rows
+            add(Encode(source, on_wire(source)))
+        if isinstance(step, Receive) or array.role == "given":
+            held.add(step.rows.array)
+        add(step._replace(rows=rows))
+    return new
+
+
+def packed(p: Program) -> Program:
+    """Copy scattered rows side by side before they are sent: a message is one run of memory."""
+    if not any(isinstance(x, Send) and len(x.rows.runs) > 1 for x in p.steps):
+        return p
+    new = p.with_steps()
+    add = new.steps.append
+    copies: dict[Rows, Rows] = {}
+    for step in p.steps:
+        if isinstance(step, Send) and len(step.rows.runs) > 1:
+            if step.rows not in copies:
+                array = p.arrays[step.rows.array]
+                options = {"accumulated": array.accumulated, "wire": array.wire}
+                name = f"packed {len(copies)}"
+                new.array(name, array.kind, p.pieces(step.rows), **options)
+                copies[step.rows] = new.rows(name)
+                new.copy(step.rows, copies[step.rows])
+            step = step._replace(rows=copies[step.rows])
+        add(step)
+    return new
+
+
+def receives_first(p: Program) -> Program:
+    """Post all receives before the first kernel call or wait: messages travel while kernels run.
+
+    Receives before the first sends would delay these.
+    """
+    if _reuses_memory(p):
+        return p
+    first = next((i for i, x in enumerate(p.steps) if isinstance(x, KernelCall | Wait)), 0)
+    tail = sorted(p.steps[first:], key=lambda x: not isinstance(x, Receive))
+    return p.with_steps([*p.steps[:first], *tail])
+
+
+def alone(p: Program) -> Program:
+    """Let the one kernel call of a group of one rank write the results: nothing is added up.
+
+    Other context-parallel groups may add to dk and dv, which then keep the accumulation dtype.
+    """
+    if p.group.rows * p.group.cols > 1:
+        return p
+    own = {x.array for x in p.results.values()}
+    calls = [x for x in p.steps if isinstance(x, KernelCall)]
+    if len(calls) != 1 or any(x not in calls[0] for x in map(p.rows, own)):
+        return p
+    new = p.with_steps(
+        x._replace(fresh=True) if isinstance(x, Differentiate) else x
+        for x in p.steps
+        if not (isinstance(x, Clear) and x.rows.array in own)
+    )
+    for name in own:
+        kept = SUMS if p.group.shares_kv else ("lse",)
+        new.arrays[name] = replace(p.arrays[name], role="result", accumulated=kept)
+    return new
+
+
+def drained(p: Program) -> Program:
+    """Wait at the end for all messages for which there is no wait."""
+    waited = {x for step in p.steps if isinstance(step, Wait) for x in step.messages}
+    new = p.with_steps(p.steps)
+    new.body = len(p.steps)
+    for channel in p.channels:
+        new.wait(
+            x
+            for x in p.steps
+            if isinstance(x, Message | Barrier) and x.channel == channel and x.index not in waited
+        )
+    return new
+
+
+PASSES: tuple[Callable[[Program], Program], ...] = (
+    gathers_before_returns,
+    receives_first,
+    merged,
+    keys_by_token,
+    rounded,
+    encoded,
+    packed,
+    alone,
+    drained,
+)
+
+
+def _partial(p: Program, message: Message) -> bool:
+    return p.arrays[message.rows.array].kind in PARTIALS
+
+
+def _reuses_memory(p: Program) -> bool:
+    """Return True if arrays share memory, as in rings: then the steps must keep their order."""
+    return len({x.memory for x in p.arrays.values()}) < len(p.arrays)
+
+
+def _moved(step: Step) -> Iterable[Rows]:
+    """Return the rows that a step sends, copies or combines."""
+    if isinstance(step, KernelCall | Clear | Receive):
+        return ()
+    return [x for x in step if isinstance(x, Rows)]
+
+
+def _overlap(held: Iterable[range], rows: Rows) -> bool:
+    return any(a.start < b.stop and b.start < a.stop for a in rows.runs for b in held)
