@@ -275,18 +275,24 @@ def _dense(
         keys, elements = rng.permutation(keys), rng.permutation(d)
     k, v, seen = k[:, keys], v[:, keys], case.seen[:, keys]
 
-    def times(a, b):
-        return a[..., elements] @ b[..., elements].swapaxes(1, 2)
+    cap = case.options.get("logit_softcap")
+
+    def times(a, b, order=elements):
+        return a[..., order] @ b[..., order].swapaxes(1, 2)
 
     def kept(x):
         return x if rng is None else x.astype(case.dtype).astype(kind)
 
-    s = times(q * scale, k) if like_kernels else times(q, k) * scale
-    slope, cap = kind.type(1), case.options.get("logit_softcap")
-    if cap:
-        s = kind.type(cap) * (slope := np.tanh(s / kind.type(cap)))
-        slope = 1 - slope**2
-    s = np.where(seen, s, -np.inf)
+    def logits(order):
+        """Return the logits, and their slopes by what they were before the cap."""
+        s = times(q * scale, k, order) if like_kernels else times(q, k, order) * scale
+        slope = kind.type(1)
+        if cap:
+            s = kind.type(cap) * (slope := np.tanh(s / kind.type(cap)))
+            slope = 1 - slope**2
+        return np.where(seen, s, -np.inf), slope
+
+    s, slope = logits(elements)
     top = s.max(axis=2, keepdims=True)
     top[np.isneginf(top)] = 0
     if like_kernels and np.abs(top).max(initial=0) < 20:
@@ -304,7 +310,8 @@ def _dense(
         out = kept(p @ v / np.where(total > 0, total, 1))
     if rng is None:
         p /= np.where(total > 0, total, 1)
-    else:  # from the rounded lse, as nothing else is kept of the forward pass
+    else:  # from the rounded lse and new logits: nothing else is kept of the forward pass
+        s, slope = logits(rng.permutation(d))
         p = np.exp(s - np.where(np.isneginf(lse), 0, lse))
     results = {"out": out, "lse": lse[..., 0]}
     if (
