@@ -82,7 +82,7 @@ def test_some_go_on_at_first(tmp_path, owner, name, when):
     options = *OPTIONS, "--folder", tmp_path / "checkpoints", "--output", tmp_path / "out.h5"
     options += "--trace", tmp_path / "trace.json", "--survive"
     sabotage = UNEVEN.format(owner, when, name=name)
-    done = drive("train_gpt.py", 4, *options, sabotage=sabotage, timeout=40, mpi=ULFM)
+    done = drive("train_gpt.py", 4, *options, sabotage=sabotage, timeout=90, mpi=ULFM)
     assert "continues without rank 3" in done.stderr
     assert trained_badly(tmp_path) == ""
     assert (tmp_path / "trace.json").exists() == (name != "measured")
@@ -124,7 +124,7 @@ def test_who_dies_at_the_end_changes_nothing(tmp_path, moment, victims):
     """A finished job ends with exit code 0, and no rank is said to be killed that was not."""
     options = *OPTIONS, "--folder", tmp_path / "checkpoints", "--output", tmp_path / "out.h5"
     sabotage = END.format(moment, victims)
-    done = drive("train_gpt.py", 3, *options, "--survive", sabotage=sabotage, timeout=40, mpi=ULFM)
+    done = drive("train_gpt.py", 3, *options, "--survive", sabotage=sabotage, timeout=90, mpi=ULFM)
     named = {int(x) for x in re.findall(r"rank (\d) was killed", done.stderr)}
     assert named == (set() if moment == "leaving" else set(victims)), done.stderr
     assert "Traceback" not in done.stderr and "continues" not in done.stderr
