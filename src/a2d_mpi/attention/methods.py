@@ -30,7 +30,7 @@ class Attention2D(AttentionPlan):
 
 
 class NodeAwareAttention(AttentionPlan):
-    """Attention2D that sends each chunk to a node only once; see `a2d_mpi.schedules.node_aware`.
+    """Attention2D that sends each chunk to a node only once; see `a2d_mpi.schedules.line`.
 
     It has the interface of `AttentionPlan`.  The grid says which ranks share a node:
     `a2d_mpi.core.sizes.Layout.nodes`.

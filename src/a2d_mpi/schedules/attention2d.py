@@ -26,7 +26,7 @@ from a2d_mpi.core.sizes import Layout, UnlikeRanks
 from a2d_mpi.masks.intervals import Runs
 from a2d_mpi.schedules.chunks import chunked, split_own
 from a2d_mpi.schedules.group import Group
-from a2d_mpi.schedules.line import Line, by_node, star
+from a2d_mpi.schedules.line import Line, by_node, members_of, star
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Rows
@@ -108,9 +108,7 @@ def lines(p: Program, kind: str) -> tuple[Line, Line]:
 
         # Begin with the next rank of this node, then of the next node: so that no rank is the
         # first target of all.
-        members: dict[int, list[int]] = {}
-        for x in ranks:
-            members.setdefault(nodes[x], []).append(x)
+        members = members_of(ranks, nodes)
         names, me = sorted(members), nodes[p.rank]
         begin, place = names.index(me), members[me].index(p.rank)
         turned = ((members[x], place % len(members[x])) for x in names[begin:] + names[:begin])

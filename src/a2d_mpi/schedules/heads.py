@@ -67,7 +67,7 @@ def _add(p: Program, step: TakeHeads | PutHeads) -> None:
 
 def share(p: Program, backward: bool) -> None:
     """Write the exchange before attention: a rank receives its heads of all tokens."""
-    kinds = _kinds(p, *(("qkvd", "qd", "kv") if backward else ("qkv", "q", "kv")))
+    kinds = _kinds(p, "qkvd", "qd", "kv") if backward else _kinds(p, "qkv", "q", "kv")
     for number, kind in enumerate(kinds):
         ulysses = Ulysses(p, kind, number)
         own, group = p.own(f"own {kind}", kind, "given", all_heads=True), ulysses.together("group")
@@ -91,7 +91,7 @@ def share(p: Program, backward: bool) -> None:
 
 def collect(p: Program, backward: bool) -> None:
     """Write the exchange after attention: a rank receives all heads of its tokens' results."""
-    kinds = _kinds(p, *(("gradients", "dq", "dkv") if backward else ("out", "out")))
+    kinds = _kinds(p, "gradients", "dq", "dkv") if backward else _kinds(p, "out", "out")
     for number, kind in enumerate(kinds):
         sums = ("dk", "dv") if kind in ("gradients", "dkv") and p.group.shares_kv else ()
         ulysses = Ulysses(p, kind, number, ("lse", *sums))

@@ -60,9 +60,7 @@ def by_node(ranks: Sequence[int], nodes: Sequence[int]) -> Trees:
     nodes : sequence of int
         Node of every rank of the group.
     """
-    members: dict[int, list[int]] = {}
-    for x in sorted(ranks):
-        members.setdefault(nodes[x], []).append(x)
+    members = members_of(ranks, nodes)
 
     def fetcher(owner: int, node: int) -> int:
         if node == nodes[owner]:
@@ -76,11 +74,22 @@ def by_node(ranks: Sequence[int], nodes: Sequence[int]) -> Trees:
         return owner if rank == first else first
 
     def children(owner: int, rank: int) -> list[int]:
-        inside = members[nodes[rank]] if rank == fetcher(owner, nodes[rank]) else []
-        others = [fetcher(owner, x) for x in members if x != nodes[owner]] * (rank == owner)
-        return [*(x for x in inside if x != rank), *others]
+        if rank != fetcher(owner, nodes[rank]):
+            return []
+        inside = [x for x in members[nodes[rank]] if x != rank]
+        if rank != owner:
+            return inside
+        return inside + [fetcher(owner, x) for x in members if x != nodes[owner]]
 
     return Trees(parent, children)
+
+
+def members_of(ranks: Sequence[int], nodes: Sequence[int]) -> dict[int, list[int]]:
+    """Return the ranks of each node, in ascending order; nodes without ranks are left out."""
+    members: dict[int, list[int]] = {}
+    for x in sorted(ranks):
+        members.setdefault(nodes[x], []).append(x)
+    return members
 
 
 class Line:
@@ -183,9 +192,6 @@ class Line:
             rows_of = held[owner] if owner in held else late.arrive(owner)
             yield from ((late, owner, rows) for rows in rows_of)
 
-    def _passes(self, owner: int) -> bool:
-        return bool(self._trees.children(owner, self.p.rank))
-
     def result(self, kind: str, owner: int, rows: Rows) -> Rows:
         """Declare partial results for all rows of an owner; return those for the given rows."""
         # Results that others add to keep the accumulation dtype until they are sent.
@@ -220,6 +226,9 @@ class Line:
     def _by_result(self) -> list[int]:
         """Return the other owners in the order of their results, see the top of the module."""
         return sorted(self.others, key=lambda x: (x in self._near, self._adds_to(x)))
+
+    def _passes(self, owner: int) -> bool:
+        return bool(self._trees.children(owner, self.p.rank))
 
     def _adds_to(self, owner: int) -> bool:
         return bool(self._back.children(owner, self.p.rank))

@@ -48,8 +48,8 @@ class Tile:
 
     def __init__(self, p: Program, kind: str, by_query: bool) -> None:
         self.p, (i, j), shards = p, triangle.pair(p.rank), p.group.problem.shards
-        t = triangle.segments(shards.nshards)
-        self.low, self.high = (triangle.segment(shards.seqlen, t, s) for s in (j, i))
+        self._pair, self._t = (i, j), triangle.segments(shards.nshards)
+        self.low, self.high = (triangle.segment(shards.seqlen, self._t, s) for s in (j, i))
         self.own_q, self.own_k = (
             p.own(f"own {kind}", kind, "given"),
             p.own("own kv", "kv", "given"),
@@ -59,15 +59,15 @@ class Tile:
             x: shards.places(p.rank, ((y.begin, y.end),))
             for x, y in (("q", self.high), ("k", self.low))
         }
-        self.k = self._line(True, j, t, [self.own["q"], self.own["k"]] * by_query)
-        self.fed_k = self._line(True, i, t)
-        self.q = self._line(False, i, t, [self.own["k"], self.own["q"]] * (not by_query))
-        self.fed_q = self._line(False, j, t)
+        self.k = self._line(True, j, [self.own["q"], self.own["k"]] * by_query)
+        self.fed_k = self._line(True, i)
+        self.q = self._line(False, i, [self.own["k"], self.own["q"]] * (not by_query))
+        self.fed_q = self._line(False, j)
         self.early, self.late = (self.k, self.q) if by_query else (self.q, self.k)
 
-    def _line(self, of_keys: bool, segment: int, t: int, kept: Sequence[Runs] = ()) -> Line:
+    def _line(self, of_keys: bool, segment: int, kept: Sequence[Runs] = ()) -> Line:
         """Make the line of the queries, or the keys, of a segment among the ranks that have it."""
-        p, shards = self.p, self.p.group.problem.shards
+        p, t, shards = self.p, self._t, self.p.group.problem.shards
         team = sorted(triangle.row_members(segment) + triangle.column_members(segment, t))
         bounds = triangle.segment(shards.seqlen, t, segment)
         own = self.own_k if of_keys else self.own_q
@@ -91,7 +91,7 @@ class Tile:
 
         place = team.index(p.rank)  # the nearest previous ranks come first
         ordered = [*reversed(team[: place + 1]), *reversed(team[place + 1 :])]
-        name = "row" if segment == triangle.pair(p.rank)[0] else "col"
+        name = "row" if segment == self._pair[0] else "col"
         both = trees_of(there), trees_of(back)
         return Line(p, name, own.array, ordered, required, *both, kept)
 
@@ -101,12 +101,12 @@ class Tile:
         The last value says whether the owner's results are finished: late rows have then met all
         early rows.  There is no line for the call with this rank's own rows.
         """
-        p, low, high = self.p, self.low, self.high
-        i, j = triangle.pair(p.rank)
+        p, low, high, (i, j) = self.p, self.low, self.high, self._pair
         members = {
             self.q: triangle.row_members(i),
-            self.k: triangle.column_members(j, triangle.segments(p.group.problem.shards.nshards)),
+            self.k: triangle.column_members(j, self._t),
         }
+        places = p.group.problem.shards.places
         yield None, p.rank, self.own_q, self.own_k, False
         for line, owner, rows in self.early.arrivals(self.late):
             late, fed = line is self.late, owner not in members[line]
@@ -117,12 +117,10 @@ class Tile:
                 yield line, owner, queries, rows, late
                 continue
             keys = self.k.array if late else self.own_k.array
-            lower, upper = (
-                p.rows(line.array, owner, p.group.problem.shards.places(owner, (bounds,)))
-                for bounds in ((high.begin, high.half), (high.half, high.end))
-            )
+            lower = p.rows(line.array, owner, places(owner, ((high.begin, high.half),)))
             yield line, owner, lower, p.rows(keys), late and not fed
             if fed:  # queries of the upper half of B do not see this rank's own keys of i
+                upper = p.rows(line.array, owner, places(owner, ((high.half, high.end),)))
                 yield line, owner, upper, p.rows_within(keys, low.begin, low.end), late
 
 
