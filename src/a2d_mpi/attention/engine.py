@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.comm.gpus import gpu_aware
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.comm.rendezvous import Call, Rendezvous
+from a2d_mpi.comm.rendezvous import Flags
 from a2d_mpi.comm.transport import HostTransport, Transport
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.devices.host import HOST
@@ -149,70 +148,29 @@ class Engine:
         return taken, not bad
 
     @property
-    def way(self) -> str:
-        """Path of this rank's tensors to MPI: "host" or "device" memory, or "staged" copies."""
-        if self.device is HOST:
-            return "host"
-        return "device" if gpu_aware(self._transfers)[0] else "staged"
+    def staged(self) -> bool:
+        """Whether this rank's tensors go through host memory, because MPI cannot read them."""
+        return self.device is not HOST and not gpu_aware(self._transfers)[0]
 
-    def connect(
-        self,
-        rendezvous: Rendezvous,
-        call: Call,
-        problem: str | None,
-        finite: bool,
-        options: Mapping[str, bool],
-    ) -> None:
-        """Wait for all ranks before a call, and agree on a path to MPI.
-
-        Collective over the ranks of `rendezvous`.
+    def use(self, flags: Flags, dlse: bool) -> None:
+        """Take what all ranks need: a transport for their arrays, and care for NaN.
 
         Parameters
         ----------
-        rendezvous : Rendezvous
-        call : Call
-        problem : str or None
-            Error of this rank.
-        finite : bool
-            False if an element of this rank's arrays is NaN or infinite.
-        options : mapping of str to bool
-            Names of optional arguments, the same on all ranks, and whether this call has them.
-
-        Raises
-        ------
-        ValueError
-            If any rank has a problem, or the ranks do not make the same call.  Likewise if ranks
-            mix host and device arrays, or only some ranks give an option.
+        flags : Flags
+            Whether a flag is true on any rank.
+        dlse : bool
+            Whether this call has a gradient of lse.
         """
-        way = "" if problem else self.way
-        # One bit for an error, three for the path to MPI, one for an element that is not finite,
-        # and two for each option: not given, given.
-        bits = (way == "") | (way == "host") << 1 | (way == "device") << 2 | (way == "staged") << 3
-        bits |= (not finite) << 4
-        for i, has in enumerate(options.values()):
-            bits |= 1 << (5 + 2 * i + has)
-        flags = rendezvous.meet(call, bits)
-        if flags & 1:
-            rendezvous.agree(problem)
-        if flags & 2 and flags & 12:
-            raise CollectiveError(
-                "ranks disagree on the arrays: some ranks pass NumPy arrays, others CuPy arrays"
-            )
-        for i, name in enumerate(options):
-            if flags >> (5 + 2 * i) & 3 == 3:
-                raise CollectiveError(
-                    f"ranks disagree on {name}: some ranks pass it, others do not"
-                )
-        staged = bool(flags & 8)
         if self.device is HOST:
             self.transport = self.transport or HostTransport()
-            self.kernel.careful = bool(flags & 16)
+            self.kernel.careful = flags.not_finite
             return
-        self.kernel.any_delta = options["dlse"]
-        if getattr(self.transport, "staged", None) is not staged:
+        self.kernel.any_delta = dlse
+        if getattr(self.transport, "staged", None) is not flags.staged:
             from a2d_mpi.comm.device_transport import DeviceTransport
 
-            self.transport = DeviceTransport(self.device, staged)
+            self.transport = DeviceTransport(self.device, flags.staged)
 
     @contextmanager
     def running(self, phase: str) -> Iterator[None]:

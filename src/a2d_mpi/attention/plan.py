@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import NoReturn
@@ -13,25 +12,24 @@ from mpi4py import MPI
 from a2d_mpi.attention.checks import check_grid, check_problem, check_sink, check_tensors
 from a2d_mpi.attention.engine import Engine, Recorded
 from a2d_mpi.attention.executor import executors
-from a2d_mpi.attention.shards import check_rows, gather, scatter
-from a2d_mpi.comm.agreement import message_of
+from a2d_mpi.attention.shards import gather, scatter
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.comm.rendezvous import Call
+from a2d_mpi.comm.rendezvous import Caller, Flags
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.core.wire import FORMATS
+from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules import problem_of, write
 from a2d_mpi.schedules.accounts import area
 from a2d_mpi.schedules.problem import Problem
-from a2d_mpi.sharding.distribution import Distribution
 
 ROUNDED = ("q", "k", "v", "dout")  # the caller's tensors that travel
 
 
-class AttentionPlan:
+class AttentionPlan(Caller):
     """Exact attention of one sequence that is spread over the ranks of a grid.
 
     A plan checks its arguments on all ranks together, keeps its buffers, and can be called many
@@ -158,11 +156,9 @@ class AttentionPlan:
     ) -> None:
         check_grid(grid)
         self.grid, self.mask, self.traffic = grid, mask, Traffic()
-        self._check_finite, self._broken, self._calls = check_finite, False, 0
-        rendezvous, name, arguments = grid.rendezvous, type(self).__name__, {}
-        with rendezvous.turn() as problem:
-            self._number = rendezvous.plans + 1
-            try:
+        self._check_finite, arguments = check_finite, {}
+        with grid.call("making", self) as call:
+            with call.checks():
                 self.overlap = bool(overlap)
                 config = AttentionConfig(
                     seqlen,
@@ -189,7 +185,7 @@ class AttentionPlan:
                     for phase in PHASES
                 }
                 arguments = {
-                    "method": name,
+                    "method": type(self).__name__,
                     **config.arguments,
                     "mask": f"{type(mask).__name__} (digest {digest})",
                     "distribution": self.distribution.name,
@@ -199,11 +195,7 @@ class AttentionPlan:
                     "transfers": transfers,
                     **self._options,
                 }
-            except Exception as error:  # of any kind: all ranks must raise it
-                problem = problem or message_of(error)
-            rendezvous.meet(Call("making", self._number, 0, name))
-            rendezvous.agree(problem, arguments)
-            rendezvous.plans = self._number
+            call.agree(arguments)
             self._channels = self._connected()
 
     def _describe(self, problem: Problem) -> None:
@@ -235,7 +227,7 @@ class AttentionPlan:
         sink: Array | None = None,
         *,
         max_logits: bool = False,
-        must_agree: Mapping[str, bool] = {},
+        _recorded: bool = False,
     ) -> tuple[Array, ...]:
         """Compute ``out = softmax(softmax_scale q k^T) v`` over the visible keys.
 
@@ -256,9 +248,6 @@ class AttentionPlan:
             on all ranks, and only kernels on the host can do it.  The kernel makes one more pass
             over the logits and takes 1.1 to 1.3 times as long (2048 tokens, heads of 64 and 128).
             At the end the ranks reduce nheads numbers, which `traffic` does not count.
-        must_agree : mapping of str to bool
-            Anything else that must be the same on all ranks, by name: `a2d_mpi.torch` passes
-            whether a backward pass can follow.
 
         Returns
         -------
@@ -279,7 +268,7 @@ class AttentionPlan:
             on an option, or the kernel cannot return the largest logits.
         """
         arrays = {"q": q, "k": k, "v": v}
-        return self._call("forward", arrays, sink, max_logits, must_agree=must_agree)
+        return self._call("forward", arrays, sink, max_logits, _recorded)
 
     def backward(
         self,
@@ -349,7 +338,7 @@ class AttentionPlan:
             On all ranks, if `x` has the wrong number of rows, or `root` is not a rank or is not
             the same on all ranks.
         """
-        return self._moved("scatter", x, root, self.distribution)
+        return scatter(self, self.distribution, x, root)
 
     def scatter_kv(self, x: Array | None, root: int = 0) -> Array:
         """Cut an array with a row for each key on one rank into the shards of all ranks.
@@ -370,7 +359,7 @@ class AttentionPlan:
         ValueError
             As in `scatter`.
         """
-        return self._moved("scatter", x, root, self.problem.shards_kv)
+        return scatter(self, self.problem.shards_kv, x, root)
 
     def gather(self, x: Array, root: int = 0) -> Array | None:
         """Join the shards of all ranks on one rank: the opposite of `scatter`.
@@ -393,7 +382,7 @@ class AttentionPlan:
             On all ranks, if `x` has the wrong number of rows on any rank, or ranks disagree on
             `root`, the dtype or the shape of a row.
         """
-        return self._moved("gather", x, root, self.distribution)
+        return gather(self, self.distribution, x, root)
 
     def refuse(self, problem: str, phase: str = "forward") -> NoReturn:
         """Take part in a call without arguments, so that all ranks raise a ValueError.
@@ -547,37 +536,14 @@ class AttentionPlan:
         """Arguments that only this method has, by name; all ranks must agree on them."""
         return {}
 
-    def _moved(
-        self, action: str, x: Array | None, root: int, shards: Distribution
-    ) -> Array | None:
-        """Scatter or gather rows after all ranks agreed on their shape; collective."""
-        comm, rendezvous = self.grid.comm, self.grid.rendezvous
-        agreed: dict[str, object] = {"root": root, "tokens": shards.seqlen}
-        with rendezvous.turn() as problem:
-            try:
-                if not isinstance(root, (int, np.integer)) or not 0 <= root < comm.size:
-                    raise ValueError(f"root must be one of {comm.size} ranks, got {root!r}")
-                if action == "gather":
-                    check_rows(x, shards.count(comm.rank), "this shard")
-                    agreed |= {"dtype": x.dtype, "shape of a row": x.shape[1:], "array": type(x)}
-                elif comm.rank == root:
-                    check_rows(x, shards.seqlen, "the sequence")
-            except Exception as error:  # of any kind: all ranks must raise it
-                problem = problem or message_of(error)
-            rendezvous.meet(Call(action, self._number, self._calls + 1, type(self).__name__))
-            rendezvous.agree(problem, agreed)
-            self._calls += 1
-            with rendezvous.watch.waiting("for the rows of other ranks"):
-                return (scatter if action == "scatter" else gather)(comm, shards, x, int(root))
-
     def _call(
         self,
         phase: str,
         arrays: dict[str, Array],
         sink: Array | None,
         max_logits: bool = False,
+        recorded: bool = False,
         refusal: str | None = None,
-        must_agree: Mapping[str, bool] = {},
     ) -> tuple[Array, ...]:
         """Run one call; collective over the ranks of the grid.
 
@@ -588,10 +554,10 @@ class AttentionPlan:
             The caller's shards by tensor name, (n, heads, headdim); lse is (n, heads).
         sink : (nheads,) array, optional
         max_logits : bool
+        recorded : bool
+            Whether a backward pass can follow, the same on all ranks; `a2d_mpi.torch` says so.
         refusal : str, optional
             Why this rank has no arrays.
-        must_agree : mapping of str to bool
-            More options that must be the same on all ranks.
 
         Returns
         -------
@@ -604,19 +570,12 @@ class AttentionPlan:
         ValueError
             On all ranks, if an array is wrong on any rank.
         """
-        engine, rendezvous = self._engine, self.grid.rendezvous
-        with rendezvous.turn(engine.settle) as problem:
-            tensors, finite, options = {}, True, {}
-            try:
+        engine, flags = self._engine, Flags()
+        with self.grid.call(phase, self, engine.settle) as call:
+            with call.checks():
                 if refusal:
                     raise ValueError(refusal)
-                if self._broken:
-                    raise ValueError(
-                        "an earlier call was interrupted: make a new grid and a new plan"
-                    )
                 max_logits = bool(max_logits)
-                options = {"the sink": sink is not None, "dlse": "dlse" in arrays}
-                options |= {"max_logits": max_logits, **must_agree}
                 lengths = len(self.tokens), len(self.tokens_kv)
                 engine.move_to(check_tensors(arrays, lengths, self.config))
                 tensors, finite = engine.taken(arrays, self._check_finite)
@@ -627,14 +586,18 @@ class AttentionPlan:
                 if max_logits and not hasattr(engine.kernel, "largest"):
                     name = engine.kernel.name
                     raise ValueError(f"kernel {name!r} gives no max_logits, 'numpy' does")
-            except Exception as error:  # of any kind: all ranks must raise it
-                problem = problem or message_of(error)
-            call = Call(phase, self._number, self._calls + 1, type(self).__name__)
-            engine.connect(rendezvous, call, problem, finite, options)
-            self._calls += 1
+                flags = Flags(
+                    on_host=engine.device is HOST,
+                    sink=sink is not None,
+                    dlse="dlse" in arrays,
+                    max_logits=max_logits,
+                    recorded=bool(recorded),
+                    staged=engine.staged,
+                    not_finite=not finite,
+                )
+            engine.use(call.agree(flags=flags), flags.dlse)
             for channel in self._channels.values():
-                channel.start(phase, engine.transport, rendezvous.watch)
-            self._broken = True  # an exception from here on leaves messages under way
+                channel.start(phase, engine.transport, call.watch)
             with engine.running(phase):
                 if max_logits:
                     shape = self.nheads // self.grid.heads
@@ -643,7 +606,6 @@ class AttentionPlan:
                 if max_logits:
                     results = *results, self._largest(engine.kernel.largest)
                     engine.kernel.largest = None
-            self._broken = False
             engine.waits[phase] = [
                 wait for channel in self._channels.values() for wait in channel.waits
             ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 from mpi4py import MPI
@@ -12,8 +13,67 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.sharding.distribution import Distribution
 
+if TYPE_CHECKING:
+    from a2d_mpi.attention.plan import AttentionPlan
 
-def check_rows(x: Array, rows: int, what: str) -> None:
+ROWS = "for the rows of other ranks"
+
+
+def scatter(plan: AttentionPlan, shards: Distribution, x: Array | None, root: int) -> Array:
+    """Do the work of `AttentionPlan.scatter` for the rows of a distribution."""
+    comm = plan.grid.comm
+    with plan.grid.call("scatter", plan) as call:
+        with call.checks():
+            _check_root(root, comm)
+            if comm.rank == root:
+                _check_rows(x, shards.seqlen, "the sequence")
+        call.agree({"root": root, "tokens": shards.seqlen})
+        described = packed = None
+        if comm.rank == root:
+            device = device_of(x)
+            packed = device.download(x)[_order(shards)]  # (seqlen, ...), shard after shard
+            described = packed.shape[1:], packed.dtype, device is HOST
+        with call.watch.waiting(ROWS):
+            shape, dtype, host = comm.bcast(described, int(root))
+            own = np.empty((shards.counts[comm.rank], *shape), dtype)
+            row = _row_of(own)
+            sent = None if packed is None else [_bytes(packed), shards.counts, None, row]
+            comm.Scatterv(sent, [_bytes(own), len(own), row], int(root))
+        row.Free()
+        return own if host else _gpu().upload(own)
+
+
+def gather(plan: AttentionPlan, shards: Distribution, x: Array, root: int) -> Array | None:
+    """Do the work of `AttentionPlan.gather` for the rows of a distribution."""
+    comm, same = plan.grid.comm, {"root": root, "tokens": shards.seqlen}
+    with plan.grid.call("gather", plan) as call:
+        with call.checks():
+            _check_root(root, comm)
+            _check_rows(x, shards.count(comm.rank), "this shard")
+            same |= {"dtype": x.dtype, "shape of a row": x.shape[1:], "array": type(x)}
+        call.agree(same)
+        device = device_of(x)
+        own = np.ascontiguousarray(device.download(x))
+        packed, received, row = None, None, _row_of(own)
+        if comm.rank == root:
+            packed = np.empty((shards.seqlen, *own.shape[1:]), own.dtype)
+            received = [_bytes(packed), shards.counts, None, row]
+        with call.watch.waiting(ROWS):
+            comm.Gatherv([_bytes(own), len(own), row], received, int(root))
+        row.Free()
+        if packed is None:
+            return None
+        sequence = np.empty_like(packed)
+        sequence[_order(shards)] = packed
+        return device.upload(sequence)
+
+
+def _check_root(root: int, comm: MPI.Intracomm) -> None:
+    if not isinstance(root, (int, np.integer)) or not 0 <= root < comm.size:
+        raise ValueError(f"root must be one of {comm.size} ranks, got {root!r}")
+
+
+def _check_rows(x: Array, rows: int, what: str) -> None:
     """Refuse anything but a numeric array with this number of rows."""
     try:
         device_of(x)
@@ -28,60 +88,9 @@ def check_rows(x: Array, rows: int, what: str) -> None:
         )
 
 
-def scatter(comm: MPI.Intracomm, shards: Distribution, x: Array | None, root: int) -> Array:
-    """Return this rank's rows of `x`, which rank `root` holds; collective over `comm`.
-
-    Parameters
-    ----------
-    comm : Intracomm
-        One rank for each shard.
-    shards : Distribution
-    x : (shards.seqlen, ...) array or None
-        Read on `root` only.
-    root : int
-
-    Returns
-    -------
-    (n, ...) array
-        NumPy or CuPy, as `x`.  The rows travel through the host.
-    """
-    described = packed = None
-    if comm.rank == root:
-        device = device_of(x)
-        packed = device.download(x)[_order(shards)]  # (seqlen, ...), shard after shard
-        described = packed.shape[1:], packed.dtype, device is HOST
-    shape, dtype, host = comm.bcast(described, root)
-    own = np.empty((shards.counts[comm.rank], *shape), dtype)
-    row = MPI.BYTE.Create_contiguous(dtype.itemsize * math.prod(shape)).Commit()
-    sent = None if packed is None else [_bytes(packed), shards.counts, None, row]
-    try:
-        comm.Scatterv(sent, [_bytes(own), len(own), row], root)
-    finally:
-        row.Free()
-    return own if host else _gpu().upload(own)
-
-
-def gather(comm: MPI.Intracomm, shards: Distribution, x: Array, root: int) -> Array | None:
-    """Return the rows of all ranks in the order of the sequence on `root`, None on other ranks.
-
-    Collective over `comm`: the opposite of `scatter`, with its parameters.
-    """
-    device = device_of(x)
-    own = np.ascontiguousarray(device.download(x))
-    row = MPI.BYTE.Create_contiguous(own.dtype.itemsize * math.prod(own.shape[1:])).Commit()
-    packed = received = None
-    if comm.rank == root:
-        packed = np.empty((shards.seqlen, *own.shape[1:]), own.dtype)
-        received = [_bytes(packed), shards.counts, None, row]
-    try:
-        comm.Gatherv([_bytes(own), len(own), row], received, root)
-    finally:
-        row.Free()
-    if packed is None:
-        return None
-    sequence = np.empty_like(packed)
-    sequence[_order(shards)] = packed
-    return device.upload(sequence)
+def _row_of(x: np.ndarray) -> MPI.Datatype:
+    """Make MPI's type of a row of an array; the caller frees it."""
+    return MPI.BYTE.Create_contiguous(x.dtype.itemsize * math.prod(x.shape[1:])).Commit()
 
 
 def _order(shards: Distribution) -> np.ndarray:

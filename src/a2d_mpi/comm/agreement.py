@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from mpi4py import MPI
@@ -49,6 +49,42 @@ def agree(comm: MPI.Intracomm, problem: str | None, config: Mapping[str, object]
 def message_of(error: BaseException) -> str:
     """Return the message of an error, or its type if the message is empty."""
     return str(error) or type(error).__name__
+
+
+class Call:
+    """Something that all ranks of a communicator do together, or no rank does it::
+
+        call = Call(comm)
+        with call.checks():
+            ...  # work of this rank alone, without communication
+        call.agree()
+
+    If a rank fails in its checks, all ranks raise its error in `agree`.
+
+    Attributes
+    ----------
+    problem : str or None
+        The error of this rank.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm, self.problem = comm, None
+
+    @contextmanager
+    def checks(
+        self,
+        kinds: type[Exception] | tuple[type[Exception], ...] = Exception,
+        text: Callable[[Exception], str] = message_of,
+    ) -> Iterator[None]:
+        """Keep an exception of these kinds as the problem of this rank, in the words of `text`."""
+        try:
+            yield
+        except kinds as error:
+            self.problem = self.problem or text(error)
+
+    def agree(self, same: Mapping[str, object] = {}) -> object:
+        """Call `agree` with the problem of this rank and values that must be the same."""
+        agree(self.comm, self.problem, same)
 
 
 @contextmanager

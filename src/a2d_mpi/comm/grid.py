@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.comm.agreement import CollectiveError, agree, message_of
+from a2d_mpi.comm.agreement import Call, CollectiveError
 from a2d_mpi.comm.failures import Failures, ranks_in, shrunk, survives
-from a2d_mpi.comm.rendezvous import Rendezvous
+from a2d_mpi.comm.rendezvous import Caller, PlanCall, Rendezvous
 from a2d_mpi.comm.watch import Watch
 from a2d_mpi.core.sizes import Layout
 
@@ -95,8 +95,8 @@ class ProcessGrid:
         block: tuple[int, int] = (1, 1),
         nodes: Sequence[int] | None = None,
     ) -> None:
-        problem, sizes, waiting = None, (rows, cols, heads), nullcontext()
-        try:
+        call, sizes, waiting = Call(comm), (rows, cols, heads), nullcontext()
+        with call.checks():
             sizes = _integers("rows, cols and heads", sizes, 3)
             if min(sizes) < 1 or math.prod(sizes) != comm.size:
                 shape = f"{rows} x {cols}" + f" x {heads}" * (heads != 1)
@@ -107,14 +107,12 @@ class ProcessGrid:
             # The watch must not talk: only the caller sends messages on `comm`.
             watch = Watch(comm, f"ProcessGrid({rows} x {cols} x {heads})", talks=False)
             waiting = watch.waiting("for all ranks to call it")
-        except Exception as error:  # of any kind: all ranks must raise it
-            problem = message_of(error)
         self._comms: list[MPI.Intracomm] = []
         self.failures = Failures(comm, self._comms)
         with self.failures.making():
             with waiting:
                 arguments = {"rows": rows, "cols": cols, "heads": heads, "order": order}
-                agree(comm, problem, {**arguments, "block": block, "nodes": nodes})
+                call.agree({**arguments, "block": block, "nodes": nodes})
             self._split(comm, nodes)
         self.failures.comm, self.failures.numbers = self.comm, self.layout.world_ranks()
         self.rendezvous = Rendezvous(self.comm, self.failures)
@@ -204,6 +202,42 @@ class ProcessGrid:
             made = self._keep(lambda: parent.Create_group(parent.group.Incl(ranks)))
             self._channel_comms[ranks] = made
         return self._channel_comms[ranks]
+
+    def call(
+        self, action: str, plan: Caller, settle: Callable[[], None] = lambda: None
+    ) -> AbstractContextManager[PlanCall]:
+        """Make a collective call of a plan, or make the plan, in a ``with`` statement::
+
+            with grid.call("forward", plan) as call:
+                with call.checks():
+                    ...  # work of this rank alone, without communication
+                call.agree()
+                ...  # messages to other ranks
+
+        The grid is reserved for one call at a time.  Exceptions in the checks are raised in
+        `agree` on all ranks.  Later exceptions leave messages under way, and the plan refuses all
+        further calls.
+
+        Parameters
+        ----------
+        action : str
+            One of `a2d_mpi.comm.rendezvous.ACTIONS`.
+        plan : Caller
+        settle : callable
+            Completes the messages under way, if a rank dies in the call.
+
+        Returns
+        -------
+        context manager of a PlanCall
+
+        Raises
+        ------
+        CollectiveError
+            If the grid was freed.  All ranks free a grid together, so all ranks raise this.
+        RanksLost
+            On all surviving ranks, if a rank died and MPI continues.
+        """
+        return self.rendezvous.call(action, plan, settle)
 
     def shrink(self, method: str = "attention2d") -> ProcessGrid | None:
         """Make a grid of the surviving ranks after `RanksLost`; afterwards free this grid.

@@ -18,7 +18,7 @@ from typing import NoReturn, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.comm.agreement import CollectiveError, agree
+from a2d_mpi.comm.agreement import Call, CollectiveError, agree
 from a2d_mpi.comm.failures import survives
 from a2d_mpi.comm.gpus import TRANSFERS
 from a2d_mpi.core.atomic import held
@@ -50,15 +50,13 @@ def together(comm: MPI.Intracomm, step: Callable[[], T], on: int | None = None) 
         On all ranks, with the message of the first rank whose `step` raised ValueError, OSError
         or MemoryError.
     """
-    value, problem = None, None
-    if on is None or comm.rank == on:
-        try:
+    call, value = Call(comm), None
+    with call.checks((ValueError, OSError, MemoryError), reason):
+        if on is None or comm.rank == on:
             value = step()
-        except (ValueError, OSError, MemoryError) as error:
-            problem = reason(error)
     if on is not None:
         _wait_idly(comm.Ibarrier())
-    agree(comm, problem)
+    call.agree()
     return value
 
 

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.agreement import CollectiveError, agree, errors_of, message_of
+from a2d_mpi.comm.agreement import Call, CollectiveError, errors_of
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import misfit
@@ -81,8 +81,8 @@ class Decoder:
     ) -> None:
         self._grid, self._weights, self._method = grid, weights, method
         self._options, c = {"transfers": transfers, "kernel": kernel}, weights.config
-        ranks, problem = grid.group_comm.size, None
-        try:
+        ranks, call = grid.group_comm.size, Call(grid.comm)
+        with call.checks():
             if c.hybrid:
                 raise ValueError(
                     f"cannot decode with linear layers, got layer_pattern {c.layer_pattern}"
@@ -96,10 +96,8 @@ class Decoder:
             self.table, device = BlockTable(rooms, block), device_of(weights.flat)
             # Plans make their kernels late, in the middle of a prompt.
             make_kernel(kernel, device, weights.flat.dtype, c.headdim**-0.5)
-        except Exception as error:  # of any kind: all ranks must raise it
-            problem = message_of(error)
         arguments = {"room": rooms, "block": block, "method": method, **self._options}
-        agree(grid.comm, problem, arguments)
+        call.agree(arguments)
         self.traffic = Traffic()
         shape = c.layers, heads_kv_of(c, grid.heads, 0).stop, c.headdim
         self.cache = Cache(self.table, grid.group_comm.rank, shape, weights.flat)

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from a2d_mpi.comm.agreement import agree
+from a2d_mpi.comm.agreement import Call
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.device_transport import DeviceTransport
 from a2d_mpi.comm.failures import Failures
@@ -57,13 +57,11 @@ class ArrayExchange:
         self._failures = failures or Failures(comm, [])
         self.comm, self._device, self.log = self._failures.duplicate(comm), device, None
         self._channel, self._phase = Channel(self.comm, name, traffic), phase
-        aware, problem = True, None
-        try:  # both read environment variables, which may differ between nodes
+        aware, call = True, Call(comm)
+        with call.checks():  # both read environment variables, which may differ between nodes
             self._watch = Watch(self.comm, f"{phase} of a GPT", talks=False)
             aware = device is HOST or gpu_aware(transfers)[0]
-        except ValueError as error:
-            problem = str(error)
-        agree(comm, problem)
+        call.agree()
         self._staged = not all(comm.allgather(aware))
         self.forget_buffers()
 

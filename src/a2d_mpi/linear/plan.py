@@ -11,10 +11,9 @@ from zlib import crc32
 import numpy as np
 
 from a2d_mpi.attention.checks import check_grid, check_tensors
-from a2d_mpi.comm.agreement import message_of
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.comm.rendezvous import Call
+from a2d_mpi.comm.rendezvous import Caller
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.sizes import check_memory
 from a2d_mpi.devices.host import HOST
@@ -48,7 +47,7 @@ class Kept(NamedTuple):
     scale: np.ndarray | None
 
 
-class LinearAttention:
+class LinearAttention(Caller):
     """Linear attention of one sequence that is spread over the ranks of a grid.
 
     ``out_i = norm(sum over visible j of decay^(i - j) (phi(q_i) . phi(k_j)) v_j)``, where phi is
@@ -139,12 +138,10 @@ class LinearAttention:
         check_grid(grid)
         self.grid, self.mask, self.traffic = grid, mask, Traffic()
         self.timings: dict[str, float] = {}
-        self._calls, self._broken, arguments = 0, False, {}
-        rendezvous, name = grid.rendezvous, type(self).__name__
-        with rendezvous.turn() as problem:
+        arguments = {}
+        with grid.call("making", self) as call:
             rank = grid.comm.rank
-            self._number = rendezvous.plans + 1
-            try:
+            with call.checks():
                 config = AttentionConfig(seqlen, nheads, headdim, dtype=dtype)
                 config.check_room(grid.comm.size)
                 nfeatures = config.headdim if nfeatures is None else nfeatures
@@ -161,7 +158,7 @@ class LinearAttention:
                 self._threads = BlasThreads(threads, grid.cores)
                 self.distribution = _shards(distribution, config.seqlen, grid)
                 arguments = {
-                    "method": name,
+                    "method": type(self).__name__,
                     **config.arguments,
                     **options,
                     "mask": type(mask).__name__,
@@ -185,11 +182,7 @@ class LinearAttention:
                 self.tokens = self.distribution.tokens(rank)
                 sizes = config.headdim, int(nfeatures), seed, config.compute_dtype
                 self._map = make_feature_map(feature_map, self.tokens, *sizes)
-            except Exception as error:  # of any kind: all ranks must raise it
-                problem = problem or message_of(error)
-            rendezvous.meet(Call("making", self._number, 0, name))
-            rendezvous.agree(problem, arguments)
-            rendezvous.plans = self._number
+            call.agree(arguments)
             comm = grid.comm_of("all", tuple(range(grid.comm.size)))
         self.config, self.dtype = config, config.dtype_of("q")
         self.compute_dtype, self._way = config.compute_dtype, states
@@ -285,22 +278,12 @@ class LinearAttention:
 
     def _call(self, phase: str, arrays: dict[str, np.ndarray], kept: Kept | None = None) -> tuple:
         """Run one call; collective over the ranks of the grid."""
-        rendezvous = self.grid.rendezvous
-        with rendezvous.turn(self._exchange.transport.settle) as problem:
-            try:
-                if self._broken:
-                    raise ValueError(
-                        "an earlier call was interrupted: make a new grid and a new plan"
-                    )
+        transport = self._exchange.transport
+        with self.grid.call(phase, self, transport.settle) as call:
+            with call.checks():
                 self._check_arrays(arrays, phase, kept)
-            except Exception as error:  # of any kind: all ranks must raise it
-                problem = problem or message_of(error)
-            call = Call(phase, self._number, self._calls + 1, type(self).__name__)
-            if rendezvous.meet(call, problem is not None):
-                rendezvous.agree(problem)
-            self._calls += 1
-            self._channel.start(phase, self._exchange.transport, rendezvous.watch)
-            self._broken = True  # an exception from here on leaves messages under way
+            call.agree()
+            self._channel.start(phase, transport, call.watch)
             start = time.perf_counter()
             # Suppress warnings, which every rank would print: results show overflows and NaN.
             with self._threads.limited(), np.errstate(over="ignore", invalid="ignore"):
@@ -308,7 +291,6 @@ class LinearAttention:
                     results = self._forward(**arrays)
                 else:
                     results = self._backward(kept, **arrays)
-            self._broken = False
             total = time.perf_counter() - start
             wait = sum(end - begin for begin, end in self._channel.waits)
             seconds = {"compute": total - wait, "wait": wait, "total": total}

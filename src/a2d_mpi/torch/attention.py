@@ -13,7 +13,6 @@ from a2d_mpi.devices.protocol import Array
 from a2d_mpi.torch.tensors import array_of, current_stream, tensor_of
 
 IGNORED = -100  # a label that does not count, as in torch.nn.functional.cross_entropy
-RECORDED = "gradients (torch.no_grad, requires_grad)"
 
 
 @torch._disable_dynamo  # torch.compiler.disable also imports the compiler, which takes seconds
@@ -82,7 +81,7 @@ class _Attention(torch.autograd.Function):
         with current_stream():
             q, k, v, sink = _arrays(plan, "forward", tensors)
             # A rank that records no gradients would not take part in the backward pass.
-            out, lse = map(tensor_of, plan.forward(q, k, v, sink, must_agree={RECORDED: recorded}))
+            out, lse = map(tensor_of, plan.forward(q, k, v, sink, _recorded=recorded))
         ctx.plan, ctx.return_lse = plan, return_lse
         ctx.save_for_backward(*tensors, out, lse)
         ctx.set_materialize_grads(False)
