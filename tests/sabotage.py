@@ -134,9 +134,9 @@ def sent(change: Callable) -> object:
 def softmax_scale_off_by_1e_4(rank):
     """Logits of the forward pass are too large by a relative 1e-4."""
 
-    def wrong(right, self, q, *others):
+    def wrong(right, self, q, *others, **options):
         q = (q.astype(np.float64) * 1.0001).astype(q.dtype)
-        right(self, q, *others)
+        right(self, q, *others, **options)
 
     return [around(NumpyKernel, "forward", wrong)]
 
@@ -156,11 +156,11 @@ def last_key_hidden(rank):
 @sabotage(RESULTS)
 def gradients_overwrite(rank):
     """A kernel overwrites gradients that it should add to."""
-    return [
-        around(
-            NumpyKernel, "backward", lambda right, *x, fresh=False: right(*x, fresh=x[9].size > 0)
-        )
-    ]
+
+    def wrong(right, *x, fresh=False, **options):
+        right(*x, fresh=x[9].size > 0, **options)
+
+    return [around(NumpyKernel, "backward", wrong)]
 
 
 @sabotage(RESULTS)
@@ -177,7 +177,7 @@ def no_delta(rank):
 def heads_exchanged(rank):
     """The first two heads of out change places in large blocks."""
 
-    def change(self, q, k, v, intervals, out, lse):
+    def change(self, q, k, v, intervals, out, lse, **options):
         if len(q) > 16 and q.shape[1] > 1:
             out[:, :2] = out[:, 1::-1].copy()
 
@@ -188,7 +188,7 @@ def heads_exchanged(rank):
 def ten_bits_of_out(rank):
     """Partial outs have the ten bits of float16."""
 
-    def change(self, q, k, v, intervals, out, lse):
+    def change(self, q, k, v, intervals, out, lse, **options):
         out[...] = out.astype(np.float16)
 
     return [after(NumpyKernel, "forward", change)]
@@ -198,7 +198,7 @@ def ten_bits_of_out(rank):
 def lse_of_one_row_of_a_block(rank):
     """The lse of the last row of every large block is off by 1e-3."""
 
-    def change(self, q, k, v, intervals, out, lse):
+    def change(self, q, k, v, intervals, out, lse, **options):
         if len(q) > 16:
             lse[-1] += 1e-3
 

@@ -292,7 +292,7 @@ def test_interrupted_plan_refuses_to_go_on(comm):
     plan = Attention2D(own, Full(), **GOOD)
     x = [np.ones((len(plan.tokens), 4, 8), np.float32) for _ in range(3)]
 
-    def fail(*_):
+    def fail(*_, **options):
         raise RuntimeError("in the kernel")
 
     plan.forward(*x)

@@ -344,7 +344,7 @@ def test_rank_that_dies_ends_the_job(how):
     done = drive(
         3, SAMPLE,
         sabotage="import os, a2d_mpi.kernels.numpy as t\n"
-        "def forward(*_):\n"
+        "def forward(*_, **__):\n"
         f"    if rank == 1: {how}\n"
         "t.NumpyKernel.forward = forward",
         code=None,

@@ -29,14 +29,14 @@ def dense(intervals, nk):
     return sum((keys >= b[:, None]) & (keys < e[:, None]) for b, e in intervals).astype(bool)
 
 
-def run(kernel, q, k, v, dout, intervals, exact):
+def run(kernel, q, k, v, dout, intervals, exact, **options):
     """Return all results of a block; the backward pass gets the statistics of `exact`."""
     out, lse = np.empty_like(q), np.empty(q.shape[:2], q.dtype)
-    kernel.forward(q, k, v, intervals, out, lse)
+    kernel.forward(q, k, v, intervals, out, lse, **options)
     delta = (dout * exact["out"]).sum(-1).astype(q.dtype)
     gradients = [np.zeros_like(x) for x in (q, k, v)]
     exact_lse = exact["lse"].astype(q.dtype)
-    kernel.backward(dout, q, k, v, exact_lse, delta, intervals, *gradients)
+    kernel.backward(dout, q, k, v, exact_lse, delta, intervals, *gradients, **options)
     return dict(zip(TENSORS, (out, lse, *gradients)))
 
 

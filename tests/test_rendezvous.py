@@ -123,9 +123,9 @@ def test_two_threads(comm, grid_of):
 
 
 def _slow(forward):
-    def later(*args):
+    def later(*args, **options):
         time.sleep(0.2)
-        forward(*args)
+        forward(*args, **options)
 
     return later
 
@@ -185,7 +185,7 @@ if comm.rank == 1:
     if where == "kernel":
         kernel, naps = plan._engine.kernel, [4]
         forward = kernel.forward
-        kernel.forward = lambda *x: (time.sleep(naps.pop() if naps else 0), forward(*x))
+        kernel.forward = lambda *x, **y: (time.sleep(naps.pop() if naps else 0), forward(*x, **y))
 plan.forward(*x)
 plan.forward(*x)
 comm.Barrier()
@@ -268,7 +268,7 @@ x = [np.ones((len(plan.tokens), 2, 8), np.float32)] * 3
 before, inside = blas(), set()
 plan.forward(*x)
 forward = plan._engine.kernel.forward
-plan._engine.kernel.forward = lambda *args: (forward(*args), inside.update(blas()))
+plan._engine.kernel.forward = lambda *x, **y: (forward(*x, **y), inside.update(blas()))
 plan.forward(*x)
 if comm.rank == 0:
     print(grid.cores, "before", *before, "inside", *inside, "after", *blas())

@@ -74,8 +74,7 @@ def test_careful_kernel_with_a_cap(name):
     exact = plain((q, k, v, dout), visible, 0.3, 2.0)
     k[20], v[20] = np.nan, np.nan
     kernel = make_kernel(name, HOST, np.dtype("f4"), 0.3, logit_softcap=2.0)
-    kernel.careful = True
-    found = run(kernel, q, k, v, dout, intervals, exact)
+    found = run(kernel, q, k, v, dout, intervals, exact, careful=True)
     assert np.isnan(found["out"][20:]).all()
     for name in ("out", "lse", "dq"):
         assert distance(found[name][:20], exact[name][:20]) < 1e-5, name

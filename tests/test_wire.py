@@ -20,8 +20,8 @@ from a2d_mpi import (
     NodeAwareAttention,
     RingAttention,
 )
+from a2d_mpi.attention import hooks
 from a2d_mpi.attention.methods import TriangleAttention
-from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.core import reference, wire
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.dtypes import DTYPES
@@ -346,11 +346,11 @@ def test_a_wrong_scale(comm, grid_of, monkeypatch, what):
         if what == "all" or not np.array_equal(reference.rounded(x, name), x):
             to[..., -blocks:] += to[..., -blocks:] < 254
 
-    def rounded(self, x):
-        return x if what == "all" else reference.rounded(x, self.config.wire)
+    def rounded(device, x, name):
+        return x if what == "all" else reference.rounded(x, name)
 
     monkeypatch.setattr(wire, "encode", wrong)
-    monkeypatch.setattr(AttentionPlan, "_rounded", rounded)
+    monkeypatch.setattr(hooks, "rounded", rounded)
     for name in MX:
         plan = Attention2D(grid, Full(), seqlen=61, nheads=2, headdim=64, wire=name)
         whole = inputs(61, 2, 64, 1.0, "float32", 2)

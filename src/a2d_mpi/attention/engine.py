@@ -13,7 +13,6 @@ from mpi4py import MPI
 
 from a2d_mpi.comm.gpus import gpu_aware
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.comm.rendezvous import Flags
 from a2d_mpi.comm.transport import HostTransport, Transport
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.devices.host import HOST
@@ -149,28 +148,20 @@ class Engine:
 
     @property
     def staged(self) -> bool:
-        """Whether this rank's tensors go through host memory, because MPI cannot read them."""
+        """True if tensors of this rank go through host memory, because MPI cannot read them."""
         return self.device is not HOST and not gpu_aware(self._transfers)[0]
 
-    def use(self, flags: Flags, dlse: bool) -> None:
-        """Take what all ranks need: a transport for their arrays, and care for NaN.
+    def use(self, staged: bool) -> None:
+        """Take a transport for the arrays, through host memory if `staged`.
 
-        Parameters
-        ----------
-        flags : Flags
-            Whether a flag is true on any rank.
-        dlse : bool
-            Whether this call has a gradient of lse.
+        `staged` must be the same on all ranks.
         """
         if self.device is HOST:
             self.transport = self.transport or HostTransport()
-            self.kernel.careful = flags.not_finite
-            return
-        self.kernel.any_delta = dlse
-        if getattr(self.transport, "staged", None) is not flags.staged:
+        elif getattr(self.transport, "staged", None) is not staged:
             from a2d_mpi.comm.device_transport import DeviceTransport
 
-            self.transport = DeviceTransport(self.device, flags.staged)
+            self.transport = DeviceTransport(self.device, staged)
 
     @contextmanager
     def running(self, phase: str) -> Iterator[None]:

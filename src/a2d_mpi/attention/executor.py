@@ -77,6 +77,7 @@ class Executor:
         engine: Engine,
         channels: Mapping[str, Channel],
         given: Mapping[str, Array],
+        options: Mapping[str, Any],
         accumulated: bool = False,
     ) -> dict[str, Array]:
         """Run all steps.
@@ -88,6 +89,8 @@ class Executor:
             By the names of the program.
         given : mapping of str to arrays
             This rank's shard of the tensors that the program reads.
+        options : mapping
+            Arguments of the kernel for this call, such as `careful`.
         accumulated : bool
             Make results of the accumulation dtype, whatever the program says.
 
@@ -96,7 +99,7 @@ class Executor:
         dict of str to arrays
             This rank's shard of the results.
         """
-        self._engine, self._channels = engine, channels
+        self._engine, self._channels, self._options = engine, channels, options
         self._arrays.begin(engine, given, accumulated)
         self._pending = [[]] * self._messages
         for do, *operands in engine.clocked(self._steps):
@@ -126,15 +129,16 @@ class Executor:
         k, v = tensors(step.keys)  # (keys, nheads_kv, headdim)
         out, lse = tensors(step.target)
         with self._engine.clock("compute"):
-            self._engine.kernel.forward(q, k, v, intervals, out, lse)
+            self._engine.kernel.forward(q, k, v, intervals, out, lse, **self._options)
 
     def _differentiate(self, step: Differentiate, intervals: Intervals) -> None:
         tensors, kernel = self._arrays.tensors, self._engine.kernel
         dout, q, lse, delta = tensors(step.queries)  # q: (queries, nheads, headdim)
         k, v = tensors(step.keys)  # (keys, nheads_kv, headdim)
         gradients = *tensors(step.dq), *tensors(step.dkv)  # as q, k, v
+        given = dout, q, k, v, lse, delta, intervals
         with self._engine.clock("compute"):
-            kernel.backward(dout, q, k, v, lse, delta, intervals, *gradients, fresh=step.fresh)
+            kernel.backward(*given, *gradients, fresh=step.fresh, **self._options)
 
     def _merge(self, parts: list[tuple[Rows, Rows, Rows]]) -> None:
         tensors = self._arrays.tensors

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import NoReturn
 
 import numpy as np
-from mpi4py import MPI
 
+from a2d_mpi.attention import hooks
 from a2d_mpi.attention.checks import check_grid, check_problem, check_sink, check_tensors
 from a2d_mpi.attention.engine import Engine, Recorded
 from a2d_mpi.attention.executor import executors
@@ -18,15 +19,12 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.rendezvous import Caller, Flags
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.core.wire import FORMATS
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules import problem_of, write
 from a2d_mpi.schedules.accounts import area
 from a2d_mpi.schedules.problem import Problem
-
-ROUNDED = ("q", "k", "v", "dout")  # the caller's tensors that travel
 
 
 class AttentionPlan(Caller):
@@ -583,7 +581,7 @@ class AttentionPlan(Caller):
                     check_sink(sink, self.config, engine.device)
                     taken, _ = engine.taken({"sink": sink}, self._check_finite)
                     sink = taken["sink"]
-                if max_logits and not hasattr(engine.kernel, "largest"):
+                if max_logits and not getattr(engine.kernel, "max_logits", False):
                     name = engine.kernel.name
                     raise ValueError(f"kernel {name!r} gives no max_logits, 'numpy' does")
                 flags = Flags(
@@ -595,66 +593,44 @@ class AttentionPlan(Caller):
                     staged=engine.staged,
                     not_finite=not finite,
                 )
-            engine.use(call.agree(flags=flags), flags.dlse)
+            some = call.agree(flags=flags)
+            engine.use(some.staged)
             for channel in self._channels.values():
                 channel.start(phase, engine.transport, call.watch)
+            options = {"careful": some.not_finite}
+            if phase == "backward":
+                options["any_delta"] = flags.dlse
+            elif max_logits:
+                shape = self.nheads // self.grid.heads
+                options["largest"] = np.full(shape, -np.inf, self.compute_dtype)
             with engine.running(phase):
+                results = self._computed(phase, tensors, sink, options)
                 if max_logits:
-                    shape = self.nheads // self.grid.heads
-                    engine.kernel.largest = np.full(shape, -np.inf, self.compute_dtype)
-                results = self._computed(phase, tensors, sink)
-                if max_logits:
-                    results = *results, self._largest(engine.kernel.largest)
-                    engine.kernel.largest = None
+                    largest = hooks.largest_of_all(self.grid, call.watch, options["largest"])
+                    results = *results, largest
             engine.waits[phase] = [
                 wait for channel in self._channels.values() for wait in channel.waits
             ]
             return results
 
-    def _rounded(self, x: Array) -> Array:
-        """Round a tensor as other ranks receive it, (n, heads, headdim), into a new array."""
-        device, wire = self._engine.device, self.config.wire
-        encoded = device.empty((*x.shape[:2], FORMATS[wire].width(x.shape[2])), np.uint8)
-        rounded = device.empty(x.shape, x.dtype)
-        device.encode(encoded, x, wire)
-        device.decode(rounded, encoded, wire)
-        return rounded
-
-    def _largest(self, own: np.ndarray) -> np.ndarray:
-        """Reduce the largest logits of this rank's heads over all ranks, (nheads,)."""
-        largest = np.full(self.nheads, -np.inf, own.dtype)
-        # NaN becomes inf: MPI's maximum of a number and NaN may differ between ranks.
-        largest[self.grid.head * len(own) :][: len(own)] = np.where(np.isnan(own), np.inf, own)
-        with self.grid.rendezvous.watch.waiting("for the largest logits"):
-            self.grid.comm.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
-        return largest
-
     def _computed(
-        self, phase: str, tensors: dict[str, Array], sink: Array | None
+        self,
+        phase: str,
+        tensors: dict[str, Array],
+        sink: Array | None,
+        options: Mapping[str, object],
     ) -> tuple[Array, ...]:
         """Compute the results of a phase, in new arrays of the caller's dtypes."""
         engine, programs, dsink = self._engine, self._executors[phase], ()
-        for name in ROUNDED:
-            if name in tensors and self.config.rounds(name):
-                with engine.clock("merge"):
-                    tensors[name] = self._rounded(tensors[name])
+        hooks.round_tensors(engine, self.config, tensors)
         if phase == "backward":
-            with engine.clock("compute"):  # delta: (n, nheads)
-                delta = engine.device.delta(tensors["dout"], tensors.pop("out"))
-                tensors["delta"] = delta
-                if "dlse" in tensors:
-                    engine.device.subtract(delta, tensors.pop("dlse"), tensors["lse"])
-                if sink is not None:
-                    dsink = (engine.device.sink_gradient(tensors["lse"], delta, sink),)
+            dsink = hooks.set_delta(engine, tensors, sink)
         attends = [x for x in programs if "head" not in x.channels][-1]
         for program in programs:
             sinks = sink is not None and phase == "forward" and program is attends
-            tensors = program.run(engine, self._channels, tensors, accumulated=sinks)
+            tensors = program.run(engine, self._channels, tensors, options, accumulated=sinks)
             if sinks:
-                n = len(sink) // self.grid.heads
-                own = sink[self.grid.head * n :][:n]  # heads of this context-parallel group
-                with engine.clock("merge"):
-                    engine.device.add_sink(*tensors.values(), own)
+                hooks.add_sink(engine, self.grid, sink, *tensors.values())
         for name, x in tensors.items():
             dtype = self.config.dtype_of(name)
             if x.dtype != dtype or programs[-1].copied:

@@ -25,7 +25,7 @@ INTERRUPTED = "an earlier call was interrupted: make a new grid and a new plan"
 
 
 class Flags(NamedTuple):
-    """What a rank says of its arrays and arguments when it meets the others.
+    """Facts about the arrays and arguments of a rank, which it tells the others.
 
     Attributes
     ----------

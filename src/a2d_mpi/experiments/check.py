@@ -19,7 +19,8 @@ import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.attention.plan import ROUNDED, AttentionPlan
+from a2d_mpi.attention.hooks import ROUNDED
+from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.core import reference
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.dtypes import compute_dtype

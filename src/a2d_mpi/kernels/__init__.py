@@ -1,7 +1,7 @@
 """Kernels: a kernel call computes one block, the attention of queries over keys, on one device.
 
 A kernel has two methods, `forward` and `backward`.  `a2d_mpi.kernels.numpy.NumpyKernel` documents
-both.
+both.  A kernel may ignore `careful` and `any_delta`, if its results are right without them.
 """
 
 from __future__ import annotations
@@ -87,16 +87,11 @@ class Kernel(Protocol):
     ----------
     name : str
         One of `KERNELS`.
-    careful : bool
-        Only on the host, see `a2d_mpi.kernels.numpy.NumpyKernel`.
+    max_logits : bool, optional
+        Whether `forward` takes `largest`.  Default: it is always None.
     rounds_partials : bool, optional
         Whether the kernel computes a partial out in the tensors' dtype.  A wider buffer would then
         cost a copy and hold no more digits.
-    any_delta : bool
-        The plan sets this on kernels of a GPU.  True: delta is not ``rowsum(dout * out)``, because
-        a gradient of lse is subtracted from it.
-    largest : array or None
-        Only for kernels that compute ``max_logits``, see `a2d_mpi.kernels.numpy.NumpyKernel`.
     """
 
     name: str
@@ -109,6 +104,8 @@ class Kernel(Protocol):
         intervals: tuple[Interval, ...],
         out: Array,
         lse: Array,
+        careful: bool = False,
+        largest: Array | None = None,
     ) -> None:
         """Overwrite out and lse with the partial result of the block."""
 
@@ -125,6 +122,8 @@ class Kernel(Protocol):
         dk: Array,
         dv: Array,
         fresh: bool = False,
+        careful: bool = False,
+        any_delta: bool = False,
     ) -> None:
         """Add the block's gradients to dq, dk and dv; overwrite dq, dk and dv if `fresh`."""
 

@@ -44,9 +44,8 @@ class CudnnKernel:
     ----------
     product_dtype : dtype
         Dtype to which probabilities are rounded before they are multiplied: the tensors' dtype.
-    rounds_partials, any_delta : bool
-        As in `a2d_mpi.kernels.Kernel`.  With `any_delta`, no out may have this delta (if dout is
-        0).  So the plain kernel computes the backward pass.
+    rounds_partials : bool
+        As in `a2d_mpi.kernels.Kernel`.
 
     Raises
     ------
@@ -56,7 +55,6 @@ class CudnnKernel:
 
     name = "cudnn"
     rounds_partials = True
-    any_delta = False
 
     def __init__(
         self,
@@ -81,6 +79,8 @@ class CudnnKernel:
         intervals: tuple[Interval, ...],
         out: Array,
         lse: Array,
+        careful: bool = False,
+        largest: Array | None = None,
     ) -> None:
         """Write the partial result to `lse` and `out`, which has the tensors' dtype or float32."""
         runs = self._calls.get(intervals, q, k, k.shape[1], False)
@@ -122,16 +122,20 @@ class CudnnKernel:
         dk: Array,
         dv: Array,
         fresh: bool = False,
+        careful: bool = False,
+        any_delta: bool = False,
     ) -> None:
-        """Add the block's gradients to dq, dk and dv; overwrite dq, dk and dv if `fresh`."""
-        if self.any_delta:
+        """Add the block's gradients to dq, dk and dv; overwrite dq, dk and dv if `fresh`.
+
+        With `any_delta`, no out may have this delta (if dout is 0).  So the plain kernel computes.
+        """
+        if any_delta:
             self.plain.backward(dout, q, k, v, lse, delta, intervals, dq, dk, dv, fresh)
             return
         nheads, gradients = q.shape[1], (dq, dk, dv)
         runs = self._calls.get(intervals, q, k, nheads, True)
-        one_call = [(call.rows, call.keys, call.gaps) for call in runs.calls] == [
-            (slice(0, len(q)), slice(0, len(k)), False)
-        ]
+        everything = slice(0, len(q)), slice(0, len(k)), False
+        one_call = [(call.rows, call.keys, call.gaps) for call in runs.calls] == [everything]
         # Rows that only one run writes are overwritten; several runs are summed in float32.
         new = [fresh and runs.single, fresh and one_call, fresh and one_call]
         sums = [

@@ -48,6 +48,8 @@ class CupyKernel:
         intervals: tuple[Interval, ...],
         out: Array,
         lse: Array,
+        careful: bool = False,
+        largest: Array | None = None,
     ) -> None:
         """Write the partial result to `lse` and `out`.
 
@@ -71,6 +73,8 @@ class CupyKernel:
         dk: Array,
         dv: Array,
         fresh: bool = False,
+        careful: bool = False,
+        any_delta: bool = False,
     ) -> None:
         """Add the block's gradients to dq, dk and dv; overwrite dq, dk and dv if `fresh`."""
         inputs = (dout, q, k, v, lse, delta, *self._problem(q, k, intervals))

@@ -54,16 +54,6 @@ class NumpyKernel(Packing):
         c > 0: scaled logits s become ``c tanh(s / c)``, with the derivative
         ``1 - tanh(s / c)^2``.
 
-    Attributes
-    ----------
-    careful : bool
-        Whether elements may be NaN or infinite.  Products of cache blocks would spread these to
-        hidden pairs, because 0 times NaN is NaN.  With True, results that do not depend on these
-        elements stay correct.  Default: False.
-    largest : (nheads,) accumulation dtype, or None
-        Largest visible logit of each head, scaled and not capped.  `forward` raises the numbers to
-        the logits of the block, which takes one more pass.  Default: None, which saves this pass.
-
     Notes
     -----
     A kernel keeps its buffers between calls, and `Intervals` objects keep their cache blocks.
@@ -71,6 +61,7 @@ class NumpyKernel(Packing):
     """
 
     name = "numpy"  # `make_kernel` says whether the passes are compiled
+    max_logits = True
 
     def forward(
         self,
@@ -80,6 +71,8 @@ class NumpyKernel(Packing):
         intervals: tuple[Interval, ...],
         out: Array,
         lse: Array,
+        careful: bool = False,
+        largest: Array | None = None,
     ) -> None:
         """Overwrite `out` and `lse` with the partial result of the queries over the keys.
 
@@ -94,6 +87,13 @@ class NumpyKernel(Packing):
             Partial out; 0 in masked rows.
         lse : (nq, nheads)
             Partial lse in nats; -inf in masked rows.
+        careful : bool
+            Whether elements may be NaN or infinite.  Products of cache blocks would spread these
+            to hidden pairs, because 0 times NaN is NaN.  With True, results that do not depend on
+            these elements stay correct.
+        largest : (nheads,) accumulation dtype, optional
+            Largest visible logit of each head, scaled and not capped.  The numbers are raised to
+            the logits of the block, which takes one more pass.
         """
         nheads, d = q.shape[1:]
         nk, nheads_kv, e = v.shape
@@ -103,8 +103,7 @@ class NumpyKernel(Packing):
         bounded = self._bounded(q, k, v, masked_rows, masked_keys)
         columns = d if bounded or capped else d + 1
         for first, c in self._groups(nheads_kv, most, nk, max(d, e)):
-            heads = slice(first * g, (first + c) * g)
-            heads_kv = slice(first, first + c)
+            heads, heads_kv = slice(first * g, (first + c) * g), slice(first, first + c)
             kh = self._keys("k", k[:, heads_kv], masked_keys, columns)  # (c, nk, d), or d + 1
             vh = self._keys("v", v[:, heads_kv], masked_keys, e)  # (c, nk, e)
             for i0, i1, cache_blocks in query_blocks:
@@ -123,18 +122,16 @@ class NumpyKernel(Packing):
                 sees = None if bounded else np.zeros((c, n), bool)  # rows that have seen a key
                 for subset, block in self._by_heads(cache_blocks, c, max(d, e)):
                     rows, j0, j1, differ, hidden = block
-                    at, keys, x = (
-                        (subset, rows),
-                        (subset, slice(j0, j1)),
-                        subset.stop - subset.start,
-                    )
+                    at, keys = (subset, rows), (subset, slice(j0, j1))
+                    x = subset.stop - subset.start
                     m, b = rows.stop - rows.start, j1 - j0
                     s, total_at = get("scores", (x, m, b)), total[at]
                     # (x, m, b) = (x, m, d) @ (x, d, b)
                     np.matmul(qb[at], _t(kh[keys]), out=s)
-                    if self.largest is not None:
+                    if largest is not None:
                         shifted = None if bounded or capped else shift[at]
-                        self._find_largest(s, shifted, block, (first + subset.start) * g, g)
+                        raised = largest[(first + subset.start) * g :][: x * g]
+                        self._find_largest(s, shifted, block, raised)
                     if capped:
                         self._cap(s)
                     if bounded:
@@ -148,7 +145,7 @@ class NumpyKernel(Packing):
                         if not capped:
                             qb[at][..., d] = -shift[at]
                         self._passes.exponentials(s, total_at, None, None)
-                    shown = self._shown(m, b, differ, hidden)
+                    shown = self._shown(m, b, differ, hidden) if careful else None
                     if direct and block is cache_blocks[0]:
                         self._product(s, vh[keys], shown, acc[at])  # (x, m, e) = p @ v
                     else:
@@ -171,6 +168,8 @@ class NumpyKernel(Packing):
         dk: Array,
         dv: Array,
         fresh: bool = False,
+        careful: bool = False,
+        any_delta: bool = False,
     ) -> None:
         """Add the gradients of this block to `dq`, `dk` and `dv`.
 
@@ -188,6 +187,10 @@ class NumpyKernel(Packing):
             Gradients with the shapes of q, k and v.
         fresh : bool
             Whether to overwrite dq, dk and dv instead.  They may then have the tensors' dtype.
+        careful : bool
+            As of `forward`.
+        any_delta : bool
+            Whether delta may have other values, because a gradient of lse is subtracted from it.
 
         Notes
         -----
@@ -202,9 +205,9 @@ class NumpyKernel(Packing):
         get = self._get
         for first, c in self._groups(nheads_kv, most, nk, max(d, e)):
             heads, heads_kv = slice(first * g, (first + c) * g), slice(first, first + c)
-            kh, vh = (
-                self._keys(x, y[:, heads_kv], masked_keys) for x, y in (("k", k), ("v", v))
-            )  # (c, nk, d + 1), (c, nk, e + 1): a column of ones at the end
+            # A column of ones at the end.
+            kh = self._keys("k", k[:, heads_kv], masked_keys)  # (c, nk, d + 1)
+            vh = self._keys("v", v[:, heads_kv], masked_keys)  # (c, nk, e + 1)
             dkh, dvh = get("dk", (c, nk, d)), get("dv", (c, nk, e))
             dkh[:] = dvh[:] = 0
             for i0, i1, cache_blocks in query_blocks:
@@ -218,11 +221,8 @@ class NumpyKernel(Packing):
                 dqb[:] = 0
                 with_heads = self._by_heads(cache_blocks, c, max(d, e))
                 for subset, (rows, j0, j1, differ, hidden) in with_heads:
-                    at, keys, x = (
-                        (subset, rows),
-                        (subset, slice(j0, j1)),
-                        subset.stop - subset.start,
-                    )
+                    at, keys = (subset, rows), (subset, slice(j0, j1))
+                    x = subset.stop - subset.start
                     m, b = rows.stop - rows.start, j1 - j0
                     p, ds = get("scores", (x, m, b)), get("dscores", (x, m, b))
                     # The three share a buffer: each one is added before the next one is written.
@@ -236,7 +236,7 @@ class NumpyKernel(Packing):
                         self._cap(p, slope)
                         p += qb[at][..., d:]
                     self._passes.exponentials(p, None, differ, hidden)  # (x, m, b)
-                    shown = self._shown(m, b, differ, hidden)
+                    shown = self._shown(m, b, differ, hidden) if careful else None
                     shown_t = None if shown is None else shown.T
                     self._product(_t(p), db[at][..., :e], shown_t, partial_v)  # p.T @ dout
                     dvh[keys] += partial_v  # (x, b, e)
@@ -244,7 +244,7 @@ class NumpyKernel(Packing):
                     ds *= p
                     if self.logit_softcap is not None:
                         ds *= slope
-                    if self.careful and hidden is not None:
+                    if careful and hidden is not None:
                         np.copyto(ds[:, differ], 0, where=hidden)
                     # The packed q is already multiplied by softmax_scale.
                     self._product(_t(ds), qb[at][..., :d], shown_t, partial_k)  # ds.T @ q

@@ -29,8 +29,7 @@ class Packing:
         passes: Passes | None = None,
     ) -> None:
         self.dtype = compute_dtype(np.dtype(dtype))
-        self.softmax_scale, self.logit_softcap, self.careful = softmax_scale, logit_softcap, False
-        self.largest: np.ndarray | None = None
+        self.softmax_scale, self.logit_softcap = softmax_scale, logit_softcap
         self.poll = poll or (lambda: None)
         self._work, self._blocker = work or Workspace(), Blocker(block_q, block_k)
         self._passes = passes or Passes(self.dtype)
@@ -47,8 +46,8 @@ class Packing:
     def _shown(
         self, rows: int, keys: int, differ: slice | None, hidden: np.ndarray | None
     ) -> np.ndarray | None:
-        """Return 1 for visible and 0 for hidden pairs; None if none is hidden or not `careful`."""
-        if not self.careful or hidden is None:
+        """Return 1 for visible and 0 for hidden pairs; None if none is hidden."""
+        if hidden is None:
             return None
         shown = np.ones((rows, keys), self.dtype)
         shown[differ] = ~hidden
@@ -79,14 +78,9 @@ class Packing:
         s *= cap
 
     def _find_largest(
-        self,
-        s: np.ndarray,
-        shift: np.ndarray | None,
-        block: CacheBlock,
-        first: int,
-        group: int,
+        self, s: np.ndarray, shift: np.ndarray | None, block: CacheBlock, largest: np.ndarray
     ) -> None:
-        """Raise `largest` of heads from `first` on to the largest visible logits of a cache block.
+        """Raise `largest`, one number for each head, to the visible logits of a cache block.
 
         `s` is (KV heads, rows, keys): logits minus the shift of each row.  Hidden logits become
         -inf.
@@ -94,9 +88,8 @@ class Packing:
         if block.hidden is not None:
             np.copyto(s[:, block.differ], -np.inf, where=block.hidden)
         by_row = s.max(axis=-1) if shift is None else s.max(axis=-1) + shift  # (KV heads, rows)
-        by_head = by_row.reshape(len(s), -1, group).max(axis=1).ravel()  # (KV heads x group,)
-        here = self.largest[first : first + len(by_head)]
-        np.maximum(here, by_head, out=here)
+        by_head = by_row.reshape(len(s), -1, len(largest) // len(s)).max(axis=1).ravel()
+        np.maximum(largest, by_head, out=largest)
 
     def _groups(self, nheads_kv: int, rows: int, nk: int, d: int) -> list[tuple[int, int]]:
         """Return groups of KV heads that are packed at once, as (first, number).
@@ -182,9 +175,8 @@ class Packing:
 
         Masked rows of q and masked keys of k and v may hold anything, and do not count.
         """
-        if not all(
-            len(x) if y is None else not y.all() for x, y in ((q, masked_rows), (k, masked_keys))
-        ):
+        both = (q, masked_rows), (k, masked_keys)
+        if not all(len(x) if hide is None else not hide.all() for x, hide in both):
             return True
         q2, k2, least, most = self._passes.largest_norms(q, k, v, masked_rows, masked_keys)
         largest = math.sqrt(q2) * math.sqrt(k2) * abs(self.softmax_scale)

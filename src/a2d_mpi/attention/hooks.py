@@ -1,0 +1,69 @@
+"""Hooks before and after the programs of a call: rounding, delta, sink, largest logits.
+
+Programs and kernels know no sink and no gradient of lse, and they take tensors that are rounded to
+the narrow format already.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from mpi4py import MPI
+
+from a2d_mpi.attention.engine import Engine
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.comm.watch import Watch
+from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.wire import FORMATS
+from a2d_mpi.devices.protocol import Array, Device
+
+ROUNDED = ("q", "k", "v", "dout")  # the caller's tensors that travel
+
+
+def round_tensors(engine: Engine, config: AttentionConfig, tensors: dict[str, Array]) -> None:
+    """Round the tensors that travel as other ranks receive them, before a phase."""
+    for name in filter(tensors.__contains__, ROUNDED if config.wire else ()):
+        if config.rounds(name):
+            with engine.clock("merge"):
+                tensors[name] = rounded(engine.device, tensors[name], config.wire)
+
+
+def rounded(device: Device, x: Array, wire: str) -> Array:
+    """Return a tensor, (n, heads, headdim), rounded to a narrow format, in a new array."""
+    encoded = device.empty((*x.shape[:2], FORMATS[wire].width(x.shape[2])), np.uint8)
+    result = device.empty(x.shape, x.dtype)
+    device.encode(encoded, x, wire)
+    device.decode(result, encoded, wire)
+    return result
+
+
+def set_delta(engine: Engine, tensors: dict[str, Array], sink: Array | None) -> tuple[Array, ...]:
+    """Put delta in place of out and dlse, before the backward pass.
+
+    Returns
+    -------
+    tuple of (nheads,) array
+        With a sink, its gradient from this rank's tokens.
+    """
+    device = engine.device
+    with engine.clock("compute"):  # delta: (n, nheads)
+        delta = tensors["delta"] = device.delta(tensors["dout"], tensors.pop("out"))
+        if "dlse" in tensors:
+            device.subtract(delta, tensors.pop("dlse"), tensors["lse"])
+        return () if sink is None else (device.sink_gradient(tensors["lse"], delta, sink),)
+
+
+def add_sink(engine: Engine, grid: ProcessGrid, sink: Array, out: Array, lse: Array) -> None:
+    """Add the sink to the denominators of the heads of this group, after attention."""
+    n = len(sink) // grid.heads
+    with engine.clock("merge"):
+        engine.device.add_sink(out, lse, sink[grid.head * n :][:n])
+
+
+def largest_of_all(grid: ProcessGrid, watch: Watch, own: np.ndarray) -> np.ndarray:
+    """Reduce the largest logits of each rank's heads; the result is (nheads,) on all ranks."""
+    largest = np.full(len(own) * grid.heads, -np.inf, own.dtype)
+    # NaN becomes inf: MPI's maximum of a number and NaN may differ between ranks.
+    largest[grid.head * len(own) :][: len(own)] = np.where(np.isnan(own), np.inf, own)
+    with watch.waiting("for the largest logits"):
+        grid.comm.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
+    return largest
