@@ -138,7 +138,8 @@ def draw(seed: int, ranks: int, wire: str | None = None) -> Case:
         options["wire"] = tuple(FORMATS)[seed % len(FORMATS)] if wire == "any" else wire
     if method in CROSS and rng.random() < 0.2 and not wire:
         lengths = {"seqlen_kv": int(pick(1, *rng.integers(1, 151, 3)))}
-        options["distribution_kv"] = pick(None, "contiguous", "zigzag", "striped")
+        of_keys = pick(None, "contiguous", "zigzag", "striped")
+        options["distribution"] = options["distribution"], of_keys
     else:
         lengths = {}
     if rng.random() < 0.2:

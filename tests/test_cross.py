@@ -67,8 +67,7 @@ def test_results(comm, grid_of, mask, lengths):
             ("node aware", ("zigzag", "contiguous")),
         ):
             sizes = {"seqlen": n, "seqlen_kv": m, "nheads": NHEADS, "headdim": HEADDIM}
-            options = dict(zip(("distribution", "distribution_kv"), names))
-            sizes |= {"nheads_kv": NHEADS_KV, "dtype": "float64", **options}
+            sizes |= {"nheads_kv": NHEADS_KV, "dtype": "float64", "distribution": names}
             plan = make_plan(method, grid, given, **sizes)
             q, k, v, dout = inputs(n, m)
             q, dout = (x[plan.tokens] for x in (q, dout))
@@ -96,6 +95,7 @@ def test_bad_input(comm, grid_of):
     grid = grid_of(1, comm.size)
     sizes = {"seqlen": 8, "nheads": 4, "headdim": 8}
     for method, mask, options, text in (
+        ("attention2d", Full(), {"distribution": ("zigzag",)}, "must be one name or two"),
         ("attention2d", Full(), {"seqlen_kv": 0}, "seqlen_kv must be a positive integer"),
         (
             "triangle",

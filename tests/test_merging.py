@@ -57,7 +57,7 @@ def test_a_prefix_and_two_continuations(comm, grid_of, dtype, bound, kind):
     for first in (PREFIX, PREFIX + OWN):
         own_mask, rows = mask(first, OWN)
         see = IntervalMask(np.zeros(OWN, int), np.where(rows % 7, PREFIX, 0))
-        cross = kind(grid, see, seqlen=OWN, seqlen_kv=PREFIX, distribution_kv="zigzag", **options)
+        cross = kind(grid, see, seqlen=OWN, seqlen_kv=PREFIX, **options)
         plans = cross, kind(grid, own_mask, seqlen=OWN, **options)
         tokens = first + plans[1].tokens
         q2, k2, v2, dout2 = (x[tokens] for x in whole)

@@ -61,6 +61,8 @@ def check_problem(
             f"a {method} needs as many keys as queries, got {config.seqlen} queries and "
             f"{config.seqlen_kv} keys"
         )
+    if len(named) != 2:
+        raise ValueError(f"distribution must be one name or two, got {named!r}")
     for name in named:
         if rules.distribution and name not in (None, rules.distribution):
             raise ValueError(f"a {method} needs the {rules.distribution} distribution, got {name}")
@@ -74,7 +76,7 @@ def check_tensors(
     Parameters
     ----------
     arrays : mapping of str to arrays
-        The caller's shards by tensor name.
+        The caller's shards by tensor name, and the sink.
     lengths : (int, int)
         n, m: tokens of this rank's shards of queries and of keys.
     config : AttentionConfig
@@ -86,36 +88,20 @@ def check_tensors(
     """
     devices = []
     for name, tensor in arrays.items():
-        shape = lengths[name in OF_KEYS], *config.shape(name)
-        dtype = config.dtype_of(name)
+        if name == "sink":
+            of, shape, dtype = "plan", (config.nheads,), config.compute_dtype
+        else:
+            of, shape = "shard", (lengths[name in OF_KEYS], *config.shape(name))
+            dtype = config.dtype_of(name)
         devices.append(_device_of(name, tensor))
         if tensor.shape != shape or tensor.dtype != dtype:
             raise ValueError(
                 f"{name} has shape {tensor.shape} and dtype {tensor.dtype}, "
-                f"but this shard needs {shape} and {dtype}"
+                f"but this {of} needs {shape} and {dtype}"
             )
         if not devices[0].owns(tensor):
             raise ValueError(f"{name} is not on the current device")
     return devices[0]
-
-
-def check_sink(sink: Array, config: AttentionConfig, device: Device) -> None:
-    """Check the shape, dtype and device of a sink; it is (nheads,), on the device of q, k and v.
-
-    Raises
-    ------
-    ValueError
-        If one of them is wrong.
-    """
-    _device_of("sink", sink)
-    shape, dtype = (config.nheads,), config.compute_dtype
-    if sink.shape != shape or sink.dtype != dtype:
-        raise ValueError(
-            f"sink has shape {sink.shape} and dtype {sink.dtype}, "
-            f"but this plan needs {shape} and {dtype}"
-        )
-    if not device.owns(sink):
-        raise ValueError("sink is not on the device of q, k and v")
 
 
 def _device_of(name: str, x: Array) -> Device:

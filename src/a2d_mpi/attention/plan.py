@@ -10,7 +10,7 @@ from typing import NoReturn
 import numpy as np
 
 from a2d_mpi.attention import hooks
-from a2d_mpi.attention.checks import check_grid, check_problem, check_sink, check_tensors
+from a2d_mpi.attention.checks import check_grid, check_problem, check_tensors
 from a2d_mpi.attention.engine import Engine, Recorded
 from a2d_mpi.attention.executor import executors
 from a2d_mpi.attention.shards import gather, scatter
@@ -22,8 +22,7 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.schedules import problem_of, write
-from a2d_mpi.schedules.accounts import area
+from a2d_mpi.schedules import problem_of
 from a2d_mpi.schedules.problem import Problem
 
 
@@ -56,12 +55,11 @@ class AttentionPlan(Caller):
         travel in 16 bits, and so do partial outs: a merge is a convex combination and does not
         amplify their rounding.  lse and partial gradients travel in float32.
     distribution : {"contiguous", "zigzag", "striped", "triangle", "balanced"}, optional
-        Owner of each token.  Default: zigzag for `Causal`, contiguous for `Full` and windows.
-        For other masks, the default is the contiguous, zigzag or balanced distribution with the
-        least predicted time on a typical machine.  A grid of `ProcessGrid.from_layout` may have
-        another default, the distribution of the layout.
-    distribution_kv : str, optional
-        Owner of each token of k and v in cross-attention.  Default: `distribution`.
+        Owner of each token.  In cross-attention it may be a pair of names, the first for tokens of
+        q and the second for tokens of k and v.  Default: zigzag for `Causal`, contiguous for
+        `Full` and windows.  For other masks, the default is the contiguous, zigzag or balanced
+        distribution with the least predicted time on a typical machine.  A grid of
+        `ProcessGrid.from_layout` may have another default, the distribution of the layout.
     wire : {"bfloat16", "mxfp8", "mxfp4"}, optional
         Narrow format of tensors in messages: see `a2d_mpi.core.wire`.  q, k, v and dout are
         rounded to it before anything else, also on a single rank, so that every rank computes
@@ -141,8 +139,7 @@ class AttentionPlan(Caller):
         seqlen_kv: int | None = None,
         headdim_v: int | None = None,
         dtype: np.typing.DTypeLike = "float32",
-        distribution: str | None = None,
-        distribution_kv: str | None = None,
+        distribution: str | tuple[str, str] | None = None,
         wire: str | None = None,
         softmax_scale: float | None = None,
         logit_softcap: float | None = None,
@@ -170,7 +167,7 @@ class AttentionPlan(Caller):
                     headdim_v=headdim_v,
                     wire=wire,
                 )
-                named = distribution, distribution_kv
+                named = distribution if isinstance(distribution, tuple) else (distribution, None)
                 check_problem(self.method, mask, config, grid, named)
                 lengths = config.seqlen, config.seqlen_kv
                 digest = mask.aligned(*lengths).digest(*lengths)  # checks all intervals
@@ -187,7 +184,7 @@ class AttentionPlan(Caller):
                     **config.arguments,
                     "mask": f"{type(mask).__name__} (digest {digest})",
                     "distribution": self.distribution.name,
-                    "distribution_kv": self.problem.shards_kv.name,
+                    "distribution of the keys": self.problem.shards_kv.name,
                     "kernel": kernel,
                     "overlap": overlap,
                     "transfers": transfers,
@@ -265,8 +262,8 @@ class AttentionPlan(Caller):
             On all ranks, if an array has the wrong shape or dtype on any rank, or ranks disagree
             on an option, or the kernel cannot return the largest logits.
         """
-        arrays = {"q": q, "k": k, "v": v}
-        return self._call("forward", arrays, sink, max_logits, _recorded)
+        given = {"q": q, "k": k, "v": v} | ({} if sink is None else {"sink": sink})
+        return self._call("forward", given, max_logits, _recorded)
 
     def backward(
         self,
@@ -311,9 +308,9 @@ class AttentionPlan(Caller):
             On all ranks, if an array has the wrong shape or dtype on any rank.
         """
         given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-        if dlse is not None:
-            given["dlse"] = dlse
-        return self._call("backward", given, sink)
+        optional = {"sink": sink, "dlse": dlse}
+        given |= {name: x for name, x in optional.items() if x is not None}
+        return self._call("backward", given)
 
     def scatter(self, x: Array | None, root: int = 0) -> Array:
         """Cut an array of the whole sequence on one rank into the shards of all ranks.
@@ -399,7 +396,7 @@ class AttentionPlan(Caller):
         ValueError
             On all ranks, with `problem`.
         """
-        self._call(phase, {}, None, refusal=problem)
+        self._call(phase, {}, refusal=problem)
 
     def free(self) -> None:
         """Release the buffers of the plan; a later call makes them again.  Local."""
@@ -485,8 +482,7 @@ class AttentionPlan(Caller):
         """
         from a2d_mpi.planning import cost
 
-        rank = self.grid.comm.rank if rank is None else rank
-        return cost.traffic(self.method, self.layout, self.problem, rank)
+        return cost.traffic(*self._work_of(rank))
 
     def predicted_memory(self, backward: bool = True, rank: int | None = None) -> int:
         """Predict the bytes by which the process of a rank grows.  Local.
@@ -508,9 +504,8 @@ class AttentionPlan(Caller):
         """
         from a2d_mpi.planning import memory
 
-        rank = self.grid.comm.rank if rank is None else rank
         kernel = self.kernel if self.kernel in memory.LIBRARIES else None
-        return memory.peak_memory(self.method, self.layout, self.problem, rank, backward, kernel)
+        return memory.peak_memory(*self._work_of(rank), backward, kernel)
 
     def area(self, rank: int | None = None) -> int:
         """Count the visible (query, key) pairs that a rank computes.  Local.
@@ -525,9 +520,14 @@ class AttentionPlan(Caller):
         int
             Pairs of one head.  A context-parallel group has ``nheads / grid.heads`` heads.
         """
+        from a2d_mpi.planning import cost
+
+        return cost.pairs(*self._work_of(rank))
+
+    def _work_of(self, rank: int | None) -> tuple[str, Layout, Problem, int]:
+        """Return what predictions take; the default rank is this rank."""
         rank = self.grid.comm.rank if rank is None else rank
-        programs = write(self.method, "forward", self.layout, self.problem, rank, self.overlap)
-        return sum(map(area, programs))
+        return self.method, self.layout, self.problem, rank
 
     @property
     def _options(self) -> dict[str, object]:
@@ -538,7 +538,6 @@ class AttentionPlan(Caller):
         self,
         phase: str,
         arrays: dict[str, Array],
-        sink: Array | None,
         max_logits: bool = False,
         recorded: bool = False,
         refusal: str | None = None,
@@ -549,8 +548,8 @@ class AttentionPlan(Caller):
         ----------
         phase : {"forward", "backward"}
         arrays : dict of str to arrays
-            The caller's shards by tensor name, (n, heads, headdim); lse is (n, heads).
-        sink : (nheads,) array, optional
+            The caller's shards by tensor name, (n, heads, headdim); lse is (n, heads), a sink is
+            (nheads,).
         max_logits : bool
         recorded : bool
             Whether a backward pass can follow, the same on all ranks; `a2d_mpi.torch` says so.
@@ -577,16 +576,12 @@ class AttentionPlan(Caller):
                 lengths = len(self.tokens), len(self.tokens_kv)
                 engine.move_to(check_tensors(arrays, lengths, self.config))
                 tensors, finite = engine.taken(arrays, self._check_finite)
-                if sink is not None:
-                    check_sink(sink, self.config, engine.device)
-                    taken, _ = engine.taken({"sink": sink}, self._check_finite)
-                    sink = taken["sink"]
                 if max_logits and not getattr(engine.kernel, "max_logits", False):
                     name = engine.kernel.name
                     raise ValueError(f"kernel {name!r} gives no max_logits, 'numpy' does")
                 flags = Flags(
                     on_host=engine.device is HOST,
-                    sink=sink is not None,
+                    sink="sink" in arrays,
                     dlse="dlse" in arrays,
                     max_logits=max_logits,
                     recorded=bool(recorded),
@@ -604,7 +599,7 @@ class AttentionPlan(Caller):
                 shape = self.nheads // self.grid.heads
                 options["largest"] = np.full(shape, -np.inf, self.compute_dtype)
             with engine.running(phase):
-                results = self._computed(phase, tensors, sink, options)
+                results = self._computed(phase, tensors, options)
                 if max_logits:
                     largest = hooks.largest_of_all(self.grid, call.watch, options["largest"])
                     results = *results, largest
@@ -614,14 +609,11 @@ class AttentionPlan(Caller):
             return results
 
     def _computed(
-        self,
-        phase: str,
-        tensors: dict[str, Array],
-        sink: Array | None,
-        options: Mapping[str, object],
+        self, phase: str, tensors: dict[str, Array], options: Mapping[str, object]
     ) -> tuple[Array, ...]:
         """Compute the results of a phase, in new arrays of the caller's dtypes."""
         engine, programs, dsink = self._engine, self._executors[phase], ()
+        sink = tensors.pop("sink", None)
         hooks.round_tensors(engine, self.config, tensors)
         if phase == "backward":
             dsink = hooks.set_delta(engine, tensors, sink)

@@ -14,7 +14,7 @@ from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.schedules import write
-from a2d_mpi.schedules.accounts import mpi_messages, nbytes
+from a2d_mpi.schedules.accounts import area, mpi_messages, nbytes
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.steps import Receive, Send
 
@@ -92,6 +92,11 @@ def moves(
 def traffic(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:
     """Return the bytes [sent, received] by a rank, by (phase, channel); see `moves`."""
     return _summed(moves(method, layout, problem, rank), "nbytes")
+
+
+def pairs(method: str, layout: Layout, problem: Problem, rank: int) -> int:
+    """Return the visible pairs that a rank computes for each head of its group; see `moves`."""
+    return sum(map(area, write(method, "forward", layout, problem, rank)))
 
 
 def messages(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:
