@@ -70,9 +70,9 @@ def test_training_goes_on(tmp_path, stages, ranks):
             "self.state.step == 3",
         ),
         (  # only some have sent to their column, and the smaller grid has none
-            "from a2d_mpi.comm.rendezvous import Rendezvous as owner",
-            "meet",
-            "args[0].action == 'backward'",
+            "from a2d_mpi.comm.rendezvous import PlanCall as owner",
+            "agree",
+            "self.action == 'backward'",
         ),
         ("import a2d_mpi.experiments.trace as owner", "measured", "True"),
     ],

@@ -10,6 +10,7 @@ from test_bad_input import message_of
 from torch.utils.checkpoint import checkpoint
 
 from a2d_mpi import Attention2D, Causal, Documents, ProcessGrid, RingAttention
+from a2d_mpi.comm.rendezvous import PlanCall
 from a2d_mpi.torch import (
     GradientHooks,
     attend,
@@ -141,8 +142,8 @@ def test_tensors_of_a_gpu(make, comm, cupy, dtype, own, monkeypatch):
     expected.backward(torch.ones_like(expected))
 
     plan, streams = make(**options), []
-    calls, meeting = addresses(plan, monkeypatch), plan.grid.rendezvous
-    monkeypatch.setattr(meeting, "meet", noting(meeting.meet, cupy, streams))
+    calls = addresses(plan, monkeypatch)
+    monkeypatch.setattr(PlanCall, "agree", noting(PlanCall.agree, cupy, streams))
     given = [x.detach().cuda() for x in host]
     stream = torch.cuda.Stream() if own else torch.cuda.default_stream()
     for _ in range(2):  # the first time kernels are compiled, for longer than the stream is busy
@@ -171,9 +172,9 @@ def test_tensors_of_a_gpu(make, comm, cupy, dtype, own, monkeypatch):
 def noting(call, cupy, streams):
     """A function that also notes CuPy's current stream."""
 
-    def noted(*arguments):
+    def noted(*arguments, **options):
         streams.append(cupy.cuda.get_current_stream().ptr)
-        return call(*arguments)
+        return call(*arguments, **options)
 
     return noted
 

@@ -76,7 +76,11 @@ class Call:
         kinds: type[Exception] | tuple[type[Exception], ...] = Exception,
         text: Callable[[Exception], str] = message_of,
     ) -> Iterator[None]:
-        """Keep an exception of these kinds as the problem of this rank, in the words of `text`."""
+        """Keep an exception of these kinds as the problem of this rank, in the words of `text`.
+
+        The context ends without an exception.  `agree` then raises a `CollectiveError` on all
+        ranks.
+        """
         try:
             yield
         except kinds as error:

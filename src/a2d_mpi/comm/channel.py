@@ -7,7 +7,7 @@ from the distribution.  So ranks need not agree on sizes, and an empty shard cos
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,8 +57,7 @@ class Channel:
 
     def __init__(self, comm: MPI.Intracomm, name: str, traffic: Traffic) -> None:
         self.comm, self.name, self.traffic = comm, name, traffic
-        self.rank, self.size = comm.rank, comm.size
-        self.phase = ""
+        self.rank, self.phase = comm.rank, ""
         # Start and end of each `wait`, in seconds of time.perf_counter: exposed communication.
         self.waits: list[tuple[float, float]] = []
 
@@ -69,26 +68,18 @@ class Channel:
     @property
     def peers(self) -> list[int]:
         """The other ranks, from the next rank on.  So ranks do not all send to rank 0 first."""
-        return [(self.rank + i) % self.size for i in range(1, self.size)]
+        return [(self.rank + i) % self.comm.size for i in range(1, self.comm.size)]
 
     def isend(self, tensors: Sequence[Array], peer: int, tag: int) -> list[Any]:
         """Start sending C-contiguous tensors, with tags from `tag` on.
 
         The tensors must not change until `wait` has completed the returned messages.
         """
-        return [
-            message
-            for t, flat in self._flat(tensors, tag, 0)
-            for message in self._transport.send(self.comm, flat, peer, t)
-        ]
+        return self._start(self._transport.send, 0, tensors, peer, tag)
 
     def irecv(self, tensors: Sequence[Array], peer: int, tag: int) -> list[Any]:
         """Start receiving into C-contiguous tensors, with tags from `tag` on."""
-        return [
-            message
-            for t, flat in self._flat(tensors, tag, 1)
-            for message in self._transport.receive(self.comm, flat, peer, t)
-        ]
+        return self._start(self._transport.receive, 1, tensors, peer, tag)
 
     def barrier(self) -> list[Any]:
         """Enter a barrier of all ranks; `wait` returns when all ranks have entered it."""
@@ -101,14 +92,16 @@ class Channel:
             self._transport.wait(messages)
         self.waits.append((start, time.perf_counter()))
 
-    def _flat(
-        self, tensors: Sequence[Array], tag: int, direction: int
-    ) -> Iterator[tuple[int, Array]]:
-        """Count the messages of the tensors, and yield each tensor as (tag, bytes)."""
+    def _start(
+        self, start: Callable, direction: int, tensors: Sequence[Array], peer: int, tag: int
+    ) -> list[Any]:
+        """Start and count the messages of the tensors; `direction` is as in `Traffic.count`."""
+        started = []
         for t, tensor in enumerate(tensors, tag):
             if tensor.size:
                 # MPI has no bfloat16; bytes suffice because MPI reduces nothing here.
                 flat = tensor.reshape(-1).view(np.uint8)
                 messages = -(-flat.size // self._transport.limit)
                 self.traffic.count(self.phase, self.name, direction, flat.size, messages)
-                yield t, flat
+                started += start(self.comm, flat, peer, t)
+        return started

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.comm.transport import Requests, pieces
-from a2d_mpi.core.sizes import MAX_MESSAGE
+from a2d_mpi.comm.transport import Transport, pieces
 from a2d_mpi.devices.protocol import Array
 
 if TYPE_CHECKING:  # this module needs CuPy
@@ -27,7 +26,7 @@ if TYPE_CHECKING:  # this module needs CuPy
 STAGED_MESSAGE = 4 << 20  # bytes of a piece that is copied through the host
 
 
-class DeviceTransport:
+class DeviceTransport(Transport):
     """A transport of device memory.
 
     Parameters
@@ -43,15 +42,13 @@ class DeviceTransport:
     """
 
     def __init__(self, device: Cuda, staged: bool) -> None:
+        super().__init__()
         self.device, self.staged = device, staged
-        self.staged_bytes = 0
+        self.staged_bytes = self._number = 0
         self._active: dict[int, Iterator[None]] = {}
-        self._number, self._requests = 0, Requests()
         self._pinned: dict[int, list[np.ndarray]] = {}
-
-    @property
-    def limit(self) -> int:
-        return STAGED_MESSAGE if self.staged else MAX_MESSAGE
+        if staged:
+            self.limit = STAGED_MESSAGE
 
     def send(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
         send = self._send_staged if self.staged else self._direct
@@ -68,11 +65,10 @@ class DeviceTransport:
         # Advance all messages: the rank that this one waits for may need another of them.
         while not self._active.keys().isdisjoint(messages):
             self._advance()
-        self._requests.forget_complete()
-        messages.clear()
+        super().wait(messages)
 
     def settle(self) -> None:
-        self._requests.settle()
+        super().settle()
         self._active = {}
 
     def poll(self, comm: MPI.Intracomm) -> None:
@@ -80,9 +76,8 @@ class DeviceTransport:
 
     def _begin(self, message: Iterator[None]) -> list[int]:
         self._number += 1
-        self._active[self._number] = message
-        if not _goes_on(message):
-            del self._active[self._number]
+        if _goes_on(message):
+            self._active[self._number] = message
         return [self._number]
 
     def _advance(self) -> None:
@@ -90,7 +85,7 @@ class DeviceTransport:
             del self._active[number]
 
     def _barrier(self, comm: MPI.Intracomm) -> Iterator[None]:
-        request = self._requests.post(comm.Ibarrier)
+        request = self._post(comm.Ibarrier)
         while not request.Test():
             yield
 
@@ -100,7 +95,7 @@ class DeviceTransport:
     def _direct(self, post, x, peer, tag, ready) -> Iterator[None]:
         while not self.device.done(ready):
             yield
-        requests = [self._requests.post(post, piece, peer, tag) for piece in pieces(x, self.limit)]
+        requests = [self._post(post, piece, peer, tag) for piece in pieces(x, self.limit)]
         while not MPI.Request.Testall(requests):
             yield
 
@@ -116,7 +111,7 @@ class DeviceTransport:
         for piece, done in copied:  # the pieces share a tag, so they are sent in order
             while not self.device.done(done):
                 yield
-            requests.append(self._requests.post(post, piece, peer, tag))
+            requests.append(self._post(post, piece, peer, tag))
         while not MPI.Request.Testall(requests):
             yield
         self._give_back(host)
@@ -124,7 +119,7 @@ class DeviceTransport:
     def _receive_staged(self, post, x, peer, tag, ready) -> Iterator[None]:
         host = self._borrow(x.nbytes)
         waiting = [
-            (self._requests.post(post, piece, peer, tag), piece, to)
+            (self._post(post, piece, peer, tag), piece, to)
             for piece, to in zip(pieces(host, self.limit), pieces(x, self.limit))
         ]
         done = None

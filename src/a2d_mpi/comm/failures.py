@@ -5,7 +5,7 @@ revokes all communicators of its grid.  This ends all waits on these communicato
 waited revoke their communicators in turn.  So all survivors raise `RanksLost`, no matter which
 rank each of them waits for.
 
-The rest of the package calls two hooks: `Failures.translate` makes errors of MPI `RanksLost`, and
+The rest of the package calls two hooks: `Failures.translated` makes errors of MPI `RanksLost`, and
 `Failures.revoke` ends all waits.  `Failures.all_or_none` is made of both and of an agreement.
 """
 
@@ -120,23 +120,19 @@ class Failures:
 
     @contextmanager
     def translated(self, settle: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Call `translate` with an exception of the context."""
+        """Raise `RanksLost` in place of an error of the context that comes from a rank's death.
+
+        Before that, revoke the communicators and call `settle`, which completes the messages under
+        way.
+        """
         try:
             yield
         except Exception as error:
-            self.translate(error, settle)
+            if self.caused(error):
+                self.revoke()
+                settle()
+                raise self._named() from error
             raise
-
-    def translate(self, error: Exception, settle: Callable[[], None]) -> None:
-        """Raise `RanksLost` in place of an error that comes from the death of a rank.
-
-        Before that, revoke the communicators and call `settle`, which completes the messages under
-        way.  After any other error, return.
-        """
-        if self.caused(error):
-            self.revoke()
-            settle()
-            raise self._named() from error
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:

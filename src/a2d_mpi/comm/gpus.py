@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
-from a2d_mpi.comm.agreement import agree
+from a2d_mpi.comm.agreement import Call
 
 if TYPE_CHECKING:
     from a2d_mpi.devices.cuda import Cuda
@@ -33,21 +33,18 @@ def bind_gpu(comm: MPI.Intracomm) -> tuple[Cuda, int]:
     ValueError
         On all ranks, if any rank sees no GPU or has no CuPy.
     """
-    problem = None
-    try:
+    call, gpus = Call(comm), 0
+    with call.checks(ImportError):
         from a2d_mpi.devices.cuda import Cuda, cupy
-    except ImportError as error:
-        problem = str(error)
-    agree(comm, problem)
+    call.agree()
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     rank, size = node.rank, node.size
     node.Free()
-    gpus, problem = 0, "CUDA finds no GPU"
-    try:
+    with call.checks(cupy.cuda.runtime.CUDARuntimeError, "CUDA finds no GPU: {}".format):
         gpus = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        problem += f": {error}"
-    agree(comm, None if gpus else problem)
+    if not gpus:
+        call.problem = call.problem or "CUDA finds no GPU"
+    call.agree()
     cupy.cuda.Device(rank % gpus).use()
     return Cuda.current(), -(-size // gpus)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import Call, CollectiveError
 from a2d_mpi.comm.failures import Failures, ranks_in, shrunk, survives
-from a2d_mpi.comm.rendezvous import Caller, PlanCall, Rendezvous
+from a2d_mpi.comm.rendezvous import INTERRUPTED, TWO_THREADS, Caller, PlanCall
 from a2d_mpi.comm.watch import Watch
 from a2d_mpi.core.sizes import Layout
 
@@ -68,8 +69,10 @@ class ProcessGrid:
         R, C, U, and the coordinates of this rank.
     cores : int
         Cores of the node per rank of the grid on this node, at least 1.
-    rendezvous : Rendezvous
-        The ranks of the grid meet in it before each collective call.
+    watch : Watch
+        Reports of ranks that wait for a long time.
+    plans : int
+        Number of plans made so far on this grid.
     failures : Failures
         Detection of ranks that died, if MPI continues without them.
 
@@ -107,15 +110,14 @@ class ProcessGrid:
             # The watch must not talk: only the caller sends messages on `comm`.
             watch = Watch(comm, f"ProcessGrid({rows} x {cols} x {heads})", talks=False)
             waiting = watch.waiting("for all ranks to call it")
-        self._comms: list[MPI.Intracomm] = []
-        self.failures = Failures(comm, self._comms)
+        self.failures = Failures(comm, [])
         with self.failures.making():
             with waiting:
                 arguments = {"rows": rows, "cols": cols, "heads": heads, "order": order}
                 call.agree({**arguments, "block": block, "nodes": nodes})
             self._split(comm, nodes)
         self.failures.comm, self.failures.numbers = self.comm, self.layout.world_ranks()
-        self.rendezvous = Rendezvous(self.comm, self.failures)
+        self.watch, self._lock, self.plans = Watch(self.comm), threading.Lock(), 0
 
     @classmethod
     def from_layout(
@@ -168,13 +170,12 @@ class ProcessGrid:
         node = self._keep(comm.Split_type, MPI.COMM_TYPE_SHARED)
         # The first rank of a node gives the node its number.
         number = ranks_in(comm, node.Get_group())[0]
-        has_affinity = hasattr(os, "sched_getaffinity")
-        usable = os.sched_getaffinity(0) if has_affinity else set(range(os.cpu_count() or 1))
-        everyone = comm.allgather((number, usable))
+        usable = getattr(os, "sched_getaffinity", lambda _: set(range(os.cpu_count() or 1)))
+        everyone = comm.allgather((number, usable(0)))
         here = [cores for other, cores in everyone if other == number]
         self.cores = max(1, len(set().union(*here)) // len(here))
         self.layout = self.layout.on_nodes(nodes or [x for x, _ in everyone])
-        self._comms.pop().Free()
+        self.failures.comms.pop().Free()
 
     def comm_of(self, channel: str, ranks: tuple[int, ...]) -> MPI.Intracomm:
         """Return the communicator of a channel of this rank.
@@ -203,9 +204,10 @@ class ProcessGrid:
             self._channel_comms[ranks] = made
         return self._channel_comms[ranks]
 
+    @contextmanager
     def call(
         self, action: str, plan: Caller, settle: Callable[[], None] = lambda: None
-    ) -> AbstractContextManager[PlanCall]:
+    ) -> Iterator[PlanCall]:
         """Make a collective call of a plan, or make the plan, in a ``with`` statement::
 
             with grid.call("forward", plan) as call:
@@ -237,7 +239,19 @@ class ProcessGrid:
         RanksLost
             On all surviving ranks, if a rank died and MPI continues.
         """
-        return self.rendezvous.call(action, plan, settle)
+        if self.comm == MPI.COMM_NULL:
+            raise CollectiveError("the grid was freed")
+        free = self._lock.acquire(blocking=False) or not self._lock.acquire()
+        try:
+            with self.failures.translated(settle):
+                call = PlanCall(self, action, plan)
+                # Two threads that take turns are an error: their order may differ between ranks.
+                if plan._interrupted or not free:
+                    call.problem = INTERRUPTED if free else TWO_THREADS
+                yield call
+                plan._interrupted = False
+        finally:
+            self._lock.release()
 
     def shrink(self, method: str = "attention2d") -> ProcessGrid | None:
         """Make a grid of the surviving ranks after `RanksLost`; afterwards free this grid.
@@ -272,12 +286,12 @@ class ProcessGrid:
 
     def free(self) -> None:
         """Free the communicators.  Collective; the grid cannot be used afterwards."""
-        while self._comms:
-            self._comms.pop().Free()
+        while self.failures.comms:
+            self.failures.comms.pop().Free()
 
     def _keep(self, split: Callable[..., MPI.Intracomm], *args: int) -> MPI.Intracomm:
         try:
-            self._comms.append(split(*args))
+            self.failures.comms.append(split(*args))
         except MPI.Exception as error:
             if self.failures.caused(error):
                 raise
@@ -286,7 +300,7 @@ class ProcessGrid:
                 "MPI has no communicators left: each grid uses five, so free() grids that are no "
                 f"longer used ({error.Get_error_string().splitlines()[-1]})"
             ) from None
-        return self._comms[-1]
+        return self.failures.comms[-1]
 
     def __repr__(self) -> str:
         heads = f" x {self.heads}" * (self.heads > 1)

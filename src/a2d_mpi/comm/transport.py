@@ -1,11 +1,11 @@
-"""The protocol of transports, which pass tensors to MPI, and the transport of host memory."""
+"""Transports, which pass tensors to MPI: their base class, and the transport of host memory."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from mpi4py import MPI
 
@@ -23,7 +23,7 @@ PERIOD = 1e-3  # longest rest after a poll, in seconds
 REST = 10
 
 
-class Transport(Protocol):
+class Transport:
     """A path from memory to MPI; `Channel` posts and counts the messages.
 
     Attributes
@@ -32,8 +32,10 @@ class Transport(Protocol):
         Size of the largest message in bytes.
     """
 
-    @property
-    def limit(self) -> int: ...
+    limit = MAX_MESSAGE
+
+    def __init__(self) -> None:
+        self._requests: list[MPI.Request] = []  # MPI may still read or write their memory
 
     def send(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
         """Start sending bytes (C-contiguous, uint8); return messages for `wait`."""
@@ -44,60 +46,40 @@ class Transport(Protocol):
     def barrier(self, comm: MPI.Intracomm) -> list[Any]:
         """Enter a barrier; return messages for `wait`."""
 
-    def wait(self, messages: list[Any]) -> None:
-        """Block until the messages are complete, and empty the list."""
-
-    def settle(self) -> None:
-        """Complete all messages under way, after their communicators were revoked."""
-
     def poll(self, comm: MPI.Intracomm) -> None:
         """Let messages advance; kernels call it between the cache blocks of a computation."""
 
-
-class Requests:
-    """Requests of MPI that are not complete: MPI may still read or write their memory."""
-
-    def __init__(self) -> None:
-        self._active: list[MPI.Request] = []
-
-    def post(self, start: Callable[..., MPI.Request], *operands: Any) -> MPI.Request:
-        """Start a message by a method of a communicator, and keep its request."""
-        request = start(*operands)
-        self._active.append(request)
-        return request
-
-    def forget_complete(self) -> None:
-        """Forget the requests that are complete, which MPI has made null."""
-        self._active = [request for request in self._active if request]
+    def wait(self, messages: list[Any]) -> None:
+        """Block until the messages are complete, and empty the list."""
+        self._requests = [request for request in self._requests if request]  # MPI nulls others
+        messages.clear()
 
     def settle(self) -> None:
-        """Wait until MPI no longer uses any memory, after the communicators were revoked."""
-        for request in self._active:
+        """Complete all messages under way, after their communicators were revoked."""
+        for request in self._requests:
             with suppress(MPI.Exception):
                 request.Wait()
-        self._active = []
+        self._requests = []
+
+    def _post(self, start: Callable[..., MPI.Request], *operands: Any) -> MPI.Request:
+        """Start a message by a method of a communicator, and keep its request."""
+        self._requests.append(start(*operands))
+        return self._requests[-1]
 
 
-class HostTransport:
+class HostTransport(Transport):
     """The transport of host memory, which MPI sends and receives directly."""
 
-    def __init__(self) -> None:
-        self._next_poll, self._requests = 0.0, Requests()
-
-    @property
-    def limit(self) -> int:
-        return MAX_MESSAGE
+    _next_poll = 0.0
 
     def send(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
-        post = self._requests.post
-        return [post(comm.Isend, piece, peer, tag) for piece in pieces(x, self.limit)]
+        return [self._post(comm.Isend, piece, peer, tag) for piece in pieces(x, self.limit)]
 
     def receive(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
-        post = self._requests.post
-        return [post(comm.Irecv, piece, peer, tag) for piece in pieces(x, self.limit)]
+        return [self._post(comm.Irecv, piece, peer, tag) for piece in pieces(x, self.limit)]
 
     def barrier(self, comm: MPI.Intracomm) -> list[Any]:
-        return [self._requests.post(comm.Ibarrier)]
+        return [self._post(comm.Ibarrier)]
 
     def wait(self, messages: list[Any]) -> None:
         if survives():
@@ -106,11 +88,7 @@ class HostTransport:
                 request.Wait()
         else:
             MPI.Request.Waitall(messages)
-        self._requests.forget_complete()
-        messages.clear()
-
-    def settle(self) -> None:
-        self._requests.settle()
+        super().wait(messages)
 
     def poll(self, comm: MPI.Intracomm) -> None:
         start = time.perf_counter()
