@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 
 from a2d_mpi.comm.gpus import gpu_aware
 from a2d_mpi.comm.grid import ProcessGrid
@@ -80,18 +81,17 @@ class Engine:
         grid: ProcessGrid,
         threads: int | None,
     ) -> None:
-        self._options = config.dtype_of("q"), config.softmax_scale
-        self._softcap = config.logit_softcap
-        self._widths = config.headdim, config.headdim_v
-        check_kernel(kernel, self._options[0], self._softcap, self._widths)
+        self._config, self._widths = config, (config.headdim, config.headdim_v)
+        check_kernel(kernel, config.dtype_of("q"), config.logit_softcap, self._widths)
         if overlap not in (True, False):
             raise ValueError(f"overlap must be true or false, got {overlap!r}")
         gpu_aware(transfers)
         self._name, self._transfers = kernel, transfers
         self._threads = BlasThreads(threads, grid.cores)
-        self._polls = _Polls(grid.comm if overlap and grid.comm.size > 1 else None)
+        self._polled = grid.comm if overlap and grid.comm.size > 1 else None
         self.device: Device | None = None
         self.kernel: Kernel | None = None
+        self.transport: Transport | None = None
         self.work = Workspace()
         self.waits: dict[str, list[tuple[float, float]]] = {}
         self._spans: dict[str, list[tuple[str, Any, Any]]] = {}
@@ -103,15 +103,24 @@ class Engine:
         """Use a device, its kernels and its buffers from now on."""
         if device is self.device:
             return
-        work, poll = Workspace(device), self._polls.poll
+        config, work, poll = self._config, Workspace(device), None
+        transport = HostTransport() if device is HOST else None
+        if transport and self._polled:  # a kernel must not refer back to the engine
+            poll = partial(transport.poll, self._polled)
+        kind = config.dtype_of("q"), config.softmax_scale
         self.kernel = make_kernel(
-            self._name, device, *self._options, poll, work, self._softcap, self._widths
+            self._name, device, *kind, poll, work, config.logit_softcap, self._widths
         )
-        self.device, self.work, self.transport = device, work, None
+        self.device, self.work, self.transport = device, work, transport
         self._spans, self._end = {}, None
-        self._nvtx = None if device is HOST else _nvtx()
+        self._nvtx = None
+        if device is not HOST:
+            with suppress(ImportError):  # names ranges for NVIDIA's profilers
+                self._nvtx = import_module("nvtx")
 
-    def taken(self, arrays: dict[str, Array], check_finite: bool) -> tuple[dict[str, Array], bool]:
+    def prepared(
+        self, arrays: dict[str, Array], check_finite: bool
+    ) -> tuple[dict[str, Array], bool]:
         """Make the arrays C-contiguous, and check whether all elements are finite.
 
         Two values of -inf are valid: lse of a masked row, and a sink that is switched off.  Where
@@ -129,36 +138,32 @@ class Engine:
         ValueError
             If `check_finite`, and an element is NaN or infinite.
         """
-        taken = {name: self.device.contiguous(x) for name, x in arrays.items()}
-        if not check_finite and self.device is not HOST:
-            return taken, True  # a check would wait for the GPU
-        checked = dict(taken)
-        if "dlse" in taken:
-            checked["dlse"] = self.device.empty(taken["dlse"].shape, taken["dlse"].dtype)
-            self.device.zero(checked["dlse"])
-            self.device.subtract(checked["dlse"], taken["dlse"], taken["lse"])
-        bad = [
-            name
-            for name, x in checked.items()
-            if not self.device.finite(x, lowest=name in ("lse", "sink"))
-        ]
+        device = self.device
+        tensors = {name: device.contiguous(x) for name, x in arrays.items()}
+        if not check_finite and device is not HOST:
+            return tensors, True  # a check would wait for the GPU
+        checked = dict(tensors)
+        if "dlse" in tensors:
+            checked["dlse"] = device.empty(tensors["dlse"].shape, tensors["dlse"].dtype)
+            device.zero(checked["dlse"])
+            device.subtract(checked["dlse"], tensors["dlse"], tensors["lse"])
+        lowest = ("lse", "sink")
+        bad = [name for name, x in checked.items() if not device.finite(x, lowest=name in lowest)]
         if bad and check_finite:
             raise ValueError(f"{', '.join(bad)}: NaN or infinite elements (check_finite)")
-        return taken, not bad
+        return tensors, not bad
 
     @property
     def staged(self) -> bool:
         """True if tensors of this rank go through host memory, because MPI cannot read them."""
         return self.device is not HOST and not gpu_aware(self._transfers)[0]
 
-    def use(self, staged: bool) -> None:
-        """Take a transport for the arrays, through host memory if `staged`.
+    def choose_transport(self, staged: bool) -> None:
+        """Take a transport for device arrays, through host memory if `staged`.
 
         `staged` must be the same on all ranks.
         """
-        if self.device is HOST:
-            self.transport = self.transport or HostTransport()
-        elif getattr(self.transport, "staged", None) is not staged:
+        if self.device is not HOST and getattr(self.transport, "staged", None) is not staged:
             from a2d_mpi.comm.device_transport import DeviceTransport
 
             self.transport = DeviceTransport(self.device, staged)
@@ -185,11 +190,8 @@ class Engine:
     def clock(self, part: str) -> Iterator[None]:
         """Time a span of the phase; `part` is "compute", "merge" or "total"."""
         start = self.device.mark()
-        if self._nvtx is None:
+        with self._nvtx.annotate(f"{self._phase} {part}") if self._nvtx else nullcontext():
             yield
-        else:
-            with self._nvtx.annotate(f"{self._phase} {part}"):
-                yield
         self._spans[self._phase].append((part, start, self.device.mark()))
 
     @contextmanager
@@ -230,15 +232,10 @@ class Engine:
     def timings(self) -> dict[str, float]:
         """Seconds of the latest calls, by "phase/part": see `AttentionPlan.timings`."""
         by_part = {}
-        for phase, spans in self._spans.items():
+        for phase in self._spans:
             seconds = dict.fromkeys(("compute", "merge", "wait", "total"), 0.0)
-            for part, start, end in spans:
-                seconds[part] += self.device.seconds(start, end)
-            seconds["wait"] = sum(end - start for start, end in self.waits.get(phase, []))
-            if self.device is not HOST:
-                # The host's waits say nothing: the host runs ahead of the GPU.
-                busy = seconds["compute"] + seconds["merge"]
-                seconds["wait"] = max(0.0, seconds["total"] - busy)
+            for part, start, end in self.spans(phase):
+                seconds[part] += end - start
             by_part |= {f"{phase}/{part}": x for part, x in seconds.items()}
         return by_part
 
@@ -260,20 +257,11 @@ class Engine:
         total = since(origin, last)
         if self.device is HOST:
             parts += [("wait", a - origin, b - origin) for a, b in self.waits.get(phase, [])]
-        else:
+        else:  # the host's waits say nothing: the host runs ahead of the GPU
             ends = [0.0, *(end for *_, end in parts)]
             starts = [*(start for _, start, _ in parts), total]
             parts += [("wait", a, b) for a, b in zip(ends, starts) if b > a]
         return [*sorted(parts, key=lambda span: span[1]), ("total", 0.0, total)]
-
-    @property
-    def transport(self) -> Transport | None:
-        """Transport of the arrays to MPI."""
-        return self._polls.transport
-
-    @transport.setter
-    def transport(self, transport: Transport | None) -> None:
-        self._polls.transport = transport
 
     def settle(self) -> None:
         """Complete all messages under way, after a rank died."""
@@ -284,25 +272,3 @@ class Engine:
     def staged_bytes(self) -> int:
         """Bytes copied between device and host so far."""
         return getattr(self.transport, "staged_bytes", 0)
-
-
-def _nvtx() -> ModuleType | None:
-    """Return the package that names ranges for NVIDIA's profilers; None if it is not installed."""
-    try:
-        import nvtx
-    except ImportError:
-        return None
-    return nvtx
-
-
-class _Polls:
-    """Polling of MPI by a kernel.  A kernel must not refer back to the engine."""
-
-    def __init__(self, comm: MPI.Intracomm | None) -> None:
-        self._comm = comm
-        self.transport: Transport | None = None
-
-    def poll(self) -> None:
-        """Let messages advance."""
-        if self._comm is not None:
-            self.transport.poll(self._comm)

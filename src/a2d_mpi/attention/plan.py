@@ -575,7 +575,7 @@ class AttentionPlan(Caller):
                 max_logits = bool(max_logits)
                 lengths = len(self.tokens), len(self.tokens_kv)
                 engine.move_to(check_tensors(arrays, lengths, self.config))
-                tensors, finite = engine.taken(arrays, self._check_finite)
+                tensors, finite = engine.prepared(arrays, self._check_finite)
                 if max_logits and not getattr(engine.kernel, "max_logits", False):
                     name = engine.kernel.name
                     raise ValueError(f"kernel {name!r} gives no max_logits, 'numpy' does")
@@ -589,7 +589,7 @@ class AttentionPlan(Caller):
                     not_finite=not finite,
                 )
             some = call.agree(flags=flags)
-            engine.use(some.staged)
+            engine.choose_transport(some.staged)
             for channel in self._channels.values():
                 channel.start(phase, engine.transport, call.watch)
             options = {"careful": some.not_finite}
