@@ -12,7 +12,7 @@ from a2d_mpi import Attention2D, Causal, Full, LinearAttention, ProcessGrid, Sli
 from a2d_mpi.linear.features import FEATURE_MAPS, random_projections
 from a2d_mpi.linear.norms import NORMS, make_norm
 from a2d_mpi.linear.states import pieces_of
-from a2d_mpi.schedules import distribute
+from a2d_mpi.sharding.distribution import distribute
 
 NHEADS, HEADDIM, NFEATURES, SEED = 3, 8, 10, 5
 DECAY = (1.0, 0.9, 0.01)

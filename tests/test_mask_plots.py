@@ -9,8 +9,8 @@ from helpers import ROOT, assert_all_refused, drive, parser_of
 from a2d_mpi.experiments.mask_table import PartitionCost, best_of, read_table
 from a2d_mpi.figures.mask_plots import plot_masks, tiling
 from a2d_mpi.masks.patterns import PATTERNS, make_mask
-from a2d_mpi.schedules import distribute
 from a2d_mpi.sharding.choice import CHOICES
+from a2d_mpi.sharding.distribution import distribute
 
 PROBLEM = [
     "--profile", "data/machines/h100-64x1.toml", "--ranks", "6", "--seqlen", "8K",

@@ -23,8 +23,7 @@ from a2d_mpi.linear.features import FEATURE_MAPS, make_feature_map
 from a2d_mpi.linear.norms import NORMS, make_norm
 from a2d_mpi.linear.states import STATES, Piece, StateExchange, count_pieces, pieces_of, traffic
 from a2d_mpi.masks.mask import Causal, Full, Mask
-from a2d_mpi.schedules import distribute
-from a2d_mpi.sharding.distribution import Distribution
+from a2d_mpi.sharding.distribution import Distribution, distribute
 
 # The fastest of 16 to 512 tokens on one core of an Intel Xeon (4096 tokens, heads of 32, 64 and
 # 128).  32 and 128 take up to 10 % longer.

@@ -22,7 +22,7 @@ from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.passes import lowered
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program, StepLimit
-from a2d_mpi.sharding.distribution import Distribution
+from a2d_mpi.sharding.distribution import distribute
 
 
 class Methods(UserDict):
@@ -30,15 +30,11 @@ class Methods(UserDict):
 
     def __getitem__(self, name: str) -> Method:
         """Return a method."""
-        method = self.data[name]
-        if isinstance(method, str):
-            method = self.data[name] = _imported(method)
-        return method
-
-
-def _imported(where: str) -> object:
-    module, name = where.split(":")
-    return getattr(import_module(f"a2d_mpi.schedules.{module}"), name)
+        if isinstance(where := self.data[name], str):
+            module, constant = where.split(":")
+            imported = import_module(f"a2d_mpi.schedules.{module}")
+            self.data[name] = getattr(imported, constant)
+        return self.data[name]
 
 
 METHODS: Methods = Methods(
@@ -162,37 +158,6 @@ def problem_of(
     if n != m or distribution_kv not in (None, name):
         keys = distribute(distribution_kv or name, Full(), m, *sizes)
     return Problem(AttentionConfig(**config.arguments), shards, aligned, keys)
-
-
-def distribute(
-    name: str, mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1, why: str = ""
-) -> Distribution:
-    """Return the distribution of one sequence on ranks that compute rows x cols tiles.
-
-    Parameters
-    ----------
-    name : str
-        A name of `a2d_mpi.sharding.distribution.Distribution`.
-    mask : Mask
-    seqlen, rows, cols, heads : int
-        The number of tokens, and R, C and U.
-    why : str
-        Reason for the choice, for users.
-    """
-    if name == "balanced":
-        return _balanced(mask, seqlen, rows, cols, heads, why)
-    return _by_formula(name, seqlen, rows * cols * heads, heads, None, why)
-
-
-@lru_cache(maxsize=64)
-def _balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int, why: str) -> Distribution:
-    from a2d_mpi.sharding.balance import balanced
-
-    listed = balanced(mask, seqlen, rows, cols, heads)
-    return Distribution("balanced", seqlen, rows * cols * heads, heads, listed, why)
-
-
-_by_formula = lru_cache(maxsize=64)(Distribution)  # a distribution caches the runs of its shards
 
 
 def _lookup(method: str) -> Method:

@@ -11,8 +11,8 @@ import numpy as np
 from a2d_mpi.masks.intervals import Runs, common, cut
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.schedules.group import Group
-from a2d_mpi.schedules.progressions import concatenated, progressions, ranks_among
 from a2d_mpi.schedules.steps import KINDS, KINDS_OF_KEYS, SUMS, Rows, TokenArray
+from a2d_mpi.sharding.progressions import concatenated, progressions, ranks_among
 
 
 class ProgramArrays:
@@ -58,6 +58,11 @@ class ProgramArrays:
             options = {"memory": name, **options}
             self.arrays[name] = TokenArray(kind, tuple(pieces), role, accumulated, **options)
         return name
+
+    def array_for(self, name: str, rows: Rows, **options: object) -> Rows:
+        """Declare an array of the same kind for the tokens of rows; return all its rows."""
+        kind = self.arrays[rows.array].kind
+        return self.rows(self.array(name, kind, self.pieces(rows), **options))
 
     def own(self, name: str, kind: str, role: str = "buffer", **options: bool | str) -> Rows:
         """Declare an array of this rank's shard; return all its rows."""

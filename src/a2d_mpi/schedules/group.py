@@ -96,7 +96,7 @@ class Group:
 
     def all_places(self, of_keys: bool, owner: int) -> Runs:
         """Return the places of all tokens of a shard."""
-        count = (self.problem.counts_kv if of_keys else self.problem.counts)[owner]
+        count = self.shards(of_keys).counts[owner]
         return ((0, count),) if count else ()
 
     def required(self, of_keys: bool, owner: int, others: Collection[int]) -> Runs:

@@ -35,9 +35,7 @@ from a2d_mpi.schedules.steps import (
 
 def lowered(p: Program, overlap: bool = True) -> Program:
     """Apply all passes, in the order in which they depend on each other."""
-    if not overlap:
-        p = in_turn(p)
-    for lower in PASSES:
+    for lower in PASSES if overlap else (in_turn, *PASSES):
         p = lower(p)
     return p
 
@@ -48,33 +46,24 @@ def in_turn(p: Program) -> Program:
     A program gathers, computes, and returns results.  A ring uses memory again, so its steps keep
     their order, and it waits for each exchange at once.
     """
-    posted = {x.index: (i, x) for i, x in enumerate(p.steps) if isinstance(x, Message)}
     if not any(isinstance(x, KernelCall) for x in p.steps):
         return p
-    if not _reuses_memory(p):
+    posted = {x.index: (i, x) for i, x in enumerate(p.steps) if isinstance(x, Message)}
+    reuses_memory = _reuses_memory(p)
 
-        def act(step: Step) -> int:
-            if isinstance(step, Message):
-                return 2 * _partial(p, step)
-            if isinstance(step, Wait):
-                return 2 * _partial(p, posted[step.messages[0]][1])
-            if isinstance(step, Copy):
-                return 2 * (p.arrays[step.target.array].kind in PARTIALS)
-            return 2 if isinstance(step, Merge | Add) else 1
+    def place(numbered: tuple[int, Step]) -> float:
+        i, step = numbered
+        awaited = [posted[x] for x in step.messages] if isinstance(step, Wait) else []
+        if reuses_memory:
+            # A wait for an exchange, or for rows that are not a partial result, follows the last
+            # message.
+            early = any(isinstance(x, Send) or not _partial(p, x.rows) for _, x in awaited)
+            return max(awaited)[0] + 0.5 if early else i
+        if isinstance(step, Message | Wait):
+            return 2 * _partial(p, awaited[0][1].rows if awaited else step.rows)
+        return 2 * _partial(p, step.target) if isinstance(step, Copy | Merge | Add) else 1
 
-        return p.with_steps(sorted(p.steps, key=act))
-    # A wait for an exchange, or for rows that are not a partial result, follows the last message.
-    early: dict[int, list[Wait]] = {}
-    for x in (x for x in p.steps if isinstance(x, Wait)):
-        of = [posted[i] for i in x.messages]
-        if any(isinstance(m, Send) or not _partial(p, m) for _, m in of):
-            early.setdefault(max(i for i, _ in of), []).append(x)
-    moved = {id(x) for waits in early.values() for x in waits}
-    steps: list[Step] = []
-    for i, x in enumerate(p.steps):
-        steps += [] if id(x) in moved else [x]
-        steps += early.get(i, [])
-    return p.with_steps(steps)
+    return p.with_steps(x for _, x in sorted(enumerate(p.steps), key=place))
 
 
 def gathers_before_returns(p: Program) -> Program:
@@ -85,29 +74,22 @@ def gathers_before_returns(p: Program) -> Program:
     channels = [x for x in p.gathers_first if len(p.channels[x]) > 1]
     if not channels:
         return p
-    gathered = {x.index for x in p.steps if isinstance(x, Message) and not _partial(p, x)}
+    gathered = {x.index for x in p.steps if isinstance(x, Message) and not _partial(p, x.rows)}
 
     def gathers(step: Step) -> bool:
         if isinstance(step, Wait):
             return step.messages[0] in gathered
         return isinstance(step, Send) and step.index in gathered
 
-    def returns(step: Step) -> bool:
-        return isinstance(step, Send) and _partial(p, step)
-
-    first = next((i for i, x in enumerate(p.steps) if returns(x)), len(p.steps))
+    returns = (i for i, x in enumerate(p.steps) if isinstance(x, Send) and not gathers(x))
+    first = next(returns, len(p.steps))
     last = max((i for i, x in enumerate(p.steps[:first]) if gathers(x)), default=-1)
-    head, tail = p.steps[: last + 1], p.steps[last + 1 :]
-    new = p.with_steps([*head, *filter(gathers, tail)])
+    begin, middle, end = p.steps[: last + 1], p.steps[last + 1 : first], p.steps[first:]
     barriers = [Barrier(x, p.messages + i) for i, x in enumerate(channels)]
+    passed = [Wait(x.channel, (x.index,)) for x in barriers] if end else []
+    later = (x for x in end if not gathers(x))
+    new = p.with_steps([*begin, *filter(gathers, end), *barriers, *middle, *passed, *later])
     new.messages += len(barriers)
-    new.steps += barriers
-    passed = [Wait(x.channel, (x.index,)) for x in barriers]
-    for step in (x for x in tail if not gathers(x)):
-        if returns(step):
-            new.steps += passed
-            passed = []
-        new.steps.append(step)
     return new
 
 
@@ -116,38 +98,27 @@ def merged(p: Program) -> Program:
 
     The compensation of lse is set to zero before the first merge.
     """
-    if not any(isinstance(x, Attend | Merge) for x in p.steps):
-        return p
     new, written = p.with_steps(), {}
-    add = new.steps.append
     partials: dict[Rows, Rows] = {}
     compensated: set[str] = set()
-
-    def merge(step: Merge) -> None:
-        array = step.compensation.array
-        if array not in compensated:
-            compensated.add(array)
-            new.clear(new.rows(array))
-        add(step)
-
     for step in p.steps:
-        if isinstance(step, Merge):
-            merge(step)
-        elif not isinstance(step, Attend):
-            add(step)
-        elif not _overlap(held := written.setdefault(step.target.array, []), step.target):
-            held += step.target.runs
-            add(step)
-        elif p.sees(step.queries, step.keys):
-            if step.target not in partials:
-                options = {"as_computed": True, "accumulated": KINDS["out"], "memory": "partial"}
-                name = new.array(
-                    f"partial {len(partials)}", "out", p.pieces(step.target), **options
-                )
-                partials[step.target] = new.rows(name)
-            partial = partials[step.target]
-            add(step._replace(target=partial))
-            merge(new.merge_of(partial, step.target))
+        if isinstance(step, Attend):
+            held = written.setdefault(step.target.array, [])
+            if not _overlap(held, step.target):
+                held += step.target.runs
+            elif p.sees(step.queries, step.keys):
+                if step.target not in partials:
+                    options = {"as_computed": True, "accumulated": KINDS["out"]}
+                    name, options["memory"] = f"partial {len(partials)}", "partial"
+                    partials[step.target] = new.array_for(name, step.target, **options)
+                new.steps.append(step._replace(target=partials[step.target]))
+                step = new.merge_of(partials[step.target], step.target)
+            else:
+                continue
+        if isinstance(step, Merge) and step.compensation.array not in compensated:
+            compensated.add(step.compensation.array)
+            new.clear(new.rows(step.compensation.array))
+        new.steps.append(step)
     return new
 
 
@@ -165,9 +136,8 @@ def keys_by_token(p: Program) -> Program:
     def twin(rows: Rows) -> Rows:
         """Return the rows of the same tokens, as one run, in an array by token."""
         array, name = p.arrays[rows.array], f"{rows.array} by token"
-        if name not in new.arrays:
-            options = {"accumulated": array.accumulated, "by_token": True}
-            new.array(name, array.kind, array.pieces, **options)
+        options = {"accumulated": array.accumulated, "by_token": True}
+        new.array(name, array.kind, array.pieces, **options)
         if rows.count == array.length:
             return new.rows(name)
         first, last = new.extremes(rows)
@@ -179,8 +149,8 @@ def keys_by_token(p: Program) -> Program:
             )
         return sorted_rows
 
-    def complete(array: str) -> None:
-        if array in apart:
+    def complete(arrays: Iterable[str]) -> None:
+        for array in filter(apart.__contains__, arrays):
             add(Add(new.by_piece(apart.pop(array)), new.rows(array)))
 
     for step in p.steps:
@@ -196,12 +166,10 @@ def keys_by_token(p: Program) -> Program:
                     apart[step.dkv.array] = dkv.array
                     new.clear(new.rows(dkv.array))
                 step = step._replace(dkv=dkv)
-        else:
-            for rows in _moved(step):
-                complete(rows.array)
+        elif apart and not isinstance(step, KernelCall | Clear | Receive):
+            complete(x.array for x in step if isinstance(x, Rows))
         add(step)
-    for array in [*apart]:
-        complete(array)
+    complete([*apart])
     return new
 
 
@@ -209,17 +177,16 @@ def rounded(p: Program) -> Program:
     """Round a partial out to the storage dtype once, before it is sent."""
     if not p.group.config.mixed_precision:
         return p
-    new = p.with_steps()
-    add = new.steps.append
-    for step in p.steps:
-        array = p.arrays[step.rows.array] if isinstance(step, Send) else None
-        if array and array.kind == "out" and "out" in array.accumulated:
-            name = new.array(f"rounded {step.rows.array}", array.kind, array.pieces)
-            rows = step.rows._replace(array=name)
-            add(Copy(step.rows, rows))
-            step = step._replace(rows=rows)
-        add(step)
-    return new
+
+    def in_storage(new: Program, rows: Rows) -> Rows:
+        array = p.arrays[rows.array]
+        if array.kind != "out" or "out" not in array.accumulated:
+            return rows
+        target = rows._replace(array=new.array(f"rounded {rows.array}", "out", array.pieces))
+        new.copy(rows, target)
+        return target
+
+    return _sending(p, in_storage)
 
 
 def encoded(p: Program) -> Program:
@@ -264,23 +231,19 @@ def encoded(p: Program) -> Program:
 
 def packed(p: Program) -> Program:
     """Copy scattered rows side by side before they are sent: a message is one run of memory."""
-    if not any(isinstance(x, Send) and len(x.rows.runs) > 1 for x in p.steps):
-        return p
-    new = p.with_steps()
-    add = new.steps.append
     copies: dict[Rows, Rows] = {}
-    for step in p.steps:
-        if isinstance(step, Send) and len(step.rows.runs) > 1:
-            if step.rows not in copies:
-                array = p.arrays[step.rows.array]
-                options = {"accumulated": array.accumulated, "wire": array.wire}
-                name = f"packed {len(copies)}"
-                new.array(name, array.kind, p.pieces(step.rows), **options)
-                copies[step.rows] = new.rows(name)
-                new.copy(step.rows, copies[step.rows])
-            step = step._replace(rows=copies[step.rows])
-        add(step)
-    return new
+
+    def as_one_run(new: Program, rows: Rows) -> Rows:
+        if len(rows.runs) == 1:
+            return rows
+        if rows not in copies:
+            array = p.arrays[rows.array]
+            options = {"accumulated": array.accumulated, "wire": array.wire}
+            copies[rows] = new.array_for(f"packed {len(copies)}", rows, **options)
+            new.copy(rows, copies[rows])
+        return copies[rows]
+
+    return _sending(p, as_one_run)
 
 
 def receives_first(p: Program) -> Program:
@@ -319,15 +282,12 @@ def alone(p: Program) -> Program:
 
 def drained(p: Program) -> Program:
     """Wait at the end for all messages for which there is no wait."""
+    new, posted = p.with_steps(p.steps), (x for x in p.steps if isinstance(x, Message | Barrier))
     waited = {x for step in p.steps if isinstance(step, Wait) for x in step.messages}
-    new = p.with_steps(p.steps)
+    left = [x for x in posted if x.index not in waited]
     new.body = len(p.steps)
     for channel in p.channels:
-        new.wait(
-            x
-            for x in p.steps
-            if isinstance(x, Message | Barrier) and x.channel == channel and x.index not in waited
-        )
+        new.wait(x for x in left if x.channel == channel)
     return new
 
 
@@ -344,8 +304,8 @@ PASSES: tuple[Callable[[Program], Program], ...] = (
 )
 
 
-def _partial(p: Program, message: Message) -> bool:
-    return p.arrays[message.rows.array].kind in PARTIALS
+def _partial(p: Program, rows: Rows) -> bool:
+    return p.arrays[rows.array].kind in PARTIALS
 
 
 def _reuses_memory(p: Program) -> bool:
@@ -353,11 +313,14 @@ def _reuses_memory(p: Program) -> bool:
     return len({x.memory for x in p.arrays.values()}) < len(p.arrays)
 
 
-def _moved(step: Step) -> Iterable[Rows]:
-    """Return the rows that a step sends, copies or combines."""
-    if isinstance(step, KernelCall | Clear | Receive):
-        return ()
-    return [x for x in step if isinstance(x, Rows)]
+def _sending(p: Program, copied: Callable[[Program, Rows], Rows]) -> Program:
+    """Return the program with other rows in its sends: `copied` copies rows if it has to."""
+    new = p.with_steps()
+    for step in p.steps:
+        if isinstance(step, Send):
+            step = step._replace(rows=copied(new, step.rows))
+        new.steps.append(step)
+    return new
 
 
 def _overlap(held: Iterable[range], rows: Rows) -> bool:

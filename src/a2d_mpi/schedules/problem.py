@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-import numpy as np
-
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.masks.mask import Full, Mask
-from a2d_mpi.schedules.progressions import ranks_among
 from a2d_mpi.sharding.distribution import Distribution
 from a2d_mpi.sharding.visibility import Visibility, visibility
 
@@ -41,27 +38,9 @@ class Problem:
         return self.shards if self.keys is None else self.keys
 
     @cached_property
-    def counts(self) -> tuple[int, ...]:
-        """Number of tokens of every rank's shard of queries."""
-        return self.shards.counts
-
-    @cached_property
-    def counts_kv(self) -> tuple[int, ...]:
-        """Number of tokens of every rank's shard of keys."""
-        return self.counts if self.keys is None else self.keys.counts
-
-    @cached_property
     def visibility(self) -> Visibility:
         """Tokens of each shard that other shards require."""
         return visibility(self.mask, self.shards, self.shards_kv)
-
-    def tokens_of(self, of_keys: bool, owners: tuple[int, ...]) -> np.ndarray:
-        """Return the sorted tokens of several shards; they are cached for all ranks."""
-        return _tokens_of(self.shards_kv if of_keys else self.shards, owners)
-
-    def runs_of(self, of_keys: bool, owners: tuple[int, ...]) -> list[range]:
-        """Return the tokens of several shards as progressions, shard by shard; cached."""
-        return _runs_of(self.shards_kv if of_keys else self.shards, owners)
 
     def cp_group(self, heads: int) -> Problem:
         """Return the problem of a context-parallel group: all tokens, 1/`heads` of the heads.
@@ -71,35 +50,18 @@ class Problem:
         ValueError
             If the heads cannot be divided among `heads` ranks.
         """
-        keys = None if self.keys is None else _of_positions(self.keys, heads)
-        shards = _of_positions(self.shards, heads)
-        return Problem(self.config.cp_group(heads), shards, self.mask, keys)
+        keys = None if self.keys is None else _positions(self.keys, heads)
+        return Problem(
+            self.config.cp_group(heads), _positions(self.shards, heads), self.mask, keys
+        )
 
     def of(self, owners: range) -> Problem:
         """Return the problem of the ranks `owners`: their tokens, numbered from 0, and no mask."""
-        keys = None if self.keys is None else _among(self.keys, owners)
-        return Problem(self.config, _among(self.shards, owners), keys=keys)
+        keys = None if self.keys is None else self.keys.among(owners)
+        return Problem(self.config, self.shards.among(owners), keys=keys)
 
 
-def _among(shards: Distribution, owners: range) -> Distribution:
-    listed = ranks_among([[r for r in shards.runs(p) if r] for p in owners])
-    tokens = sum(len(r) for runs in listed for r in runs)
-    return Distribution("balanced", tokens, len(owners), listed=tuple(map(tuple, listed)))
-
-
-@lru_cache(maxsize=64)  # a distribution caches the runs of its shards
-def _of_positions(shards: Distribution, heads: int) -> Distribution:
-    return shards.positions(heads)
-
-
-@lru_cache(maxsize=256)
-def _runs_of(shards: Distribution, owners: tuple[int, ...]) -> list[range]:
-    return [r for p in owners for r in shards.runs(p) if r]
-
-
-@lru_cache(maxsize=256)
-def _tokens_of(shards: Distribution, owners: tuple[int, ...]) -> np.ndarray:
-    return np.sort(np.concatenate([shards.tokens(p) for p in owners]))
+_positions = lru_cache(maxsize=64)(Distribution.positions)  # it caches the runs of its shards
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The steps of a program: everything that one rank does in one phase, in order.
 
-A step is a plain value.  It names arrays, and rows by their positions in the memory of an array.
+A step is a plain value.  It names arrays, and rows by their places in the memory of an array.
 Everything that costs time, bytes or memory is a step or a declared array.
 """
 
@@ -117,8 +117,8 @@ class TokenArray:
         return found
 
 
-class Send(NamedTuple):
-    """Start sending rows to a peer of a channel.
+class Message(NamedTuple):
+    """A message between this rank and a peer of a channel: a `Send` or a `Receive`.
 
     Attributes
     ----------
@@ -144,15 +144,12 @@ class Send(NamedTuple):
     index: int
 
 
-class Receive(NamedTuple):
-    """Start receiving rows from a peer of a channel; the attributes are as in `Send`."""
+class Send(Message):
+    """Start sending rows to the peer."""
 
-    channel: str
-    peer: int
-    rows: Rows
-    tag: int
-    turn: int
-    index: int
+
+class Receive(Message):
+    """Start receiving rows from the peer."""
 
 
 class Barrier(NamedTuple):
@@ -183,25 +180,25 @@ class Wait(NamedTuple):
     messages: tuple[int, ...]
 
 
-class Copy(NamedTuple):
+class _Transfer(NamedTuple):
+    source: Rows
+    target: Rows
+
+
+class Copy(_Transfer):
     """Copy rows.  The order of the rows, and the dtype of the two arrays, may differ."""
 
-    source: Rows
-    target: Rows
+
+class Add(_Transfer):
+    """Add rows to other rows, tensor by tensor; the order of the rows may differ."""
 
 
-class Encode(NamedTuple):
+class Encode(_Transfer):
     """Encode rows in the narrow format of messages; tensors that have none are copied."""
 
-    source: Rows
-    target: Rows
 
-
-class Decode(NamedTuple):
+class Decode(_Transfer):
     """Decode rows from the narrow format of messages; tensors that have none are copied."""
-
-    source: Rows
-    target: Rows
 
 
 class TakeHeads(NamedTuple):
@@ -281,14 +278,6 @@ class Merge(NamedTuple):
     compensation: Rows
 
 
-class Add(NamedTuple):
-    """Add rows to other rows, tensor by tensor; the order of the rows may differ."""
-
-    source: Rows
-    target: Rows
-
-
-Message = Send | Receive
 KernelCall = Attend | Differentiate
-Move = Copy | Encode | Decode | TakeHeads | PutHeads | Add  # from a source to a target
+Move = _Transfer | TakeHeads | PutHeads  # from a source to a target
 Step = Message | Barrier | Wait | Move | Clear | KernelCall | Merge

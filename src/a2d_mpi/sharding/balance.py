@@ -17,7 +17,7 @@ import numpy as np
 
 from a2d_mpi.masks.intervals import merged
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.sharding.distribution import shares
+from a2d_mpi.sharding.progressions import shares
 
 # Runs are halved until the largest area is at most EVEN_AREA times the mean area.
 EVEN_AREA = 1.02

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from a2d_mpi.core.config import DISTRIBUTIONS
 from a2d_mpi.masks.intervals import Runs, joined, members
+from a2d_mpi.masks.mask import Mask
+from a2d_mpi.sharding.progressions import concatenated, ranks_among, share
 
 FORMULAS = DISTRIBUTIONS[:-1]  # distributions that follow from the sizes alone
 
@@ -112,6 +114,12 @@ class Distribution:
             )
         return Distribution(self.name, self.seqlen, self.nshards // u, listed=listed)
 
+    def among(self, owners: range) -> Distribution:
+        """Return the shards of `owners` as a distribution of their tokens, numbered from 0."""
+        listed = ranks_among([[r for r in self.runs(p) if r] for p in owners])
+        tokens = sum(len(r) for runs in listed for r in runs)
+        return Distribution("balanced", tokens, len(owners), listed=tuple(map(tuple, listed)))
+
     def runs(self, shard: int) -> tuple[range, ...]:
         """Return the runs of tokens of `shard`, in order; runs may be empty."""
         cached = self._cached_runs
@@ -147,8 +155,7 @@ class Distribution:
 
     def tokens(self, shard: int) -> np.ndarray:
         """Return the global token indices of `shard`, sorted, (counts[shard],) int64."""
-        runs = (np.arange(r.start, r.stop, r.step) for r in self.runs(shard))
-        return np.concatenate([np.zeros(0, np.int64), *runs])
+        return concatenated(self.runs(shard))
 
     def count(self, shard: int) -> int:
         """Return the number of tokens of `shard`, without listing them."""
@@ -188,16 +195,32 @@ class Distribution:
                 done += len(r)
 
 
-def share(pieces: tuple[range, ...], place: int, places: int) -> tuple[range, ...]:
-    """Cut tokens into `places` equal consecutive shares, and return the share `place`."""
-    n, done, own = sum(map(len, pieces)), 0, []
-    begin, end = n * place // places, n * (place + 1) // places
-    for piece in pieces:
-        own.append(piece[max(0, begin - done) : max(0, end - done)])
-        done += len(piece)
-    return tuple(own)
+def distribute(
+    name: str, mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1, why: str = ""
+) -> Distribution:
+    """Return the distribution of one sequence on ranks that compute rows x cols tiles.
+
+    Parameters
+    ----------
+    name : str
+        A name of `Distribution`.
+    mask : Mask
+    seqlen, rows, cols, heads : int
+        The number of tokens, and R, C and U.
+    why : str
+        Reason for the choice, for users.
+    """
+    if name == "balanced":
+        return _balanced(mask, seqlen, rows, cols, heads, why)
+    return _by_formula(name, seqlen, rows * cols * heads, heads, None, why)
 
 
-def shares(runs: tuple[range, ...], places: int) -> list[tuple[range, ...]]:
-    """Cut tokens into `places` equal consecutive shares, without empty runs."""
-    return [tuple(filter(None, share(runs, i, places))) for i in range(places)]
+@lru_cache(maxsize=64)
+def _balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int, why: str) -> Distribution:
+    from a2d_mpi.sharding.balance import balanced
+
+    listed = balanced(mask, seqlen, rows, cols, heads)
+    return Distribution("balanced", seqlen, rows * cols * heads, heads, listed, why)
+
+
+_by_formula = lru_cache(maxsize=64)(Distribution)  # a distribution caches the runs of its shards

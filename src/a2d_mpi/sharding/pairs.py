@@ -9,6 +9,7 @@ import numpy as np
 
 from a2d_mpi.masks.intervals import keys_per_query
 from a2d_mpi.masks.mask import Causal, Full, Mask
+from a2d_mpi.sharding.progressions import concatenated
 
 Calls = Sequence[tuple[Sequence[range], Sequence[range]]]  # runs of queries and of keys
 
@@ -37,10 +38,7 @@ def pairs_of_runs(mask: Mask, calls: Calls) -> np.ndarray:
         elif type(mask) is Causal and len({r.step for r in (*queries, *keys) if len(r) > 1}) < 2:
             stairs.append(i)
         else:
-            q, k = (
-                np.concatenate([np.arange(r.start, r.stop, r.step) for r in x])
-                for x in (queries, keys)
-            )
+            q, k = concatenated(queries), concatenated(keys)
             seen = keys_per_query(mask.intervals(q, np.sort(k)))  # (queries,)
             counts[:, i] = np.sum(seen), np.sum((seen > 0) & (seen < nk))
     if stairs:

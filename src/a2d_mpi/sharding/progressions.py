@@ -75,3 +75,18 @@ def progressions(x: np.ndarray) -> list[range]:
         runs.append(range(int(x[first]), int(x[last]) + 1, step))
         first = last + 1
     return runs
+
+
+def share(pieces: tuple[range, ...], place: int, places: int) -> tuple[range, ...]:
+    """Cut tokens into `places` equal consecutive shares, and return the share `place`."""
+    n, done, own = sum(map(len, pieces)), 0, []
+    begin, end = n * place // places, n * (place + 1) // places
+    for piece in pieces:
+        own.append(piece[max(0, begin - done) : max(0, end - done)])
+        done += len(piece)
+    return tuple(own)
+
+
+def shares(runs: tuple[range, ...], places: int) -> list[tuple[range, ...]]:
+    """Cut tokens into `places` equal consecutive shares, without empty runs."""
+    return [tuple(filter(None, share(runs, i, places))) for i in range(places)]
