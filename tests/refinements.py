@@ -39,7 +39,7 @@ SCHEDULES = "a2d_mpi.schedules"
 WITHOUT = {
     "two chunks": {"attention2d.chunked": lambda places, ranks: [places] if places else []},
     "own work last": {
-        "attention2d.split_own": lambda group, rank, of_keys, *_: [group.all_places(of_keys, rank)]
+        "attention2d.split_own": lambda g, rank, of_keys, *_, **__: [g.all_places(of_keys, rank)]
     },
     "larger reduction first": {
         "attention2d.gradients_by_query": lambda group: not gradients_by_query(group)

@@ -76,14 +76,14 @@ class Arrays:
         if array.role != "buffer":
             by_name = self._given if array.role == "given" else self._new[name]
             return [by_name[x] for x in names]
-        if array.packed:
+        if array.parcel:
             return self._parcel(name)[1]
         tensors = self._tensors(array)
         return [self._engine.work.get((array.memory, i), *x) for i, x in enumerate(tensors)]
 
     def travelling(self, rows: Rows) -> list[Array]:
-        """Return the arrays that MPI sends for rows: one for all tensors of a packed array."""
-        if not self._declared[rows.array].packed:
+        """Return the arrays that MPI sends for rows: one for all tensors of a parcel."""
+        if not self._declared[rows.array].parcel:
             return self.tensors(rows)
         return [self._parcel(rows.array)[0]]
 
@@ -105,7 +105,7 @@ class Arrays:
         return tensors
 
     def _parcel(self, name: str) -> tuple[Array, list[Array]]:
-        """Return a packed array as bytes, and its tensors, (tokens, heads, headdim) each."""
+        """Return a parcel as bytes, and its tensors, (tokens, heads, headdim) each."""
         if name not in self._parcels:
             array = self._declared[name]
             tensors = self._tensors(array)

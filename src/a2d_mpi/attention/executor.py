@@ -39,7 +39,7 @@ from a2d_mpi.schedules.steps import (
     Wait,
 )
 
-_TENSORS = 4  # most tensors of a kind that is not packed; each tensor has a tag of its own
+_TENSORS = 4  # most tensors of a kind that is no parcel; each tensor has a tag of its own
 _TAGS = {kind: _TENSORS * i for i, kind in enumerate(KINDS)}
 _STRIDE = _TENSORS * len(KINDS)
 _TURNS = 32000 // _STRIDE  # MPI guarantees tags up to 32767

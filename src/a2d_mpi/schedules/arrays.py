@@ -85,33 +85,26 @@ class ProgramArrays:
         array = self.arrays[name]
         if owner is None:
             return Rows(name, (range(array.length),) if array.length else ())
-        runs: list[range] = []
         if array.by_token:
             found = zip(array.pieces, self._runs_by_token(name))
             return Rows(name, tuple(run for (x, _), of in found if x == owner for run in of))
-        for offset, held in array.by_owner.get(owner, ()):
-            _place(runs, offset, held, places)
-        return Rows(name, tuple(runs))
+        return _rows_at(name, ((*x, places) for x in array.by_owner.get(owner, ())))
 
     def rows_within(self, name: str, begin: int, end: int) -> Rows:
         """Return the rows of the tokens in ``[begin, end)``, of all owners."""
         array = self.arrays[name]
-        shards, runs = self.group.shards(array.of_keys), []
+        shards, pieces = self.group.shards(array.of_keys), zip(array.offsets, array.pieces)
         if not array.by_token:
-            for offset, (owner, held) in zip(array.offsets, array.pieces):
-                _place(runs, offset, held, shards.places(owner, ((begin, end),)))
-            return Rows(name, tuple(runs))
+            wanted = ((begin, end),)
+            return _rows_at(name, ((i, held, shards.places(x, wanted)) for i, (x, held) in pieces))
         tokens = self.tokens(self.rows(name))
         first, last = np.searchsorted(tokens, (begin, end)).tolist()
         return Rows(name, (range(first, last),) if first < last else ())
 
     def matching(self, name: str, rows: Rows) -> Rows:
         """Return the rows of the array `name` for the tokens of `rows`."""
-        runs: list[range] = []
-        for owner, wanted in self.pieces(rows):
-            for offset, held in self.arrays[name].by_owner.get(owner, ()):
-                _place(runs, offset, held, wanted)
-        return Rows(name, tuple(runs))
+        owned, pieces = self.arrays[name].by_owner, self.pieces(rows)
+        return _rows_at(name, ((*x, wanted) for y, wanted in pieces for x in owned.get(y, ())))
 
     def pieces(self, rows: Rows) -> list[tuple[int, Runs]]:
         """Return the owners of rows and the places in their shards.
@@ -175,10 +168,8 @@ class ProgramArrays:
 
     def in_order(self, rows: Rows) -> bool:
         """Return True if rows are in the order of tokens."""
-        array = self.arrays[rows.array]
-        if array.by_token:
-            return all(a[-1] < b[0] for a, b in pairwise(rows.runs))
-        return all(a[-1] < b[0] for a, b in pairwise(self.token_runs(rows)))
+        runs = rows.runs if self.arrays[rows.array].by_token else self.token_runs(rows)
+        return all(a[-1] < b[0] for a, b in pairwise(runs))
 
     def by_piece(self, name: str) -> Rows:
         """Return all rows of an array by token, in the order of its pieces."""
@@ -214,14 +205,16 @@ def common_rows(source: Rows, target: Rows) -> list[tuple[Rows, Rows]]:
     return pairs
 
 
-def _place(runs: list[range], offset: int, held: Runs, places: Runs | None) -> None:
-    """Append the rows of `places` to `runs`; the rows of the places `held` begin at `offset`."""
-    for begin, end in held:
-        wanted = ((begin, end),) if places is None else common(places, begin, end)
-        for a, b in wanted:
-            first, last = offset + a - begin, offset + b - begin
-            if runs and runs[-1].stop == first:
-                runs[-1] = range(runs[-1].start, last)
-            else:
-                runs.append(range(first, last))
-        offset += end - begin
+def _rows_at(name: str, pieces: Iterable[tuple[int, Runs, Runs | None]]) -> Rows:
+    """Return rows of an array: of each piece, with its first row and places, the wanted places."""
+    runs: list[range] = []
+    for offset, held, places in pieces:
+        for begin, end in held:
+            for a, b in ((begin, end),) if places is None else common(places, begin, end):
+                first, last = offset + a - begin, offset + b - begin
+                if runs and runs[-1].stop == first:
+                    runs[-1] = range(runs[-1].start, last)
+                else:
+                    runs.append(range(first, last))
+            offset += end - begin
+    return Rows(name, tuple(runs))

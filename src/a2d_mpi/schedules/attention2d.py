@@ -35,11 +35,12 @@ from a2d_mpi.schedules.steps import Rows
 def forward(p: Program) -> None:
     """Gather queries along the row and keys along the column; return results along the row."""
     group, out = p.group, p.own("out", "out", "result")  # (n, H, D), and lse (n, H)
+    # Post every receive, and send this rank's own rows; the other rows arrive below.
     row, col = lines(p, "q")  # q: (C n, H, D); k, v: (R n, Hkv, D)
     p.gathers_first = gathers_first(p, col, row)
     # This rank's first queries meet the keys of each owner as these arrive.  Its other queries
     # meet all keys at the end, while partial results travel.
-    own, *rest = split_own(group, p.rank, False, p.channels["col"], group.cols)
+    own, *rest = split_own(group, p.rank, False, others=p.channels["col"], returning=group.cols)
     first = p.rows(row.array, p.rank, own)
     p.attend(first, p.rows(col.array, p.rank), p.matching("out", first))
     for line, owner, rows in col.arrivals(row):
@@ -73,8 +74,9 @@ def backward(p: Program) -> None:
         q, kv = (late_rows, early_rows) if by_query else (early_rows, late_rows)
         p.differentiate(q, kv, q._replace(array=sums[row]), kv._replace(array=sums[col]))
 
-    across, returns = ("col", group.cols) if by_query else ("row", group.rows)
-    own, *rest = split_own(group, p.rank, not by_query, p.channels[across], returns)
+    # Results for queries return along the row, and results for keys along the column.
+    across, returning = ("col", group.cols) if by_query else ("row", group.rows)
+    own, *rest = split_own(group, p.rank, not by_query, p.channels[across], returning)
     first = p.rows(late.array, p.rank, own)
     differentiate(p.rows(early.array, p.rank), first)
     for line, owner, rows in early.arrivals(late):
@@ -101,6 +103,8 @@ def lines(p: Program, kind: str) -> tuple[Line, Line]:
     def line(name: str, own: Rows, ranks: range) -> Line:
         of_keys, across = name == "col", group.row_of if name == "col" else group.column_of
 
+        # A rank needs the queries that see any key of its column, and the keys that any query of
+        # its row sees.
         def required(owner: int, members: Collection[int]) -> Runs:
             if len(members) == 1:
                 return group.required(of_keys, owner, across(*members))
@@ -165,13 +169,9 @@ def _equal_share(node: np.ndarray) -> int:
 
     `node` is (lines, ranks of a line) int.
     """
-    ordered = np.sort(node, axis=1)
-    b = int(np.sum(ordered[0] == ordered[0, 0]))
-    if ordered.shape[1] % b:
-        return 0
-    nodes = ordered.reshape(len(ordered), -1, b)
-    equal = (nodes == nodes[:, :, :1]).all() and (nodes[:, 1:, 0] != nodes[:, :-1, 0]).all()
-    return b * bool(equal)
+    lines = np.arange(len(node))[:, None] * (node.max() + 1)
+    _, counts = np.unique(lines + node, return_counts=True)
+    return int(counts[0]) if (counts == counts[0]).all() else 0
 
 
 METHOD = Method(forward, backward)

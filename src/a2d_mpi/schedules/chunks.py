@@ -34,7 +34,7 @@ def chunked(places: Runs, ranks: int) -> list[Runs]:
 
 
 def split_own(
-    group: Group, rank: int, of_keys: bool, others: tuple[int, ...], ranks: int
+    group: Group, rank: int, of_keys: bool, others: tuple[int, ...], returning: int
 ) -> list[Runs]:
     """Cut a rank's shard into the tokens that it computes first and the tokens for the end.
 
@@ -47,13 +47,13 @@ def split_own(
         Whether to cut the shard of keys; otherwise the shard of queries.
     others : tuple of int
         Owners of the tokens on the other side of the tile.
-    ranks : int
+    returning : int
         Number of ranks of the row or column along which partial results travel.  With one rank no
         partial results travel at the end, and the shard is not cut.
     """
     places = group.all_places(of_keys, rank)
     n = size(places)
-    if ranks > 1 and n >= 2 * GRAIN:
+    if returning > 1 and n >= 2 * GRAIN:
         middle = GRAIN * round(_first_tokens(group, rank, of_keys, others, n) / GRAIN)
         if 0 < middle < n:
             return [((0, middle),), ((middle, n),)]

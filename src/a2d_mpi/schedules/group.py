@@ -74,14 +74,14 @@ class Group:
         return self._sets[key]
 
     def row_bytes(self, array: TokenArray) -> list[int]:
-        """Return the bytes of a row in each tensor of an array; one sum if it is packed."""
-        key = array.kind, array.accumulated, array.all_heads, array.packed, array.wire
+        """Return the bytes of a row in each tensor of an array; one sum if it is a parcel."""
+        key = array.kind, array.accumulated, array.all_heads, array.parcel, array.wire
         if key not in self._bytes:
-            config = self.problem.config if array.all_heads else self.config
-            sizes = [
-                config.nbytes(x, x in array.accumulated, array.wire) for x in KINDS[array.kind]
-            ]
-            self._bytes[key] = [sum(sizes)] if array.packed else sizes
+            config, sums = self.config, array.accumulated
+            if array.all_heads:
+                config = self.problem.config
+            sizes = [config.nbytes(x, x in sums, array.wire) for x in KINDS[array.kind]]
+            self._bytes[key] = [sum(sizes)] if array.parcel else sizes
         return self._bytes[key]
 
     def encodes(self, array: TokenArray) -> bool:

@@ -37,7 +37,7 @@ class Ulysses:
         """Declare an array with all rows of an owner, for one message; return its rows."""
         if name not in self._parcels:
             places = self.p.group.all_places(self.kind in KINDS_OF_KEYS, owner)
-            options = {"accumulated": self.accumulated, "packed": True}
+            options = {"accumulated": self.accumulated, "parcel": True}
             options["memory"] = f"parcel {name} {self._number}"
             array = self.p.array(f"{name} {self.kind}", self.kind, [(owner, places)], **options)
             self._parcels[name] = self.p.rows(array)

@@ -40,7 +40,10 @@ class Trees(NamedTuple):
 
 
 def star(ranks: Collection[int]) -> Trees:
-    """Make stars: every rank gets an owner's rows from the owner."""
+    """Make stars: every rank gets an owner's rows from the owner, and returns its results there.
+
+    So nobody passes rows on, and nobody but the owner adds results of others.
+    """
     return Trees(
         lambda owner, rank: None if rank == owner else owner,
         lambda owner, rank: [x for x in ranks if x != owner] if rank == owner else (),
@@ -76,10 +79,8 @@ def by_node(ranks: Sequence[int], nodes: Sequence[int]) -> Trees:
     def children(owner: int, rank: int) -> list[int]:
         if rank != fetcher(owner, nodes[rank]):
             return []
-        inside = [x for x in members[nodes[rank]] if x != rank]
-        if rank != owner:
-            return inside
-        return inside + [fetcher(owner, x) for x in members if x != nodes[owner]]
+        far = [fetcher(owner, x) for x in members] if rank == owner else []
+        return [x for x in {*members[nodes[rank]], *far} if x != rank]
 
     return Trees(parent, children)
 

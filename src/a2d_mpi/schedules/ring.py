@@ -28,6 +28,7 @@ during the next round, and from the last group to the owner.  A simple ring has 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from functools import partial
 
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.intervals import Runs
@@ -35,6 +36,7 @@ from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Message, Rows
 
+Ranks = Collection[int]
 BACK = 1  # tag of gradients that return to the rank where their shard began its round
 
 
@@ -58,33 +60,27 @@ class Ring:
         group = (self.group + groups) % self.groups
         return group * self.places + (self.place + places) % self.places
 
-    def line(self, first: int, number: int) -> Collection[int]:
-        """Return `number` ranks of this group, from `first` places after this rank on."""
+    def ahead(self, first: int, number: int) -> Ranks:
+        """Return `number` ranks of this ring, from `first` places after this rank on."""
         return self.p.group.ring_of(self.at(0, first), number, self.places)
 
-    def all_of(self, first: int, number: int) -> Collection[int]:
+    def all_of(self, first: int, number: int) -> Ranks:
         """Return all ranks of `number` groups, from `first` groups after this one on."""
-        begin = (self.group + first) % self.groups * self.places
-        ranks = self.groups * self.places
+        begin, ranks = self.at(first, 0) - self.place, self.groups * self.places
         return self.p.group.ring_of(begin, number * self.places, ranks)
 
     def required(
-        self,
-        owner: int,
-        others: Collection[int],
-        provided: Collection[int] | None = None,
-        unless: Collection[int] = (),
+        self, owner: int, others: Ranks, provided: Ranks | None = None, unless: Ranks = ()
     ) -> Runs:
         """Return the places of the owner's keys that the ranks `others` require.
 
         Return no places if `provided` is given and requires none of the owner's keys, or if
         `unless` requires any of them.
         """
-        if provided is not None and not self.p.group.required(True, owner, provided):
+        required = partial(self.p.group.required, True, owner)
+        if (provided is not None and not required(provided)) or required(unless):
             return ()
-        if self.p.group.required(True, owner, unless):
-            return ()
-        return self.p.group.required(True, owner, others)
+        return required(others)
 
     def slot(self, kind: str, use: str, turn: int, owner: int, places: Runs) -> Rows:
         """Declare rows for tokens of a shard, in one of two buffers in turn."""
@@ -92,11 +88,10 @@ class Ring:
         name = self.p.array(f"{kind} {use} {turn}", kind, [(owner, places)], memory=memory)
         return self.p.rows(name)
 
-    def shift(self, channel: str, rows: Rows, following: Rows) -> list[Message]:
+    def shift(self, channel: str, rows: Rows, following: Rows) -> list[Message | None]:
         """Send rows to the next rank, and receive rows from the previous rank."""
         before, after = self.around[channel]
-        received = self.p.receive(channel, before, following)
-        return [x for x in (received, self.p.send(channel, after, rows)) if x]
+        return [self.p.receive(channel, before, following), self.p.send(channel, after, rows)]
 
     def shards(self) -> Iterator[tuple[int, int, int, Rows]]:
         """Yield round, step, owner and rows of every shard, (n, Hkv, D); its own shard first.
@@ -116,8 +111,8 @@ class Ring:
                 after, travelling, owner = shard, [], self.at(-r, -t)
                 if left := self.places - 1 - t:
                     following = self.at(-r, -t - 1)
-                    here = self.required(following, self.line(0, left))
-                    passed = p.rows(shard.array, owner, self.required(owner, self.line(1, left)))
+                    here = self.required(following, self.ahead(0, left))
+                    passed = p.rows(shard.array, owner, self.required(owner, self.ahead(1, left)))
                     after = self.slot("kv", self.inner, r * self.places + t, following, here)
                     travelling = self.shift(self.inner, passed, after)
                 yield r, t, owner, shard
@@ -156,12 +151,12 @@ class Gradients:
 
     def __init__(self, ring: Ring) -> None:
         self.ring, self.p = ring, ring.p
-        self._travelling: list[Message] = []  # on inner hops
+        self._travelling: list[Message | None] = []  # on inner hops
         # Receives of gradients of the shard that began its round here.
         self._returned: list[Message | None] = []
         # Sends of gradients of another shard to the rank where it began its round.
         self._returning: list[Message] = []
-        self._leaving: list[Message] = []  # on outer hops
+        self._leaving: list[Message | None] = []  # on outer hops
         self._arrived: Rows | None = None
         self._begun: Rows | None = None  # gradients of the shard that began this round here
         self._total: Rows | None = None
@@ -171,7 +166,7 @@ class Gradients:
         ring = self.ring
         if t == 0:
             return ring.slot("dkv", "begun", r, owner, self.p.group.all_places(True, owner))
-        places, turn = ring.required(owner, ring.line(1 - t, t)), r * ring.places + t
+        places, turn = ring.required(owner, ring.ahead(1 - t, t)), r * ring.places + t
         return ring.slot("dkv", ring.inner, turn, owner, places)
 
     def pass_on(self, r: int, t: int, owner: int, dkv: Rows) -> None:
@@ -187,15 +182,15 @@ class Gradients:
             self._begun = dkv
             self._expect(r, owner)
         self._arrived, passed, back = None, Rows(dkv.array, ()), ()
-        ahead = ring.line(1, last - t)
+        ahead = ring.ahead(1, last - t)
         if t > 0:
-            behind, me = ring.line(1 - t, t), ring.line(0, 1)
+            behind, me = ring.ahead(1 - t, t), ring.ahead(0, 1)
             passed = p.rows(dkv.array, owner, ring.required(owner, behind, ahead))
             back = ring.required(owner, behind, me, ahead)
         arriving = Rows("", ())
         if 0 < t < last:  # the gradients of the next shard arrive next
             following, turn = ring.at(-r, -t - 1), r * ring.places + t
-            places = ring.required(following, ring.line(-t, t), ring.line(0, last - t))
+            places = ring.required(following, ring.ahead(-t, t), ring.ahead(0, last - t))
             arriving = ring.slot("dkv", "arrived", turn, following, places)
             self._arrived = arriving if places else None
         self._travelling = ring.shift(ring.inner, passed, arriving)
@@ -221,8 +216,8 @@ class Gradients:
         p, ring, last = self.p, self.ring, self.ring.places - 1
         self._returned = []
         for t in range(1, ring.places):  # any of these ranks may be the last that adds anything
-            behind, ahead = ring.line(1, t), ring.line(t + 1, last - t)
-            places = ring.required(owner, behind, ring.line(t, 1), ahead)
+            behind, ahead = ring.ahead(1, t), ring.ahead(t + 1, last - t)
+            places = ring.required(owner, behind, ring.ahead(t, 1), ahead)
             name, memory = f"dkv back {r * ring.places + t}", "dkv back"
             p.array(name, "dkv", [(owner, places)], memory=memory)
             self._returned.append(p.receive(ring.inner, ring.at(0, t), p.rows(name), BACK))

@@ -71,7 +71,7 @@ class TokenArray:
         Whether the rows are in the order of tokens.  Otherwise piece follows piece.
     all_heads : bool
         Whether it has the heads of all context-parallel groups.
-    packed : bool
+    parcel : bool
         Whether its tensors follow each other in memory, and travel in one message.
     as_computed : bool
         Whether the kernel chooses the dtype of the partial results that it writes to the array.
@@ -88,7 +88,7 @@ class TokenArray:
     accumulated: tuple[str, ...] = SUMS
     by_token: bool = False
     all_heads: bool = False
-    packed: bool = False
+    parcel: bool = False
     as_computed: bool = False
     wire: bool = False
     memory: str = ""

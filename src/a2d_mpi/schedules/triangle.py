@@ -35,7 +35,7 @@ from a2d_mpi.schedules.trees import trees
 from a2d_mpi.sharding import triangle
 
 
-class Tile:
+class TriangleLines:
     """The lines of rank (i, j), and the kernel calls of its tile and its diagonal shares.
 
     The rank needs the queries of i (`q`) and the keys of j (`k`).  Other ranks need its queries of
@@ -50,26 +50,26 @@ class Tile:
         self.p, (i, j), shards = p, triangle.pair(p.rank), p.group.problem.shards
         self._pair, self._t = (i, j), triangle.segments(shards.nshards)
         self.low, self.high = (triangle.segment(shards.seqlen, self._t, s) for s in (j, i))
-        self.own_q, self.own_k = (
-            p.own(f"own {kind}", kind, "given"),
-            p.own("own kv", "kv", "given"),
-        )
+        self.own_q = p.own(f"own {kind}", kind, "given")
+        self.own_k = p.own("own kv", "kv", "given")
         # Early rows are kept, with this rank's own rows: late rows meet all of them in one call.
-        self.own = {
-            x: shards.places(p.rank, ((y.begin, y.end),))
-            for x, y in (("q", self.high), ("k", self.low))
-        }
+        sides = {"q": self.high, "k": self.low}
+        self.own = {x: self._places(p.rank, y.begin, y.end) for x, y in sides.items()}
         self.k = self._line(True, j, [self.own["q"], self.own["k"]] * by_query)
         self.fed_k = self._line(True, i)
         self.q = self._line(False, i, [self.own["k"], self.own["q"]] * (not by_query))
         self.fed_q = self._line(False, j)
         self.early, self.late = (self.k, self.q) if by_query else (self.q, self.k)
 
+    def _places(self, owner: int, begin: int, end: int) -> Runs:
+        """Return the places in an owner's shard of its tokens in ``[begin, end)``."""
+        return self.p.group.problem.shards.places(owner, ((begin, end),))
+
     def _line(self, of_keys: bool, segment: int, kept: Sequence[Runs] = ()) -> Line:
         """Make the line of the queries, or the keys, of a segment among the ranks that have it."""
-        p, t, shards = self.p, self._t, self.p.group.problem.shards
+        p, t, seqlen = self.p, self._t, self.p.group.problem.shards.seqlen
         team = sorted(triangle.row_members(segment) + triangle.column_members(segment, t))
-        bounds = triangle.segment(shards.seqlen, t, segment)
+        bounds = triangle.segment(seqlen, t, segment)
         own = self.own_k if of_keys else self.own_q
         of = p.group.elements
         # Elements of a row of queries, and of a row of keys: there, and back.
@@ -78,16 +78,14 @@ class Tile:
             there, back = (of("q", "dout"), of("k", "v")), (of("dq"), of("dk", "dv"))
 
         def trees_of(sizes: tuple[int, int]) -> Trees:
-            parents = trees(t, *sizes)
+            parents = {x: trees(t, *sizes)[segment, of_keys, x] for x in team}
             return Trees(
-                lambda owner, rank: parents[segment, of_keys, owner].get(rank),
-                lambda owner, rank: [
-                    x for x, y in parents[segment, of_keys, owner].items() if y == rank
-                ],
+                lambda owner, rank: parents[owner].get(rank),
+                lambda owner, rank: [x for x, y in parents[owner].items() if y == rank],
             )
 
         def required(owner: int, members: Collection[int]) -> Runs:
-            return shards.places(owner, ((bounds.begin, bounds.end),))
+            return self._places(owner, bounds.begin, bounds.end)
 
         place = team.index(p.rank)  # the nearest previous ranks come first
         ordered = [*reversed(team[: place + 1]), *reversed(team[place + 1 :])]
@@ -102,11 +100,7 @@ class Tile:
         early rows.  There is no line for the call with this rank's own rows.
         """
         p, low, high, (i, j) = self.p, self.low, self.high, self._pair
-        members = {
-            self.q: triangle.row_members(i),
-            self.k: triangle.column_members(j, self._t),
-        }
-        places = p.group.problem.shards.places
+        members = {self.q: triangle.row_members(i), self.k: triangle.column_members(j, self._t)}
         yield None, p.rank, self.own_q, self.own_k, False
         for line, owner, rows in self.early.arrivals(self.late):
             late, fed = line is self.late, owner not in members[line]
@@ -117,28 +111,28 @@ class Tile:
                 yield line, owner, queries, rows, late
                 continue
             keys = self.k.array if late else self.own_k.array
-            lower = p.rows(line.array, owner, places(owner, ((high.begin, high.half),)))
+            lower = p.rows(line.array, owner, self._places(owner, high.begin, high.half))
             yield line, owner, lower, p.rows(keys), late and not fed
             if fed:  # queries of the upper half of B do not see this rank's own keys of i
-                upper = p.rows(line.array, owner, places(owner, ((high.half, high.end),)))
+                upper = p.rows(line.array, owner, self._places(owner, high.half, high.end))
                 yield line, owner, upper, p.rows_within(keys, low.begin, low.end), late
 
 
 def forward(p: Program) -> None:
     """Write the forward pass of a rank."""
-    tile, out = Tile(p, "q", by_query=True), p.own("out", "out", "result")
+    lines, out = TriangleLines(p, "q", by_query=True), p.own("out", "out", "result")
     if p.group.uneven and p.group.elements("k", "v") > p.group.elements("q"):
         p.gathers_first = ("row", "col")
-    for line, owner, queries, keys, done in tile.calls():
-        if line is tile.q:
+    for line, owner, queries, keys, done in lines.calls():
+        if line is lines.q:
             result = line.result("out", owner, queries)
             p.attend(queries, keys, result)
             if done:
                 line.give(owner, p.rows(result.array))
         else:
             p.attend(queries, keys, p.matching("out", queries))
-    tile.q.send_sums()
-    for line in (tile.q, tile.fed_q):
+    lines.q.send_sums()
+    for line in (lines.q, lines.fed_q):
         line.finish("out")
     p.results = {"out": out}
 
@@ -146,32 +140,29 @@ def forward(p: Program) -> None:
 def backward(p: Program) -> None:
     """Write the backward pass of a rank."""
     # The larger of the two reductions is finished one owner after the other.
-    tile = Tile(p, "qd", by_query=p.group.elements("dq") >= p.group.elements("dk", "dv"))
+    lines = TriangleLines(p, "qd", by_query=p.group.elements("dq") >= p.group.elements("dk", "dv"))
     p.gathers_first = ("row", "col") if p.group.uneven else ()
-    early = tile.early
+    early = lines.early
     dq, dkv = p.own("dq", "dq", "result"), p.own("dkv", "dkv", "result")
-    sums = {tile.own_q.array: "dq", tile.own_k.array: "dkv"}
-    for line, kind in ((tile.q, "dq"), (tile.k, "dkv")):
+    sums = {lines.own_q.array: "dq", lines.own_k.array: "dkv"}
+    for line, kind in ((lines.q, "dq"), (lines.k, "dkv")):
         if line.others:
             sums[line.array] = p.sums(f"all {kind}", kind, line.array)
     p.clear(dq)
     p.clear(dkv)
-    for line, owner, queries, keys, done in tile.calls():
-        p.differentiate(
-            queries,
-            keys,
-            queries._replace(array=sums[queries.array]),
-            keys._replace(array=sums[keys.array]),
-        )
+    for line, owner, queries, keys, done in lines.calls():
+        into = (x._replace(array=sums[x.array]) for x in (queries, keys))
+        p.differentiate(queries, keys, *into)
         if done:
             line.give(owner, p.rows(sums[line.array], owner))
     early.give_all(sums[early.array])
-    for line in (tile.late, early):
+    for line in (lines.late, early):
         line.send_sums()
-    for places in tile.own.values() if early.others else ():
+    for places in lines.own.values() if early.others else ():
         kept = p.rows(sums[early.array], p.rank, places)
-        p.combine(kept, p.rows("dkv" if early is tile.k else "dq", p.rank, places))
-    for line, array in ((tile.q, "dq"), (tile.fed_q, "dq"), (tile.k, "dkv"), (tile.fed_k, "dkv")):
+        p.combine(kept, p.rows("dkv" if early is lines.k else "dq", p.rank, places))
+    every = lines.q, lines.fed_q, lines.k, lines.fed_k
+    for line, array in zip(every, ("dq", "dq", "dkv", "dkv")):
         line.finish(array)
     p.results = {"dq": dq, "dkv": dkv}
 
