@@ -93,7 +93,7 @@ def check_tensors(
         else:
             of, shape = "shard", (lengths[name in OF_KEYS], *config.shape(name))
             dtype = config.dtype_of(name)
-        devices.append(_device_of(name, tensor))
+        devices.append(device_of_tensor(name, tensor))
         if tensor.shape != shape or tensor.dtype != dtype:
             raise ValueError(
                 f"{name} has shape {tensor.shape} and dtype {tensor.dtype}, "
@@ -104,7 +104,8 @@ def check_tensors(
     return devices[0]
 
 
-def _device_of(name: str, x: Array) -> Device:
+def device_of_tensor(name: str, x: Array) -> Device:
+    """Return the device of a tensor; raise ValueError if it is no array of a known one."""
     try:
         return device_of(x)
     except TypeError as error:

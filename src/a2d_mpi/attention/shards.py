@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from mpi4py import MPI
 
+from a2d_mpi.attention.checks import device_of_tensor
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
@@ -75,10 +76,7 @@ def _check_root(root: int, comm: MPI.Intracomm) -> None:
 
 def _check_rows(x: Array, rows: int, what: str) -> None:
     """Refuse anything but a numeric array with this number of rows."""
-    try:
-        device_of(x)
-    except TypeError as error:
-        raise ValueError(f"x {error}") from None
+    device_of_tensor("x", x)
     if x.dtype.hasobject:
         raise ValueError(f"x has dtype {x.dtype}: objects cannot be sent")
     if x.shape[:1] != (rows,):

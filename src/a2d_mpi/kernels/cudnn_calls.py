@@ -32,7 +32,7 @@ class RunCall:
     launch : Launch or None
         None: the plain kernel computes the run.
     intervals : tuple of (begin, end)
-        Visible keys, as positions among `keys`; () if no query sees a key.
+        Visible keys, as places among `keys`; () if no query sees a key.
     ends : (2, n) int32 or None
         `intervals` on the device, for a general run of cuDNN.  n is the number of queries, rounded
         up for alignment.

@@ -82,7 +82,7 @@ class NumpyKernel(Packing):
         k : (nk, nheads_kv, headdim)
         v : (nk, nheads_kv, headdim_v)
         intervals : tuple of (begin, end), each (nq,) int
-            Visible keys of each query, as positions in `k`.
+            Visible keys of each query, as places in `k`.
         out : (nq, nheads, headdim_v)
             Partial out; 0 in masked rows.
         lse : (nq, nheads)
@@ -182,7 +182,7 @@ class NumpyKernel(Packing):
         lse, delta : (nq, nheads)
             lse over all keys of the sequence, in nats, and ``delta = rowsum(dout * out)``.
         intervals : tuple of (begin, end), each (nq,) int
-            Visible keys of each query, as positions in `k`.
+            Visible keys of each query, as places in `k`.
         dq, dk, dv
             Gradients with the shapes of q, k and v.
         fresh : bool

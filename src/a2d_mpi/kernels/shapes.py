@@ -42,7 +42,7 @@ class Run:
     window : int
         Number of keys that each query of a band sees.
     begin, end : (queries,) int64
-        Visible keys of these queries, as positions among all keys of the block.
+        Visible keys of these queries, as places among all keys of the block.
     """
 
     rows: slice
@@ -71,7 +71,7 @@ def runs(interval: Interval, shortest: int = 1, pairs: int | None = None) -> lis
     Parameters
     ----------
     interval : (begin, end), each (nq,) int
-        Visible keys of each query, as positions among the keys of the block.
+        Visible keys of each query, as places among the keys of the block.
     shortest : int
         Neighbouring runs with fewer queries are joined to a general run, because a launch for each
         would cost more.

@@ -61,7 +61,7 @@ def _check_visible(mask: Mask, seqlen: int, seqlen_kv: int) -> None:
 
 def _spread(seqlen: int, number: int) -> np.ndarray:
     """Return at most `number` evenly spread tokens of a sequence, (n,) int64."""
-    return np.unique(np.linspace(0, seqlen - 1, min(number, seqlen)).astype(np.int64))
+    return np.arange(number := min(number, seqlen)) * (seqlen - 1) // max(number - 1, 1)
 
 
 def _keys_of(mask: Mask, q_tokens: np.ndarray, nk: int) -> list[tuple[int, list]]:

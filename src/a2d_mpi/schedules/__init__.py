@@ -74,12 +74,9 @@ def register_method(name: str, method: Method) -> None:
 
 def leaves_open(method: str, layout: Layout, config: AttentionConfig, mask: Mask) -> bool:
     """Return True if neither the method nor the layout nor the mask fixes the distribution."""
-    settled = _lookup(method).distribution or layout.distribution
-    return (
-        not settled
-        and mask.default_distribution == "balanced"
-        and config.seqlen == config.seqlen_kv
-    )
+    if _lookup(method).distribution or layout.distribution:
+        return False
+    return mask.default_distribution == "balanced" and config.seqlen == config.seqlen_kv
 
 
 def default_distribution(

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from functools import lru_cache
-
-import numpy as np
-
-from a2d_mpi.masks.intervals import Runs, cut, keys_per_query, queries_per_key, size
-from a2d_mpi.masks.mask import Causal, Full
+from a2d_mpi.masks.intervals import Runs, cut, size
 from a2d_mpi.schedules.group import Group
-from a2d_mpi.sharding.distribution import Distribution
-from a2d_mpi.sharding.pairs import causal_share
-from a2d_mpi.sharding.progressions import concatenated
+from a2d_mpi.sharding.pairs import first_tokens
 
 GRAIN = 128  # tokens: a shard of at least 2 GRAIN tokens is cut at a multiple of GRAIN
 FIRST_SHARE = 0.6  # share of the work on a rank's own shard that comes before all other work
@@ -54,37 +46,9 @@ def split_own(
     places = group.all_places(of_keys, rank)
     n = size(places)
     if returning > 1 and n >= 2 * GRAIN:
-        middle = GRAIN * round(_first_tokens(group, rank, of_keys, others, n) / GRAIN)
+        sides = group.shards(of_keys), group.shards(not of_keys)
+        first = first_tokens(group.problem.mask, *sides, rank, others, of_keys, FIRST_SHARE)
+        middle = GRAIN * round(first / GRAIN)
         if 0 < middle < n:
             return [((0, middle),), ((middle, n),)]
     return [places]
-
-
-def _first_tokens(group: Group, rank: int, of_keys: bool, others: tuple[int, ...], n: int) -> int:
-    """Return how many first tokens of a rank have `FIRST_SHARE` of its visible pairs.
-
-    `n` is the number of tokens of the rank.  The other parameters are as in `split_own`.
-    """
-    shards, theirs, mask = group.shards(of_keys), group.shards(not of_keys), group.problem.mask
-    if type(mask) is Full:  # a closed form is far faster, also for causal masks
-        across = sum(theirs.counts[x] for x in others)
-        return bisect_left(range(n), FIRST_SHARE * (n * across), key=lambda i: (i + 1) * across)
-    if type(mask) is Causal:
-        return causal_share(shards.runs(rank), _runs_of(theirs, others), of_keys, FIRST_SHARE)
-    own, across = shards.tokens(rank), _tokens_of(theirs, others)
-    if of_keys:
-        pairs = queries_per_key(mask.intervals(across, own), n)  # (keys,)
-    else:
-        pairs = keys_per_query(mask.intervals(own, across))  # (queries,)
-    return int(np.searchsorted(np.cumsum(pairs), FIRST_SHARE * pairs.sum()))
-
-
-@lru_cache(maxsize=256)
-def _runs_of(shards: Distribution, owners: tuple[int, ...]) -> list[range]:
-    """Return the tokens of several shards as progressions, shard by shard."""
-    return [r for p in owners for r in shards.runs(p) if r]
-
-
-@lru_cache(maxsize=256)
-def _tokens_of(shards: Distribution, owners: tuple[int, ...]) -> np.ndarray:
-    return np.sort(concatenated(_runs_of(shards, owners)))

@@ -317,8 +317,8 @@ def _sending(p: Program, copied: Callable[[Program, Rows], Rows]) -> Program:
     """Return the program with other rows in its sends: `copied` copies rows if it has to."""
     new = p.with_steps()
     for step in p.steps:
-        if isinstance(step, Send):
-            step = step._replace(rows=copied(new, step.rows))
+        if isinstance(step, Send) and (rows := copied(new, step.rows)) is not step.rows:
+            step = step._replace(rows=rows)
         new.steps.append(step)
     return new
 

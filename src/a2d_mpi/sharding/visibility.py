@@ -78,12 +78,13 @@ class Visibility:
         """Return the keys that queries of a shard see, or the queries that see its keys."""
         key = of_keys, other
         if key not in self._of_shard:
-            lengths, runs = (
-                (x.seqlen for x in self._shards),
-                _runs(self._shards[not of_keys], other),
-            )
-            find = _keys_seen if of_keys else _queries_seeing
-            self._of_shard[key] = find(self._mask, *lengths, runs)
+            (n, m), shards = (x.seqlen for x in self._shards), self._shards[not of_keys]
+            own = [r for r in shards.runs(other) if r]
+            if type(self._mask) is Causal and n == m and own:
+                self._of_shard[key] = ((0, own[-1][-1] + 1) if of_keys else (own[0][0], n),)
+            else:
+                find = _keys_seen if of_keys else _queries_seeing
+                self._of_shard[key] = find(self._mask, n, m, _runs(shards, other))
         return self._of_shard[key]
 
 

@@ -1,4 +1,4 @@
-"""Imports between rooms, names of methods, parts that work without MPI, protocols of rooms."""
+"""Imports between folders, names of methods, parts that work without MPI, protocols of folders."""
 
 import inspect
 import shutil
@@ -73,8 +73,8 @@ def test_main_job_loads_what_it_uses():
     modules = {*launch(0, "-c", code, timeout=60, cwd=ROOT).stdout.split()}
     loaded = {x for x in modules if x.startswith("a2d_mpi.")}
     assert "a2d_mpi.experiments.job" in loaded
-    rooms = {x.split(".")[1] for x in loaded}
-    assert not rooms & {"gpt", "figures", "torch"}
+    folders = {x.split(".")[1] for x in loaded}
+    assert not folders & {"gpt", "figures", "torch"}
     assert not {"torch", "transformers"} & modules
     unused = {
         *(f"a2d_mpi.planning.{x}" for x in ("planner", "simulator", "profile", "survey")),
