@@ -34,8 +34,7 @@ class Traffic:
 
     def clear(self) -> None:
         """Forget everything counted so far."""
-        self.bytes: dict[tuple[str, str], list[int]] = {}
-        self.messages: dict[tuple[str, str], list[int]] = {}
+        self.bytes, self.messages = {}, {}
 
     def count(self, phase: str, name: str, direction: int, nbytes: int, messages: int) -> None:
         """Count the bytes and messages of a tensor; `direction` is 0 for sent, 1 for received."""

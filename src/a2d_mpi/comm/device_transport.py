@@ -47,8 +47,7 @@ class DeviceTransport(Transport):
         self.staged_bytes = self._number = 0
         self._active: dict[int, Iterator[None]] = {}
         self._pinned: dict[int, list[np.ndarray]] = {}
-        if staged:
-            self.limit = STAGED_MESSAGE
+        self.limit = STAGED_MESSAGE if staged else self.limit
 
     def send(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
         send = self._send_staged if self.staged else self._direct
@@ -114,7 +113,7 @@ class DeviceTransport(Transport):
             requests.append(self._post(post, piece, peer, tag))
         while not MPI.Request.Testall(requests):
             yield
-        self._give_back(host)
+        self._pinned[host.nbytes].append(host)
 
     def _receive_staged(self, post, x, peer, tag, ready) -> Iterator[None]:
         host = self._borrow(x.nbytes)
@@ -134,14 +133,11 @@ class DeviceTransport(Transport):
         # The copies run in order, so all are done when the last one is done.
         while done is not None and not self.device.done(done):
             yield
-        self._give_back(host)
+        self._pinned[host.nbytes].append(host)
 
     def _borrow(self, nbytes: int) -> np.ndarray:
         free = self._pinned.setdefault(nbytes, [])
         return free.pop() if free else self.device.pinned(nbytes)
-
-    def _give_back(self, buffer: np.ndarray) -> None:
-        self._pinned[buffer.nbytes].append(buffer)
 
 
 def _goes_on(message: Iterator[None]) -> bool:

@@ -84,8 +84,8 @@ class Failures:
     def __init__(self, comm: MPI.Intracomm, comms: list[MPI.Intracomm]) -> None:
         self.comm, self.comms, self.numbers = comm, comms, range(comm.size)
         self.others: list[MPI.Intracomm] = []
-        self._over = False  # all ranks have agreed that one died
-        self._reported: tuple[int, ...] = ()  # dead ranks of the latest error
+        # Whether all ranks have agreed that one died, and the dead ranks of the latest error.
+        self._over, self._reported = False, ()
 
     def duplicate(self, comm: MPI.Intracomm) -> MPI.Intracomm:
         """Return a duplicate of a communicator; it is revoked together with the grid.

@@ -92,8 +92,8 @@ def _answer_of_mpi() -> tuple[bool, str]:
             answer = ctypes.c_int(0)
             if query(0, ctypes.byref(answer)) == 0 and answer.value:  # 0: MPIX_GPU_SUPPORT_CUDA
                 return True, "MPIX_GPU_query_support"
-        query = getattr(library, "MPIX_Query_cuda_support", None)  # Open MPI, and MPICH
-        if query is not None and query():
+        # Open MPI, and MPICH.
+        if (query := getattr(library, "MPIX_Query_cuda_support", None)) and query():
             return True, "MPIX_Query_cuda_support"
     return False, "MPI does not say that it is CUDA-aware"
 

@@ -156,11 +156,10 @@ class ProcessGrid:
         grid_rank = int(np.argsort(self.layout.world_ranks())[comm.rank])
         position, self.head = divmod(grid_rank, self.heads)
         self.row, self.col = divmod(position, self.cols)
-        lines = self.head * self.rows + self.row, self.head * self.cols + self.col
         self.comm = self._keep(comm.Split, 0, grid_rank)
         self.group_comm = self._keep(comm.Split, self.head, position)
-        self.row_comm = self._keep(comm.Split, lines[0], self.col)
-        self.col_comm = self._keep(comm.Split, lines[1], self.row)
+        self.row_comm = self._keep(comm.Split, self.head * self.rows + self.row, self.col)
+        self.col_comm = self._keep(comm.Split, self.head * self.cols + self.col, self.row)
         self.head_comm = self._keep(comm.Split, position, self.head)
         self._channel_comms = {
             tuple(range(self.group_comm.size)): self.group_comm,
@@ -303,8 +302,7 @@ class ProcessGrid:
         return self.failures.comms[-1]
 
     def __repr__(self) -> str:
-        heads = f" x {self.heads}" * (self.heads > 1)
-        return f"ProcessGrid({self.rows} x {self.cols}{heads})"
+        return f"ProcessGrid({self.rows} x {self.cols}" + f" x {self.heads}" * (self.heads > 1) + ")"
 
 
 def _integers(name: str, values: Sequence[int], length: int) -> tuple[int, ...]:

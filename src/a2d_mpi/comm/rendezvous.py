@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import Call, CollectiveError
-from a2d_mpi.comm.watch import name_ranks
+from a2d_mpi.comm.watch import by_text
 
 if TYPE_CHECKING:
     from a2d_mpi.comm.grid import ProcessGrid
@@ -118,17 +118,14 @@ class PlanCall(Call):
         # If ranks differ in a bit, the bit is set in a number and in its complement.
         differ = [x & y for x, y in zip(said, inverted)]
         if any(differ[:3]):
-            calls: dict[str, list[int]] = {}
-            for rank, text in enumerate(self.comm.allgather(self.text)):
-                calls.setdefault(text, []).append(rank)
-            listed = "; ".join(f"{text} on {name_ranks(ranks)}" for text, ranks in calls.items())
+            calls = by_text(enumerate(self.comm.allgather(self.text)))
+            listed = "; ".join(f"{text} on {ranks}" for text, ranks in calls.items())
             raise CollectiveError(f"ranks disagree on the call: {listed}")
         if said[3] or same:
             with self.watch.waiting("to agree"):
                 super().agree(same)
-        for text, differs in zip(_SAME, differ[4:]):
-            if differs:
-                raise CollectiveError(f"ranks disagree on {text}")
+        if others := [text for text, differs in zip(_SAME, differ[4:]) if differs]:
+            raise CollectiveError(f"ranks disagree on {others[0]}")
         plan = self._plan
         _, plan._number, plan._calls = self.stamp
         plan._interrupted = True  # an exception from here on leaves messages under way

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 
@@ -55,8 +55,7 @@ class Watch:
         self.doing = doing
         # Number of calls that all ranks have begun together; it tells reports of calls apart.
         self.calls = 0
-        self._comm = comm
-        self._talks = talks and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._comm, self._talks = comm, talks and MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._patience, self._aborts = _settings()
         self._lock = threading.Lock()
         self._waiting: tuple[float, str] | None = None
@@ -107,10 +106,8 @@ class Watch:
         return heard
 
     def _tell(self) -> None:
-        places: dict[str, list[int]] = {}
-        for rank, (_, text) in sorted(self._reported.items()):
-            places.setdefault(text, []).append(rank)
-        line = "; ".join(f"{name_ranks(ranks)} in {text}" for text, ranks in places.items())
+        places = by_text((rank, text) for rank, (_, text) in sorted(self._reported.items()))
+        line = "; ".join(f"{ranks} in {text}" for text, ranks in places.items())
         size = self._comm.size
         absent = [rank for rank in range(size) if rank not in self._reported]
         if not self._talks:
@@ -159,6 +156,14 @@ def name_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > 8:
         return f"ranks {', '.join(map(str, ranks[:4]))}, ... ({len(ranks)} of them)"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def by_text(texts: Iterable[tuple[int, str]]) -> dict[str, str]:
+    """Name the ranks of each text; `texts` are ranks, in ascending order, with their texts."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in texts:
+        ranks.setdefault(text, []).append(rank)
+    return {text: name_ranks(x) for text, x in ranks.items()}
 
 
 def _settings() -> tuple[float, bool]:

@@ -2,6 +2,10 @@
 
 A method says what happens.  Each pass here rewrites the steps for one reason, and no pass knows a
 method.  `lowered` applies all of them; the executor runs the result.
+
+In a plain run, Attention2D on 2 x 2 ranks with a causal mask and float32, five passes change
+anything: `gathers_before_returns`, `receives_first`, `merged`, `keys_by_token` and `drained`.  A
+first reader can skip the others.
 """
 
 from __future__ import annotations
