@@ -302,7 +302,8 @@ class ProcessGrid:
         return self.failures.comms[-1]
 
     def __repr__(self) -> str:
-        return f"ProcessGrid({self.rows} x {self.cols}" + f" x {self.heads}" * (self.heads > 1) + ")"
+        shape = (self.rows, self.cols, self.heads)[: 2 + (self.heads > 1)]
+        return f"ProcessGrid({' x '.join(map(str, shape))})"
 
 
 def _integers(name: str, values: Sequence[int], length: int) -> tuple[int, ...]:

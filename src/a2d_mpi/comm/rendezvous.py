@@ -126,8 +126,7 @@ class PlanCall(Call):
                 super().agree(same)
         if others := [text for text, differs in zip(_SAME, differ[4:]) if differs]:
             raise CollectiveError(f"ranks disagree on {others[0]}")
-        plan = self._plan
-        _, plan._number, plan._calls = self.stamp
-        plan._interrupted = True  # an exception from here on leaves messages under way
-        self._grid.plans = max(self._grid.plans, plan._number)
+        _, self._plan._number, self._plan._calls = self.stamp
+        self._plan._interrupted = True  # an exception from here on leaves messages under way
+        self._grid.plans = max(self._grid.plans, self._plan._number)
         return Flags(*map(bool, said[4:]))
