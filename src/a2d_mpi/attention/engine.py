@@ -112,8 +112,7 @@ class Engine:
             self._name, device, *kind, poll, work, config.logit_softcap, self._widths
         )
         self.device, self.work, self.transport = device, work, transport
-        self._spans, self._end = {}, None
-        self._nvtx = None
+        self._spans, self._end, self._nvtx = {}, None, None
         if device is not HOST:
             with suppress(ImportError):  # names ranges for NVIDIA's profilers
                 self._nvtx = import_module("nvtx")

@@ -191,17 +191,13 @@ def index_of(rows: Rows) -> np.ndarray:
 
 def common_rows(source: Rows, target: Rows) -> list[tuple[Rows, Rows]]:
     """Cut equally many rows of two arrays into pairs of rows that are one run in both arrays."""
-    one, other = source.runs, target.runs
-    pairs, i, j, a, b = [], 0, 0, 0, 0  # a, b: number of rows of the runs i, j that are done
-    while i < len(one) and j < len(other):
-        n = min(len(one[i]) - a, len(other[j]) - b)
-        runs = (one[i][a : a + n],), (other[j][b : b + n],)
-        pairs.append((source._replace(runs=runs[0]), target._replace(runs=runs[1])))
-        a, b = a + n, b + n
-        if a == len(one[i]):
-            i, a = i + 1, 0
-        if b == len(other[j]):
-            j, b = j + 1, 0
+    one, other, pairs = list(source.runs[::-1]), list(target.runs[::-1]), []
+    while one and other:
+        a, b = one.pop(), other.pop()
+        n = min(len(a), len(b))
+        pairs.append((Rows(source.array, (a[:n],)), Rows(target.array, (b[:n],))))
+        one += [a[n:]] * (len(a) > n)
+        other += [b[n:]] * (len(b) > n)
     return pairs
 
 

@@ -217,9 +217,8 @@ def encoded(p: Program) -> Program:
         array = p.arrays[step.rows.array] if isinstance(step, Message) else None
         if array is None or not p.group.encodes(array):
             add(step)
-            for index in step.messages if isinstance(step, Wait) else ():
-                if index in arrived:
-                    add(Decode(*arrived[index]))
+            awaited = step.messages if isinstance(step, Wait) else ()
+            new.steps += [Decode(*arrived[x]) for x in awaited if x in arrived]
             continue
         rows = on_wire(step.rows)
         if isinstance(step, Receive):

@@ -15,6 +15,7 @@ import numpy as np
 from a2d_mpi.masks.intervals import Runs, union
 from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.sharding.distribution import Distribution
+from a2d_mpi.sharding.progressions import concatenated
 
 _TOGETHER = 1 << 18  # pairs of stairs and runs of keys that are processed together
 
@@ -78,13 +79,13 @@ class Visibility:
         """Return the keys that queries of a shard see, or the queries that see its keys."""
         key = of_keys, other
         if key not in self._of_shard:
-            (n, m), shards = (x.seqlen for x in self._shards), self._shards[not of_keys]
-            own = [r for r in shards.runs(other) if r]
+            n, m = (x.seqlen for x in self._shards)
+            own = [r for r in self._shards[not of_keys].runs(other) if r]
             if type(self._mask) is Causal and n == m and own:
                 self._of_shard[key] = ((0, own[-1][-1] + 1) if of_keys else (own[0][0], n),)
             else:
                 find = _keys_seen if of_keys else _queries_seeing
-                self._of_shard[key] = find(self._mask, n, m, _runs(shards, other))
+                self._of_shard[key] = find(self._mask, n, m, _bounds(own))
         return self._of_shard[key]
 
 
@@ -165,11 +166,10 @@ def _queries_seeing(mask: Mask, seqlen: int, seqlen_kv: int, keys: np.ndarray) -
     return _union(seeing)
 
 
-def _runs(shards: Distribution, shard: int) -> np.ndarray:
-    """Return the tokens of a shard as runs of consecutive tokens, (n, 2) int64."""
-    runs = [r for r in shards.runs(shard) if r]
+def _bounds(runs: list[range]) -> np.ndarray:
+    """Return the integers of progressions as runs of consecutive ones, (n, 2) int64."""
     if any(r.step > 1 for r in runs):
-        tokens = shards.tokens(shard)
+        tokens = concatenated(runs)
         return np.stack([tokens, tokens + 1], axis=1)
     return np.array([(r.start, r.stop) for r in runs], np.int64).reshape(-1, 2)
 
