@@ -227,7 +227,7 @@ def test_inputs_may_be_strided(comm, method):
 
 
 def test_messages_are_split(comm, method, monkeypatch):
-    monkeypatch.setattr("a2d_mpi.comm.transport.MAX_MESSAGE", 1000)
+    monkeypatch.setattr("a2d_mpi.comm.transport.Transport.limit", 1000)
     plan = method(Causal(), seqlen=97, nheads=NHEADS, headdim=8)
     found = run(plan, *inputs(97, NHEADS, 8))
     bad = failures(plan, found, Causal(), 97, NHEADS, 8)
