@@ -77,15 +77,15 @@ def roundings(programs: Sequence[Sequence[Program]]) -> dict[str, int]:
         The programs of all ranks of a layout in one phase.
     """
     sent: dict[tuple, int] = {}  # encodings of the contents of each message, by tensor
-    while True:
+    before = None
+    while sent != before:
         before, found = dict(sent), Counter()
         for rank, parts in enumerate(programs):
             given: Counter[str] = Counter()
             for number, program in enumerate(parts):
                 given = _depths(program, rank, number, given, sent)
             found |= given  # the larger number of each
-        if sent == before:
-            return found
+    return found
 
 
 def _depths(

@@ -158,10 +158,8 @@ def _in_equal_nodes(layout: Layout) -> bool:
     if nodes is None:
         return False
     grid = np.reshape(nodes, (layout.rows, layout.cols))
-    shares = _equal_share(grid), _equal_share(grid.T)
-    return min(shares) > 0 and any(
-        1 < b < ranks for b, ranks in zip(shares, (layout.cols, layout.rows))
-    )
+    shares, lengths = (_equal_share(grid), _equal_share(grid.T)), (layout.cols, layout.rows)
+    return min(shares) > 0 and any(1 < b < n for b, n in zip(shares, lengths))
 
 
 def _equal_share(node: np.ndarray) -> int:

@@ -77,9 +77,8 @@ class Group:
         """Return the bytes of a row in each tensor of an array; one sum if it is a parcel."""
         key = array.kind, array.accumulated, array.all_heads, array.parcel, array.wire
         if key not in self._bytes:
-            config, sums = self.config, array.accumulated
-            if array.all_heads:
-                config = self.problem.config
+            config = self.problem.config if array.all_heads else self.config
+            sums = array.accumulated
             sizes = [config.nbytes(x, x in sums, array.wire) for x in KINDS[array.kind]]
             self._bytes[key] = [sum(sizes)] if array.parcel else sizes
         return self._bytes[key]

@@ -112,8 +112,8 @@ def merged(p: Program) -> Program:
                 held += step.target.runs
             elif p.sees(step.queries, step.keys):
                 if step.target not in partials:
-                    options = {"as_computed": True, "accumulated": KINDS["out"]}
-                    name, options["memory"] = f"partial {len(partials)}", "partial"
+                    name, outs = f"partial {len(partials)}", KINDS["out"]
+                    options = {"as_computed": True, "accumulated": outs, "memory": "partial"}
                     partials[step.target] = new.array_for(name, step.target, **options)
                 new.steps.append(step._replace(target=partials[step.target]))
                 step = new.merge_of(partials[step.target], step.target)

@@ -218,17 +218,16 @@ class Gradients:
         for t in range(1, ring.places):  # any of these ranks may be the last that adds anything
             behind, ahead = ring.ahead(1, t), ring.ahead(t + 1, last - t)
             places = ring.required(owner, behind, ring.ahead(t, 1), ahead)
-            name, memory = f"dkv back {r * ring.places + t}", "dkv back"
-            p.array(name, "dkv", [(owner, places)], memory=memory)
+            name = f"dkv back {r * ring.places + t}"
+            p.array(name, "dkv", [(owner, places)], memory="dkv back")
             self._returned.append(p.receive(ring.inner, ring.at(0, t), p.rows(name), BACK))
 
     def _collect(self) -> None:
         """Add the received gradients of the shard that began its round here."""
         p = self.p
-        for message in self._returned:
-            if message:
-                p.wait([message])
-                p.combine(message.rows, p.matching(self._begun.array, message.rows))
+        for message in filter(None, self._returned):
+            p.wait([message])
+            p.combine(message.rows, p.matching(self._begun.array, message.rows))
 
     def _leave(self, r: int) -> None:
         """Send the gradients of the shard that began a round here, summed over groups so far."""
