@@ -230,13 +230,12 @@ class Engine:
     @property
     def timings(self) -> dict[str, float]:
         """Seconds of the latest calls, by "phase/part": see `AttentionPlan.timings`."""
-        by_part = {}
+        seconds = {}
         for phase in self._spans:
-            seconds = dict.fromkeys(("compute", "merge", "wait", "total"), 0.0)
+            seconds |= {f"{phase}/{x}": 0.0 for x in ("compute", "merge", "wait", "total")}
             for part, start, end in self.spans(phase):
-                seconds[part] += end - start
-            by_part |= {f"{phase}/{part}": x for part, x in seconds.items()}
-        return by_part
+                seconds[f"{phase}/{part}"] += end - start
+        return seconds
 
     def spans(self, phase: str) -> list[tuple[str, float, float]]:
         """Return the spans of the latest call of a phase, in the order of time.

@@ -25,6 +25,7 @@ Grigori, Kumar and Rouse, "Parallel Memory-Independent Communication Bounds for 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import cache
 
 from a2d_mpi.masks.intervals import Runs
 from a2d_mpi.schedules.line import Line, Trees
@@ -48,7 +49,9 @@ class TriangleLines:
 
     def __init__(self, p: Program, kind: str, by_query: bool) -> None:
         self.p, (i, j), shards = p, triangle.pair(p.rank), p.group.problem.shards
-        self._pair, self._t = (i, j), triangle.segments(shards.nshards)
+        self._shards, self._pair, self._t = shards, (i, j), triangle.segments(shards.nshards)
+        # The places in an owner's shard of its tokens in [begin, end).
+        self._places = cache(lambda owner, *bounds: shards.places(owner, (bounds,)))
         self.low, self.high = (triangle.segment(shards.seqlen, self._t, s) for s in (j, i))
         self.own_q = p.own(f"own {kind}", kind, "given")
         self.own_k = p.own("own kv", "kv", "given")
@@ -61,15 +64,11 @@ class TriangleLines:
         self.fed_q = self._line(False, j)
         self.early, self.late = (self.k, self.q) if by_query else (self.q, self.k)
 
-    def _places(self, owner: int, begin: int, end: int) -> Runs:
-        """Return the places in an owner's shard of its tokens in ``[begin, end)``."""
-        return self.p.group.problem.shards.places(owner, ((begin, end),))
-
     def _line(self, of_keys: bool, segment: int, kept: Sequence[Runs] = ()) -> Line:
         """Make the line of the queries, or the keys, of a segment among the ranks that have it."""
-        p, t, seqlen = self.p, self._t, self.p.group.problem.shards.seqlen
+        p, t = self.p, self._t
         team = sorted(triangle.row_members(segment) + triangle.column_members(segment, t))
-        bounds = triangle.segment(seqlen, t, segment)
+        bounds = triangle.segment(self._shards.seqlen, t, segment)
         own = self.own_k if of_keys else self.own_q
         of = p.group.elements
         # Elements of a row of queries, and of a row of keys: there, and back.
@@ -78,11 +77,12 @@ class TriangleLines:
             there, back = (of("q", "dout"), of("k", "v")), (of("dq"), of("dk", "dv"))
 
         def trees_of(sizes: tuple[int, int]) -> Trees:
-            parents = {x: trees(t, *sizes)[segment, of_keys, x] for x in team}
-            return Trees(
-                lambda owner, rank: parents[owner].get(rank),
-                lambda owner, rank: [x for x, y in parents[owner].items() if y == rank],
-            )
+            parents = trees(t, *sizes)
+
+            def children(owner: int, rank: int) -> list[int]:
+                return [x for x, y in parents[segment, of_keys, owner].items() if y == rank]
+
+            return Trees(lambda owner, rank: parents[segment, of_keys, owner].get(rank), children)
 
         def required(owner: int, members: Collection[int]) -> Runs:
             return self._places(owner, bounds.begin, bounds.end)
