@@ -22,6 +22,8 @@ from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.kernels import Kernel, check_kernel, make_kernel
 from a2d_mpi.kernels.threads import BlasThreads
 
+_NOTHING = nullcontext()
+
 
 class Recorded(NamedTuple):
     """One call of a plan, with its times: seconds of `time.perf_counter`.
@@ -189,7 +191,7 @@ class Engine:
     def clock(self, part: str) -> Iterator[None]:
         """Time a span of the phase; `part` is "compute", "merge" or "total"."""
         start = self.device.mark()
-        with self._nvtx.annotate(f"{self._phase} {part}") if self._nvtx else nullcontext():
+        with self._nvtx.annotate(f"{self._phase} {part}") if self._nvtx else _NOTHING:
             yield
         self._spans[self._phase].append((part, start, self.device.mark()))
 

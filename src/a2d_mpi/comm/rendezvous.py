@@ -7,10 +7,10 @@ waits for another rank that has failed.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import Call, CollectiveError
@@ -109,14 +109,14 @@ class PlanCall(Call):
         self.watch.doing = self.text  # not the call, which would keep the plan alive
         # Reduce a buffer, not an object.  mpi4py would reduce objects up a tree and send the
         # result down again, and the ranks would begin the call one after the other.
-        own = np.array([*self.stamp, self.problem is not None, *flags], np.int64)
-        reduced = np.array([own, ~own])
+        own = [*self.stamp, self.problem is not None, *flags]
+        reduced = array("q", [*own, *(-1 - x for x in own)])
         with self.watch.waiting("to begin"):
             self.comm.Allreduce(MPI.IN_PLACE, reduced, MPI.BOR)
         self.watch.calls += 1
-        said, inverted = reduced.tolist()
+        said = reduced[: len(own)]
         # If ranks differ in a bit, the bit is set in a number and in its complement.
-        differ = [x & y for x, y in zip(said, inverted)]
+        differ = [x & y for x, y in zip(said, reduced[len(own) :])]
         if any(differ[:3]):
             calls = by_text(enumerate(self.comm.allgather(self.text)))
             listed = "; ".join(f"{text} on {ranks}" for text, ranks in calls.items())
