@@ -42,7 +42,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     group = add_grid(parser)
     text = "ranks of each inner ring of a double ring; default: --cols"
     group.add_argument("--inner", type=whole(1), metavar="N", help=text)
-    add_options(group, "distribution", "overlap")
+    add_options(group, "distribution", "overlap", "slices")
 
     group = parser.add_argument_group("measurement and checks")
     add_options(group, "trials", "warmup")

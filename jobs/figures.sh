@@ -18,6 +18,8 @@ python drivers/report.py masks --ranks 16 --seeds 0,1,2,3,4,5,6,7,8,9 \
   --output data/results/masks.csv --picture "$output"/mask_table.png
 python drivers/plot.py schedule "$output"/schedules.png --plans "attention2d:4x4,ring,double ring:4x4" \
   --profile data/machines/a100-16x4.toml --ranks 16 --seqlen 32K --nheads 32 --nheads-kv 8 --mask causal
+python drivers/plot.py schedule "$output"/slices.png --plans "attention2d:2x2*1,attention2d:2x2*4" \
+  --profile data/machines/h100-64x1.toml --ranks 4 --seqlen 32K --nheads 8 --mask causal
 
 # Draw each partition for a problem for which the planner predicts it to be the fastest.
 python drivers/plot.py schedule "$output"/partitions/grid.png --plans attention2d:3x4,ring \
@@ -28,9 +30,9 @@ python drivers/plot.py schedule "$output"/partitions/node_aware.png \
   --plans "node aware:8x2@rcu/4x1,attention2d:4x4@cru" \
   --profile data/machines/a100-4-1nic.toml --ranks 16 --seqlen 32K --nheads 9 --mask full
 python drivers/plot.py schedule "$output"/partitions/ring.png --plans ring,attention2d:2x6 \
-  --profile data/machines/h100-64x1.toml --ranks 12 --seqlen 512K --nheads 5 --mask full
-python drivers/plot.py schedule "$output"/partitions/double_ring.png --plans "double ring:3x4,ring:3x1x4" \
-  --profile data/machines/a100-16x4.toml --ranks 12 --seqlen 24K --nheads 24 --mask full
+  --profile data/machines/h100-64x1.toml --ranks 12 --seqlen 512K --nheads 1 --mask full
+python drivers/plot.py schedule "$output"/partitions/double_ring.png --plans "double ring:3x4,ring" \
+  --profile data/machines/a100-16x4.toml --ranks 12 --seqlen 24K --nheads 23 --mask full
 python drivers/plot.py schedule "$output"/partitions/heads.png --plans attention2d:1x1x12,attention2d:4x3@cru \
   --profile data/machines/a100-4-1nic.toml --ranks 12 --seqlen 24K --nheads 24 --mask full
 

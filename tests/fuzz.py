@@ -121,7 +121,7 @@ def _run(case: Case) -> dict[str, object]:
     with (
         patch.object(NumpyKernel.__init__, "__defaults__", defaults),
         patch("a2d_mpi.kernels.blocks.ALIGN", align),
-        patch("a2d_mpi.schedules.chunks.GRAIN", grain),
+        patch("a2d_mpi.schedules.attention2d.GRAIN", grain),
         np.errstate(all="ignore"),
     ):
         plan = make()

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 TOLERANCE = 0.1
 # Ranks, method, grid (rows x cols x heads), mask, tokens, query heads, KV heads,
-# headdim, dtype, kernel, phases.
+# headdim, dtype, kernel, phases, and after a star the slices of the heads.
 CASES = """
 1 Attention2D 1x1x1 full 8192 1 1 64 float32 numpy 2
 1 Attention2D 1x1x1 causal 4096 8 8 64 float32 numpy 1
@@ -37,6 +37,9 @@ CASES = """
 4 Attention2D 2x2x1 full 4096 32 32 64 float16 numba 2
 4 Attention2D 4x1x1 sliding_window_causal:1024 16384 4 1 128 float32 numpy 2
 4 RingAttention 2x2x1 causal 8192 32 8 64 bfloat16 numpy 2
+4 Attention2D 2x2x1 causal 8192 8 8 64 float32 numpy 2*4
+4 Attention2D 2x2x1 causal 8192 32 8 64 bfloat16 numba 2*16
+4 Attention2D 1x2x2 causal 8192 32 32 64 float32 numpy 2*8
 4 DoubleRingAttention 2x2x1 causal 8192 8 8 64 float32 numba 2
 4 Attention2D 2x1x2 causal_document:0,3000,8192 8192 16 4 64 float32 numpy 2
 4 NodeAwareAttention 2x2x1 causal 8192 8 8 64 float32 numpy 2
@@ -83,6 +86,7 @@ def rank(number):
     rows, cols, heads = map(int, grid.split("x"))
     comm, mask = MPI.COMM_WORLD, make_mask(mask, seqlen)
     grid = ProcessGrid(comm, rows, cols, heads=heads)
+    phases, _, slices = phases.partition("*")
     rng, backward = np.random.default_rng(comm.rank), phases == "2"
     rng.standard_normal(1, np.float32)
     comm.Barrier()
@@ -90,7 +94,7 @@ def rank(number):
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     plan = getattr(methods, method)(
         grid, mask, seqlen=seqlen, nheads=nheads, nheads_kv=nheads_kv, headdim=headdim,
-        dtype=dtype, kernel=kernel, threads=1,
+        dtype=dtype, kernel=kernel, threads=1, slices=int(slices or 1),
     )  # fmt: skip
     q, k, v, *dout = (
         rng.standard_normal((len(plan.tokens), h, headdim), np.float32).astype(

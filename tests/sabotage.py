@@ -25,7 +25,7 @@ from unittest.mock import patch
 import numpy as np
 
 from a2d_mpi.attention.arrays import Arrays
-from a2d_mpi.attention.executor import Executor
+from a2d_mpi.attention.executor import Pipeline
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.transport import HostTransport
@@ -33,18 +33,19 @@ from a2d_mpi.devices.host import Host
 from a2d_mpi.kernels.blocks import Blocker
 from a2d_mpi.kernels.numpy import NumpyKernel
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.schedules import passes
+from a2d_mpi.schedules import passes, slices
 from a2d_mpi.schedules.line import Line
 from a2d_mpi.schedules.steps import Add, Copy, Merge, Receive
 
 HERE = Path(__file__).resolve().parent
 DRIVER = HERE.parent / "drivers" / "attention.py"
 SAMPLE = HERE.parent / "data" / "minilm_l3_1536.h5"
-OPTIONS = ("--seqlen", 301, "--rows", 2, "--cols", 2, "--backward", "--trials", 4)
+OPTIONS = ("--seqlen", 301, "--rows", 2, "--cols", 2, "--backward", "--slices", 3, "--trials", 4)
 RANKS = 4
 RESULTS = "test_attention.py"
 CALLS = "test_new_data.py"
 TRAFFIC = "test_net.py"
+SLICES = "test_slices.py"
 
 
 class Sabotage(NamedTuple):
@@ -257,13 +258,13 @@ def lse_is_the_larger_one(rank):
 def partial(rank):
     """The first partial result that has travelled is not merged, or not added."""
 
-    def wrong(right, self, program):
-        arrived = {x.rows.array for x in program.steps if isinstance(x, Receive)}
-        sums = (x for x in program.steps if isinstance(x, Merge | Add))
+    def wrong(right, self, programs):
+        arrived = {x.rows.array for p in programs for x in p.steps if isinstance(x, Receive)}
+        sums = (x for p in programs for x in p.steps if isinstance(x, Merge | Add))
         first = next((x for x in sums if x.source.array in arrived), None)
-        right(self, program.with_steps(x for x in program.steps if x is not first))
+        right(self, [p.with_steps(x for x in p.steps if x is not first) for p in programs])
 
-    return [around(Executor, "__init__", wrong)]
+    return [around(Pipeline, "__init__", wrong)]
 
 
 @sabotage(RESULTS)
@@ -302,6 +303,25 @@ def rows_in_another_order(rank):
         right(self, peer, owner, rows)
 
     return [around(Line, "_send", wrong)]
+
+
+@sabotage(SLICES)
+def a_slice_repeated(rank):
+    """The second slice of the heads takes the heads of the first one."""
+
+    def wrong(right, self, rows, head):
+        self._slice -= (second := self._slice == 1)
+        first = right(self, rows, head)
+        self._slice += second
+        return first
+
+    return [around(Arrays, "first_heads", wrong)]
+
+
+@sabotage(SLICES)
+def a_slice_in_the_buffers_of_its_neighbour(rank):
+    """All slices use the same buffers, although their messages are under way at once."""
+    return [patch.object(slices, "ALIVE", 1)]
 
 
 @sabotage(RESULTS)

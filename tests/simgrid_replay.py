@@ -28,9 +28,8 @@ from a2d_mpi.planning.network import PORTS, Cables, Network
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.simgrid import simulate
 from a2d_mpi.planning.survey import survey_of
-from a2d_mpi.schedules import METHODS, problem_of, write
+from a2d_mpi.schedules import METHODS, problem_of
 from a2d_mpi.schedules.problem import Workload
-from a2d_mpi.schedules.steps import Barrier
 
 LINK = Link(1e6, latency=1e-3, overhead=1e-5)
 
@@ -108,18 +107,13 @@ def test_out_of_time():
 
 
 @pytest.mark.parametrize("method, layout, stages", [
-    # Gathers and returns; in the forward pass a barrier is between them.
-    ("attention2d", Layout(1, 16), {"forward": 3, "backward": 2}),
+    # Gathers and returns.
+    ("attention2d", Layout(1, 16), {"forward": 2, "backward": 2}),
     ("ring", Layout(8, 1), {"forward": 7}),
 ])  # fmt: skip
 def test_coarse(method, layout, stages):
     """A message may end too early or too late by the given time, and a stage waits for another."""
     work = work_of(Causal(), 1 << 13, backward="backward" in stages)
-    problem = problem_of(method, layout, work, work.mask)
-    for phase, number in stages.items():
-        (program,) = write(method, phase, layout, problem, 0, overlap=True)
-        barriers = any(isinstance(x, Barrier) for x in program.steps)
-        assert number == (7 if method == "ring" else 2 + barriers)
     exact = simulate(machine(LINK), method, layout, work).phases
     for share in (1e-3, 1e-2):
         seconds = share * slowest_seconds(exact)

@@ -28,7 +28,7 @@ from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid
 from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.planning.planner import best_candidate, best_layout
 from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.schedules import chunks
+from a2d_mpi.schedules import attention2d
 from a2d_mpi.schedules.problem import Workload
 from a2d_mpi.sharding import distribution as distributions
 
@@ -119,9 +119,11 @@ def test_other_methods_and_head_axes(comm, grid_of, algorithm, distribution, seq
 @pytest.mark.parametrize("shape", deeper(UNITS, UNITS[-1:]), ids=str)
 def test_chunks_in_units(comm, grid_of, monkeypatch, shape):
     """Long chunks are cut; results are right, counted, and the same without overlap."""
-    monkeypatch.setattr(chunks, "GRAIN", 4)
+    monkeypatch.setattr(attention2d, "GRAIN", 4)
     grid, bad = grid_of(*shape), []
-    cut = [max(len(chunks.chunked(((0, 101 // comm.size * grid.heads),), x)) for x in shape[:2])]
+    cut = [
+        max(len(attention2d.chunked(((0, 101 // comm.size * grid.heads),), x)) for x in shape[:2])
+    ]
     window = IntervalMask(np.maximum(np.arange(101) - 30, 0), np.arange(101) + 1)
     for (mask, nheads_kv), distribution in product(
         ((Full(), NHEADS), (Causal(), 1), (window, NHEADS)), SHARED_OUT

@@ -164,7 +164,7 @@ def test_refuses_to_mix(finished, tmp_path):
 BAD = [
     (
         ["--plans", "ring:3"],
-        "--plans must be METHOD[:RxC[xU]][@order][/RxC], all or auto, got 'ring:3'",
+        "--plans must be METHOD[:RxC[xU]][@order][/RxC][*F[xB]], all or auto, got 'ring:3'",
     ),
     (["--plans", "ring:1x2"], "'ring:1x2': a ring must be 2x1x1"),
     (["--plans", "star"], "no method 'star'"),
@@ -172,7 +172,9 @@ BAD = [
     (["--plans", "attention2d:1x1x2", "--nheads", "3"], "2 does not divide 3 heads"),
     (["--plans", "attention2d@xyz"], "order must be a permutation"),
     (["--plans", "ring:2x1/2x2"], "'ring:2x1/2x2': 2x2 blocks do not divide a grid of 2 x 1"),
-    (["--plans", "ring:2x1/2"], "[@order][/RxC], all or auto, got 'ring:2x1/2'"),
+    (["--plans", "ring:2x1/2"], "[@order][/RxC][*F[xB]], all or auto, got 'ring:2x1/2'"),
+    (["--plans", "attention2d:2x1*0"], "must be like 4 or 2x4, got '0'"),
+    (["--plans", "attention2d:2x1*3", "--nheads", "4"], "3 does not divide 4 heads"),
     (["--plans", "auto"], "auto needs --profile"),
     (["--plans", ","], "--plans must name a plan, got ','"),
     (["--masks", "causal,none"], "--masks must be one of"),

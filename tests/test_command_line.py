@@ -85,7 +85,7 @@ def test_help(program, parser):
         assert x.help and (x.nargs == 0 or not x.option_strings or x.metavar or x.choices)
     assert text.count("(required)") == sum(x.required for x in shown)
     if "--plans" in parser._option_string_actions and "see the end" in text:
-        assert "METHOD[:RxC[xU]][@ORDER][/RxC]" in text
+        assert "METHOD[:RxC[xU]][@ORDER][/RxC][*F[xB]]" in text
 
 
 def first_examples():

@@ -13,11 +13,10 @@ from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import MAX_MESSAGE, Layout, flops, misfit
 from a2d_mpi.masks.mask import Causal, Full, IntervalMask
 from a2d_mpi.planning import cost
-from a2d_mpi.schedules import METHODS, chunks, problem_of
-from a2d_mpi.schedules.group import Group
+from a2d_mpi.schedules import METHODS, attention2d, problem_of
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.sharding.distribution import FORMULAS, Distribution
-from a2d_mpi.sharding.pairs import causal_share, pairs_of_runs
+from a2d_mpi.sharding.pairs import pairs_of_runs
 
 N, H, HKV, D = 24, 6, 2, 16
 
@@ -282,19 +281,6 @@ def test_areas(name, seqlen, parts, kind):
             assert cut == np.sum((seen > 0) & (seen < len(k)))
 
 
-@given(st.sampled_from(("zigzag", "striped")), st.integers(8, 300), st.booleans())
-def test_the_share_of_a_shard(name, seqlen, of_keys):
-    """The first tokens before this place have three fifths of the shard's pairs."""
-    shards = Distribution(name, seqlen, 4)
-    for rank, others in ((0, (1, 2)), (3, (0, 3)), (2, (2,))):
-        own, theirs = shards.tokens(rank), np.concatenate([shards.tokens(p) for p in others])
-        seen = (own[:, None] <= theirs) if of_keys else (own[:, None] >= theirs)
-        pairs = np.cumsum(seen.sum(axis=1))
-        runs = [r for p in others for r in shards.runs(p)]
-        found = causal_share(shards.runs(rank), runs, of_keys, 0.6)
-        assert found == np.searchsorted(pairs, 0.6 * pairs[-1])
-
-
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("nheads_kv", deeper([1, 2, 6], [2]))
 @pytest.mark.parametrize("mask", [Full(), Causal()])
@@ -397,35 +383,10 @@ def test_chunks(lengths, ranks):
     """Chunks have all places once, in order; there is one cut at most, between two ranks."""
     ends = np.cumsum(lengths, dtype=int) + 10 * np.arange(len(lengths))
     runs = tuple((end - n, end) for n, end in zip(lengths, ends.tolist()))
-    parts = chunks.chunked(runs, ranks)
+    parts = attention2d.chunked(runs, ranks)
     places = [x for part in parts for begin, end in part for x in range(begin, end)]
     assert places == [x for begin, end in runs for x in range(begin, end)]
     sizes = [sum(end - begin for begin, end in part) for part in parts]
-    n, cut = sum(sizes), ranks == 2 and sum(sizes) >= 2 * chunks.GRAIN
+    n, cut = sum(sizes), ranks == 2 and sum(sizes) >= 2 * attention2d.GRAIN
     assert len(sizes) == (n > 0) + cut
-    assert not cut or (sizes[0] % chunks.GRAIN == 0 and 0 < sizes[0] < n)
-
-
-WINDOW = IntervalMask(np.arange(8192) - 2000, np.arange(8192) + 9)
-
-
-@pytest.mark.parametrize("mask", [Full(), Causal(), WINDOW])
-@pytest.mark.parametrize("name", ["zigzag", "striped"])
-def test_own_work_is_cut_by_area(mask, name):
-    """About `FIRST_SHARE` of the visible pairs come first, by queries and by keys."""
-    config = AttentionConfig(8192, 1, 1)
-    sizes = problem_of("attention2d", Layout(2, 2), config, mask, name)
-    group = Group(2, 2, sizes, config)
-    for rank in range(4):
-        own = sizes.shards.tokens(rank)
-        for of_keys, others in ((False, (0, 1)), (True, (1, 2, 3))):
-            tokens = np.sort(np.concatenate([sizes.shards.tokens(p) for p in others]))
-            seen = mask.dense(tokens, own).T if of_keys else mask.dense(own, tokens)
-            pairs = np.cumsum(seen.sum(axis=1))
-            cuts = chunks.split_own(group, rank, of_keys, others, 2)
-            first = int(np.searchsorted(pairs, chunks.FIRST_SHARE * pairs[-1]))
-            middle = chunks.GRAIN * round(first / chunks.GRAIN)
-            cut = 0 < middle < len(own)
-            assert cuts == ([((0, middle),), ((middle, len(own)),)] if cut else [((0, len(own)),)])
-            whole = chunks.split_own(group, rank, of_keys, others, 1)
-            assert whole == [((0, len(own)),)]
+    assert not cut or (sizes[0] % attention2d.GRAIN == 0 and 0 < sizes[0] < n)

@@ -6,6 +6,7 @@ On the emulated GPU of tests/emulated always, on a real one where there is one.
 import os
 import re
 import shutil
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from cases import METHODS, OTHERS, SIZE, TENSORS, failures, inputs, label, run
 from helpers import DEEPER, SAMPLE, assert_all, assert_refused, deeper
 from mpi4py import MPI
 
-from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid
+from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid, RingAttention
 from a2d_mpi.comm.device_transport import DeviceTransport
 from a2d_mpi.comm.gpus import gpu_aware
 from a2d_mpi.experiments.benchmark import (
@@ -111,6 +112,44 @@ def test_same_bits_every_time_and_without_overlap(comm, cupy, on, method):
     results = [on(plan, *x) for plan in (*plans, plans[0])]
     same = all(results[0][t].tobytes() == y[t].tobytes() for y in results for t in TENSORS)
     assert_all(comm, same, "not the same bits")
+
+
+@pytest.mark.mpi
+@pytest.mark.one_mpi
+@pytest.mark.parametrize("transfers", ["device", "host"])
+def test_slices(comm, grid_of, cupy, on, transfers):
+    """Slices have the bits of one slice, by kernels that run late and messages that come late."""
+    x, bad = inputs(30, 6, 8, 1.0, "float32", 6), []
+    for make in (Attention2D, RingAttention):
+        sizes = {"seqlen": 30, "nheads": 6, "headdim": 8, "kernel": "cupy"}
+        plan = partial(make, grid_of(1, SIZE), Causal(), transfers=transfers, **sizes)
+        found = [on(plan(slices=slices), *x) for slices in (1, 2, 6)]
+        bad += [t for y in found for t in TENSORS if y[t].tobytes() != found[0][t].tobytes()]
+    assert_all(comm, not bad, f"not the same bits: {bad}")
+
+
+@pytest.mark.mpi
+@pytest.mark.multirank
+@pytest.mark.one_mpi
+@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
+def test_the_host_posts_a_slice_while_kernels_of_another_run(comm, grid_of, cupy, on, monkeypatch):
+    """With h slices, all messages of two slices are posted before the host waits at all."""
+    log = []
+    for name in ("send", "receive", "wait"):
+        right = getattr(DeviceTransport, name)
+
+        def logged(self, *args, right=right, name=name):
+            log.append(name)
+            return right(self, *args)
+
+        monkeypatch.setattr(DeviceTransport, name, logged)
+    x, posted = inputs(61, 6, 8, 1.0, "float32", 6), []
+    for slices in (1, 2):
+        plan = Attention2D(grid_of(1, SIZE), Full(), seqlen=61, nheads=6, headdim=8, slices=slices)
+        log.clear()
+        plan.forward(*(cupy.asarray(y[plan.tokens]) for y in x[:3]))
+        posted.append(log.index("wait"))
+    assert_all(comm, posted[1] == 2 * posted[0] > 0, f"posted before the first wait: {posted}")
 
 
 @pytest.mark.mpi

@@ -52,7 +52,7 @@ sys.modules["mpi4py"] = None  # importing it fails
 import a2d_mpi
 from a2d_mpi import Causal, Distribution, Full, IntervalMask, devices, kernels
 from a2d_mpi.core import atomic, dtypes, merge, reference, sizes
-from a2d_mpi.schedules import chunks
+from a2d_mpi.schedules import attention2d
 from a2d_mpi.sharding import pairs
 from a2d_mpi.experiments import bench_kernel, benchmark, candidates, options, results
 from a2d_mpi.figures import plots

@@ -129,7 +129,8 @@ def test_overlap_saves_time(method):
 
 @pytest.mark.parametrize("layout", [Layout(1, 2), Layout(2, 1)], ids=["1x2", "2x1"])
 def test_two_ranks_hide_all_but_the_ends(layout):
-    """Computing that takes 1.5 times as long as transfers hides them."""
+    """Computing that takes 1.5 times as long as transfers hides them, in four slices."""
+    layout = replace(layout, slices=(4, 4))
     job = Workload(8192, 8, 64, mask=CAUSAL, dtype="float32", backward=True)
     for phase in job.phases:
         compute = flops(8192 * 8193 // 4, 8, 64, phase == "backward") / KERNEL.flops
@@ -138,7 +139,7 @@ def test_two_ranks_hide_all_but_the_ends(layout):
         inwards = sum(both[1] for key, both in moved.items() if key[0] == phase)
         here = machine(Link(1.5 * inwards / compute))
         found = predict(here, "attention2d", layout, job)[phase]
-        assert compute < found.total.max() < 1.05 * compute
+        assert compute < found.total.max() < 1.06 * compute
 
 
 def test_limits():
@@ -270,13 +271,13 @@ def test_fit_of_a_link():
 
 @pytest.mark.parametrize(("method", "layout", "calls"), [
     ("ring", Layout(5, 1), 5), ("double ring", Layout(2, 2), 4), ("ring", Layout(3, 1, 2), 3),
-    # My queries against three chunks of keys, the two halves of the other's against all, the rest
-    # of mine; chunks too short to be cut.
-    ("attention2d", Layout(3, 2), 6), ("attention2d", Layout(3, 2, 2), 4),
+    # My queries against three chunks of keys, the two halves of the others against all; chunks
+    # that are too short to be cut.
+    ("attention2d", Layout(3, 2), 5), ("attention2d", Layout(3, 2, 2), 4),
 ])  # fmt: skip
 def test_steps_are_counted_by_kernel_calls(method, layout, calls):
     """Each kernel call adds its step; four ranks share two cores of a node."""
-    seqlen = 3 * 2 * (256 if calls == 6 else 10)
+    seqlen = 3 * 2 * (256 if calls == 5 and method == "attention2d" else 10)
     here = machine(Link(1e15), Link(1e15), ranks_per_node=4, cores_per_node=2)
     job = work(seqlen)
     longer = total(replace(here, step=10.0), method, layout, job)

@@ -27,7 +27,7 @@ from a2d_mpi.planning.memory import most_memory, peak_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import candidate, candidates
 from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.schedules import METHODS, chunks, problem_of, write
+from a2d_mpi.schedules import METHODS, attention2d, problem_of, write
 from a2d_mpi.schedules.problem import Workload
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Receive, Send
@@ -78,7 +78,7 @@ def test_results(comm, grid_of, monkeypatch, shape, nodes):
     ):
         sizes = {"seqlen": seqlen, "nheads_kv": nheads_kv, "dtype": dtype}
         bad += checked_both_ways(partial(make, mask=mask, distribution=name, **sizes))
-    monkeypatch.setattr(chunks, "GRAIN", 4)
+    monkeypatch.setattr(attention2d, "GRAIN", 4)
     bad += checked_both_ways(partial(make, mask=Causal(), seqlen=101, nheads_kv=2))
     plan = make(mask=Causal(), seqlen=97)
     plain = Attention2D(grid, Causal(), seqlen=97, nheads=NHEADS, headdim=16)

@@ -1,5 +1,6 @@
 """The planner: which plans there are, and which it prefers."""
 
+import math
 import re
 import subprocess
 import sys
@@ -92,7 +93,7 @@ def test_sorted_and_consistent():
         assert all(a.seconds <= b.seconds for a, b in pairwise(p for p in found if p.fits))
         for plan in found:
             assert sum(plan.split.values()) == pytest.approx(plan.seconds)
-            assert 0.6 * plan.seconds < plan.bound < plan.seconds
+            assert 0.6 * plan.seconds < plan.bound <= plan.seconds
             sizes = problem_of(
                 plan.method, plan.layout, work(1 << 14), work(1 << 14).mask, plan.distribution
             )
@@ -197,8 +198,9 @@ def test_the_pick_is_the_fastest_of_all(machine, ranks, nheads, nheads_kv, mask)
         everything[0].seconds,
     )
     seconds = {(x.method, x.layout): x.seconds for x in everything}
-    for x in others:  # sums of another order differ by a bit
-        assert x.phases or x.bound <= (1 + 1e-12) * seconds[x.method, x.layout]
+    for x in others:  # sums of another order differ by a bit; bounds are for one slice
+        of_all = seconds.get((x.method, x.layout), math.inf)
+        assert x.phases or x.bound <= (1 + 1e-12) * of_all
 
 
 def test_a_few_steps_bound_the_time():
@@ -242,7 +244,8 @@ def test_table_of_a_mask_whose_least_is_zero():
 def test_memory_limits():
     job = work()
     free = candidates(H100, 16, job, memory=None)
-    limit = sorted(p.memory for p in free)[len(free) // 2] + H100.reserved
+    # With more slices, plans fit that need more than this in one slice.
+    limit = int(0.3 * sorted(p.memory for p in free)[len(free) // 2]) + H100.reserved
     found = candidates(H100, 16, job, memory=limit)
     assert len(found) == len(free)
     fitting = [p for p in found if p.fits]

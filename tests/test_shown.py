@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 from helpers import ROOT, deeper, launch
@@ -10,6 +11,8 @@ from helpers import ROOT, deeper, launch
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout, parse_count
 from a2d_mpi.masks.patterns import make_mask
+from a2d_mpi.planning.memory import buffers
+from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidate
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.schedules import problem_of
@@ -117,6 +120,8 @@ def predicted(profile, ranks, tokens, heads, heads_kv, mask, families):
     )  # fmt: skip
     layout = best.layout
     plan = f"{best.method} {layout.rows}x{layout.cols}x{layout.heads}"
+    if layout.slices not in (None, (1, 1)):
+        plan += "*{}x{}".format(*layout.slices)
     return [plan, *(f"{x.seconds / best.seconds:.2f}" for x in others)]
 
 
@@ -142,3 +147,42 @@ def test_common_sizes(size):
     sizes = ranks, tokens, heads, heads_kv
     plan, gain = predicted(PROFILES[machine], *sizes, "causal", (RINGS,))
     assert shown == f"{plan}: {gain}"
+
+
+SLICED = table("planning", "grid")
+
+
+@pytest.mark.parametrize("row", SLICED, ids=lambda row: " ".join(row[:2]))
+def test_what_slices_gain(row):
+    """Simulated seconds over those of one slice: forward and backward, for H100 and A100."""
+    grid, kv, *shown = row
+    layout = Layout(*map(int, grid.split("x")))
+    work = Workload(
+        *(1 << 17, 8 * layout.heads, 128, int(kv)),
+        mask=make_mask("causal", 1 << 17),
+        backward=True,
+    )
+    found = []
+    for profile in ("h100-64x1", "a100-16x4"):
+        machine = read_machine(ROOT / "data" / "machines" / f"{profile}.toml")
+        one, *several = (
+            predict(machine, "attention2d", replace(layout, slices=(x, x)), work)
+            for x in (1, 2, 4, 8)
+        )
+        for phases in several:
+            ratios = (phases[x].total.max() / one[x].total.max() for x in work.phases)
+            found.append(", ".join(f"{x:.2f}" for x in ratios))
+    assert shown == found
+
+
+def test_buffers_of_slices():
+    """Buffers of a rank over its q, with one and more slices."""
+    for kv, *shown in table("planning", "KV heads"):
+        config = AttentionConfig(1 << 17, 32, 128, int(kv), dtype="bfloat16")
+        found = []
+        for number in (1, 2, 4, 8, 16, 32):
+            layout = Layout(8, 8, slices=(number, number))
+            problem = problem_of("attention2d", layout, config, make_mask("causal", 1 << 17))
+            held = buffers("attention2d", layout, problem, 27, backward=True)
+            found.append(f"{held / (config.seqlen // 64 * config.nbytes('q')):.1f}")
+        assert shown == found

@@ -19,29 +19,37 @@ class Arrays:
     Parameters
     ----------
     program : Program
+    slices : int
+        Number of slices of the heads.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, slices: int = 1) -> None:
         self._declared, self._results = program.arrays, program.results
+        self._slice, self._slices = program.slice, slices
         # Sizes with all heads of the problem, and with the heads that this rank computes.
         self._config, self._group = program.group.problem.config, program.group.config
         self._work: Workspace | None = None
 
-    def begin(self, engine: Engine, given: Mapping[str, Array], accumulated: bool) -> None:
-        """Begin a call with the caller's arrays and new results.
+    def begin(
+        self,
+        engine: Engine,
+        given: Mapping[str, Array],
+        new: dict[str, dict[str, Array]],
+        rounds: bool,
+    ) -> None:
+        """Begin a call with the caller's arrays and with arrays for results.
 
-        With `accumulated`, results have the accumulation dtype, whatever the program says.
+        Results are made in `new`, unless it has them.  If `rounds` is false, they have the
+        accumulation dtype, whatever the program says.
         """
-        self._engine, self._given = engine, given
+        self._engine, self._given, self._new = engine, given, new
         if self._work is not engine.work:
             self._work = engine.work
             self._views: dict[Rows, list[Array]] = engine.work.cache()
             self._parcels: dict[str, tuple[Array, list[Array]]] = engine.work.cache()
-        self._new = {
-            name: self._result(array, accumulated)
-            for name, array in self._declared.items()
-            if array.role == "result"
-        }
+        for name, array in self._declared.items():
+            if array.role == "result" and name not in new:
+                new[name] = self._result(array, rounds)
 
     def end(self) -> dict[str, Array]:
         """End the call, drop the caller's arrays, and return the results by name."""
@@ -88,8 +96,8 @@ class Arrays:
         return [self._parcel(rows.array)[0]]
 
     def first_heads(self, rows: Rows, head: int) -> list[int]:
-        """Return, for each tensor, the first head that rank `head` of a Ulysses group computes."""
-        first = head * self._group.nheads
+        """Return, for each tensor, the first head of this slice on rank `head` of its group."""
+        first = (head * self._slices + self._slice) * self._group.nheads
         names = KINDS[self.kind(rows)]
         return [first * self._config.shape(x)[0] // self._config.nheads for x in names]
 
@@ -112,13 +120,13 @@ class Arrays:
             self._parcels[name] = self._engine.work.parcel((array.memory, 0), tensors)
         return self._parcels[name]
 
-    def _result(self, array: TokenArray, accumulated: bool) -> dict[str, Array]:
+    def _result(self, array: TokenArray, rounds: bool) -> dict[str, Array]:
         """Make new arrays for results: (tokens, heads, headdim), of lse (tokens, heads)."""
         config, empty = self._config if array.all_heads else self._group, self._engine.device.empty
         return {
             x: empty(
                 (array.length, *config.shape(x)),
-                config.dtype_of(x, accumulated or x in array.accumulated),
+                config.dtype_of(x, not rounds or x in array.accumulated),
             )
             for x in KINDS[array.kind]
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,19 +10,16 @@ import numpy as np
 from a2d_mpi.attention.arrays import Arrays
 from a2d_mpi.attention.engine import Engine
 from a2d_mpi.comm.channel import Channel
-from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Constant
 from a2d_mpi.masks.intervals import Intervals
-from a2d_mpi.schedules import write
 from a2d_mpi.schedules.arrays import common_rows, index_of
-from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
+from a2d_mpi.schedules.slices import ALIVE, ATTEND
 from a2d_mpi.schedules.steps import (
     KINDS,
     Add,
     Attend,
-    Barrier,
     Clear,
     Copy,
     Decode,
@@ -42,77 +39,142 @@ from a2d_mpi.schedules.steps import (
 _TENSORS = 4  # most tensors of a kind that is no parcel; each tensor has a tag of its own
 _TAGS = {kind: _TENSORS * i for i, kind in enumerate(KINDS)}
 _STRIDE = _TENSORS * len(KINDS)
-_TURNS = 32000 // _STRIDE  # MPI guarantees tags up to 32767
+_TURNS = 32000 // _STRIDE // ALIVE // 8 * 8  # MPI guarantees tags up to 32767
 
 
-def executors(
-    method: str, phase: str, layout: Layout, problem: Problem, rank: int, overlap: bool
-) -> list[Executor]:
-    """Make the executors of a rank in one phase; they run one after the other.
-
-    The parameters are the parameters of `a2d_mpi.schedules.write`.
-    """
-    programs = write(method, phase, layout, problem, rank, overlap)
-    return [Executor(x) for x in programs]
-
-
-class Executor:
-    """A program, compiled when it is made: operands are looked up, masks become intervals.
+class Pipeline:
+    """The programs of a phase on one rank, compiled when it is made.
 
     Parameters
     ----------
-    program : Program
+    programs : sequence of Program
+        Programs, or parts of programs, in the order of execution: see `a2d_mpi.schedules.write`.
+
+    Attributes
+    ----------
+    channels : dict of str to tuple of int
+        The ranks of each channel.
     """
 
-    def __init__(self, program: Program) -> None:
-        self.channels, self._arrays = program.channels, Arrays(program)
-        self._wire = program.group.config.wire
-        self.copied = bool(program.copied)
-        self._messages = program.messages
-        self._pending: list[list[Any]] = []  # requests of each message
-        self._steps = [_COMPILED[type(step)](step, program) for step in program.steps]
+    def __init__(self, programs: Sequence[Program]) -> None:
+        self.channels = {name: x for p in programs for name, x in p.channels.items()}
+        self._programs: dict[tuple[int, int], Executor] = {}
+        self._parts: list[tuple[int, int, list[tuple], bool, bool]] = []
+        compiled: dict[int, tuple] = {}  # slices have the same steps
+        keys = [(p.slice, p.number) for p in programs]
+        last = {key: i for i, key in enumerate(keys)}
+        self.slices, self._attends = 1 + max(p.slice for p in programs), min(ATTEND, max(keys)[1])
+        for i, (key, p) in enumerate(zip(keys, programs)):
+            begins = key not in self._programs
+            if begins:
+                self._programs[key] = Executor(p, self.slices)
+            for step in p.steps:
+                if id(step) not in compiled:
+                    compiled[id(step)] = _COMPILED[type(step)](step, p)
+            steps = [compiled[id(step)] for step in p.steps]
+            self._parts.append((*key, steps, begins, last[key] == i))
+        self._last, put = max(keys)[1], programs[-1]
+        self._config, self._in_buffers = put.group.problem.config, bool(put.copied)
 
     def run(
         self,
         engine: Engine,
         channels: Mapping[str, Channel],
         given: Mapping[str, Array],
-        options: Mapping[str, Any],
-        accumulated: bool = False,
+        options: Sequence[Mapping[str, Any]],
+        after: Callable[[int, dict[str, Array]], None] | None = None,
     ) -> dict[str, Array]:
-        """Run all steps.
+        """Run all programs.
 
         Parameters
         ----------
         engine : Engine
         channels : mapping of str to Channel
-            By the names of the program.
+            By the names of the programs.
         given : mapping of str to arrays
-            This rank's shard of the tensors that the program reads.
-        options : mapping
-            Arguments of the kernel for this call, such as `careful`.
-        accumulated : bool
-            Make results of the accumulation dtype, whatever the program says.
+            This rank's shard of the tensors that the programs read.
+        options : sequence of mapping
+            Arguments of the kernel, such as `careful`, by slice.
+        after : callable, optional
+            Takes the number of a slice and its results of attention, which then have the
+            accumulation dtype, and changes them.
 
         Returns
         -------
         dict of str to arrays
-            This rank's shard of the results.
+            This rank's shard of the results, in new arrays of the caller's dtypes.
         """
+        tensors: dict[int, dict[str, Array]] = {}  # of each slice
+        whole: dict[str, dict[str, Array]] = {}  # arrays of results, to which all slices write
+        keys: dict[str, Array] = {}  # of the KV heads that were taken last
+        for slice_, number, steps, begins, ends in self._parts:
+            program, attends = self._programs[slice_, number], number == self._attends
+            if begins:
+                read = tensors.pop(slice_) if number else given
+                new = whole if number == self._last else {}
+                rounds = after is None or not attends
+                program.begin(engine, channels, {**keys, **read}, options[slice_], new, rounds)
+            program.run(steps)
+            if ends:
+                tensors[slice_] = program.end()
+                if attends and after is not None:
+                    after(slice_, tensors[slice_])
+                keys |= {x: y for x, y in tensors[slice_].items() if x in ("k", "v")}
+        results = {name: x for of_slice in tensors.values() for name, x in of_slice.items()}
+        for name, x in results.items():
+            dtype = self._config.dtype_of(name)
+            if x.dtype != dtype or self._in_buffers:
+                results[name] = engine.device.empty(x.shape, dtype)  # (n, heads, headdim)
+                with engine.clock("merge"):
+                    engine.device.put(results[name], x)
+        return results
+
+
+class Executor:
+    """The arrays and the messages of one program, for one slice of the heads.
+
+    Parameters
+    ----------
+    program : Program
+    slices : int
+        Number of slices.
+    """
+
+    def __init__(self, program: Program, slices: int) -> None:
+        self._arrays = Arrays(program, slices)
+        self._wire = program.group.config.wire
+        self._messages = program.messages
+        self._tags = program.slice % ALIVE * _TURNS * _STRIDE  # first tag of this slice
+        self._pending: list[list[Any]] = []  # requests of each message
+
+    def begin(
+        self,
+        engine: Engine,
+        channels: Mapping[str, Channel],
+        given: Mapping[str, Array],
+        options: Mapping[str, Any],
+        new: dict[str, dict[str, Array]],
+        rounds: bool,
+    ) -> None:
+        """Begin a call, as in `Arrays.begin`; `options` are arguments of the kernel."""
         self._engine, self._channels, self._options = engine, channels, options
-        self._arrays.begin(engine, given, accumulated)
+        self._arrays.begin(engine, given, new, rounds)
         self._pending = [[]] * self._messages
-        for do, *operands in engine.clocked(self._steps):
+
+    def run(self, steps: list[tuple]) -> None:
+        """Run compiled steps."""
+        for do, *operands in self._engine.clocked(steps):
             do(self, *operands)
+
+    def end(self) -> dict[str, Array]:
+        """End the call, as in `Arrays.end`."""
         return self._arrays.end()
 
     def _post(self, message: Message, peer: int, tag: int) -> None:
         channel = self._channels[message.channel]
         start = channel.isend if isinstance(message, Send) else channel.irecv
-        self._pending[message.index] = start(self._arrays.travelling(message.rows), peer, tag)
-
-    def _enter(self, barrier: Barrier) -> None:
-        self._pending[barrier.index] = self._channels[barrier.channel].barrier()
+        tensors = self._arrays.travelling(message.rows)
+        self._pending[message.index] = start(tensors, peer, self._tags + tag)
 
     def _wait(self, step: Wait) -> None:
         requests = [x for index in step.messages for x in self._pending[index]]
@@ -191,11 +253,6 @@ def _posted(step: Message, program: Program) -> tuple:
     return Executor._post, step, peer, _tag(step, program)
 
 
-def _called(step: KernelCall, program: Program) -> tuple:
-    run = Executor._attend if isinstance(step, Attend) else Executor._differentiate
-    return run, step, _intervals(step, program)
-
-
 def _merging(step: Merge, program: Program) -> tuple:
     compensation = (x for _, x in common_rows(step.source, step.compensation))
     pairs = common_rows(step.source, step.target)
@@ -225,11 +282,14 @@ def _moved(step: Copy | Add, program: Program) -> tuple:
 _COMPILED: dict[type, Callable[[Any, Program], tuple]] = {
     Send: _posted,
     Receive: _posted,
-    Barrier: lambda step, program: (Executor._enter, step),
     Wait: lambda step, program: (Executor._wait, step),
     Clear: lambda step, program: (Executor._clear, step.rows),
-    Attend: _called,
-    Differentiate: _called,
+    Attend: lambda step, program: (Executor._attend, step, _intervals(step, program)),
+    Differentiate: lambda step, program: (
+        Executor._differentiate,
+        step,
+        _intervals(step, program),
+    ),
     Merge: _merging,
     Copy: _moved,
     Add: _moved,

@@ -52,11 +52,10 @@ def set_delta(engine: Engine, tensors: dict[str, Array], sink: Array | None) -> 
         return () if sink is None else (device.sink_gradient(tensors["lse"], delta, sink),)
 
 
-def add_sink(engine: Engine, grid: ProcessGrid, sink: Array, out: Array, lse: Array) -> None:
-    """Add the sink to the denominators of the heads of this group, after attention."""
-    n = len(sink) // grid.heads
+def add_sink(engine: Engine, sink: Array, out: Array, lse: Array) -> None:
+    """Add the sink of some heads to the denominators of these heads, after attention."""
     with engine.clock("merge"):
-        engine.device.add_sink(out, lse, sink[grid.head * n :][:n])
+        engine.device.add_sink(out, lse, sink)
 
 
 def largest_of_all(grid: ProcessGrid, watch: Watch, own: np.ndarray) -> np.ndarray:

@@ -82,7 +82,7 @@ class DoubleRingAttention(AttentionPlan):
         return {"inner": self.layout.cols}
 
     @property
-    def layout(self) -> Layout:
+    def _shape(self) -> Layout:
         grid, size, inner = self.grid, self.grid.group_comm.size, self.inner
         if not isinstance(inner, (int, np.integer)) or inner < 1 or size % inner:
             raise ValueError(f"inner must divide the {size} ranks of the ring, got {inner!r}")

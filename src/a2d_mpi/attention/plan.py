@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain
+from dataclasses import replace
 from typing import NoReturn
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from a2d_mpi.attention import hooks
 from a2d_mpi.attention.checks import check_grid, check_problem, check_tensors
 from a2d_mpi.attention.engine import Engine, Recorded
-from a2d_mpi.attention.executor import executors
+from a2d_mpi.attention.executor import Pipeline
 from a2d_mpi.attention.shards import gather, scatter
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
@@ -22,8 +22,9 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.schedules import problem_of
+from a2d_mpi.schedules import METHODS, problem_of, write
 from a2d_mpi.schedules.problem import Problem
+from a2d_mpi.schedules.slices import slices_of
 
 
 class AttentionPlan(Caller):
@@ -75,6 +76,12 @@ class AttentionPlan(Caller):
     overlap : bool
         Compute while messages travel.  False: communicate and compute in turn.  The results are
         the same bit for bit.
+    slices : int or (int, int), optional
+        Slices into which a rank cuts its heads, in both phases, or in the forward and in the
+        backward pass; see `a2d_mpi.schedules.slices`.  Messages of a slice travel while other
+        slices compute, and buffers shrink.  Results are the same bit for bit, but for dk and dv if
+        slices share KV heads.  Default: the planner's number, and without a planner the number of
+        `a2d_mpi.schedules.slices.default`.
     transfers : {"auto", "device", "host"}
         Path of device arrays to MPI: directly, or through the host; see
         `a2d_mpi.comm.gpus.gpu_aware`.
@@ -97,6 +104,8 @@ class AttentionPlan(Caller):
     config : AttentionConfig
         Sizes, shapes and dtypes.  The plan has attributes `seqlen`, `nheads`, `nheads_kv`,
         `headdim`, `headdim_v`, `dtype`, `compute_dtype`, `softmax_scale` and `logit_softcap`, too.
+    layout : Layout
+        Shape of the grid, order of its ranks, and slices: what `a2d_mpi.planning` takes.
     traffic : Traffic
         Bytes and messages since the plan was made, by phase and communicator.
     timings : dict of str to float
@@ -145,6 +154,7 @@ class AttentionPlan(Caller):
         logit_softcap: float | None = None,
         kernel: str = "auto",
         overlap: bool = True,
+        slices: int | tuple[int, int] | None = None,
         transfers: str = "auto",
         threads: int | None = None,
         check_finite: bool = False,
@@ -153,6 +163,7 @@ class AttentionPlan(Caller):
         self.grid, self.mask, self.traffic = grid, mask, Traffic()
         self._check_finite, arguments = check_finite, {}
         with grid.call("making", self) as call:
+            rank = grid.comm.rank
             with call.checks():
                 self.overlap = bool(overlap)
                 config = AttentionConfig(
@@ -171,11 +182,14 @@ class AttentionPlan(Caller):
                 check_problem(self.method, mask, config, grid, named)
                 lengths = config.seqlen, config.seqlen_kv
                 digest = mask.aligned(*lengths).digest(*lengths)  # checks all intervals
-                self._describe(problem_of(self.method, self.layout, config, mask, *named))
+                self._describe(problem_of(self.method, self._shape, config, mask, *named))
                 self._engine = Engine(kernel, config, transfers, overlap, grid, threads)
-                self._executors = {
-                    phase: executors(
-                        self.method, phase, self.layout, self.problem, grid.comm.rank, self.overlap
+                one = (METHODS[self.method].one_slice and grid.heads == 1) or not overlap
+                chosen = slices_of(slices, config, self._shape, one)
+                self.layout = replace(self._shape, slices=chosen)
+                self._pipelines = {
+                    phase: Pipeline(
+                        write(self.method, phase, self.layout, self.problem, rank, self.overlap)
                     )
                     for phase in PHASES
                 }
@@ -187,6 +201,7 @@ class AttentionPlan(Caller):
                     "distribution of the keys": self.problem.shards_kv.name,
                     "kernel": kernel,
                     "overlap": overlap,
+                    "slices": self.slices,
                     "transfers": transfers,
                     **self._options,
                 }
@@ -206,8 +221,8 @@ class AttentionPlan(Caller):
 
     def _connected(self) -> dict[str, Channel]:
         """Make the channels of all programs, by name; collective over the ranks of the grid."""
-        programs = chain.from_iterable(self._executors.values())
-        members_of = {name: x for program in programs for name, x in program.channels.items()}
+        channels = [x.channels for x in self._pipelines.values()]
+        members_of = {name: ranks for x in channels for name, ranks in x.items()}
         # Sorted, because the grid may have to make communicators: all ranks in the same order.
         return {
             name: Channel(self.grid.comm_of(name, ranks), name, self.traffic)
@@ -462,9 +477,9 @@ class AttentionPlan(Caller):
         return getattr(self._engine.kernel, "product_dtype", self.compute_dtype)
 
     @property
-    def layout(self) -> Layout:
-        """Shape of the grid and order of its ranks, in the form that `a2d_mpi.planning` takes."""
-        return self.grid.layout
+    def slices(self) -> tuple[int, int]:
+        """Slices of a rank's heads in the forward and in the backward pass."""
+        return self.layout.slices
 
     def predicted_traffic(self, rank: int | None = None) -> dict[tuple[str, str], list[int]]:
         """Predict the bytes of one forward and one backward call.  Local.
@@ -530,6 +545,11 @@ class AttentionPlan(Caller):
         return self.method, self.layout, self.problem, rank
 
     @property
+    def _shape(self) -> Layout:
+        """Layout of the ranks of this method, before slices are chosen."""
+        return self.grid.layout
+
+    @property
     def _options(self) -> dict[str, object]:
         """Arguments that only this method has, by name; all ranks must agree on them."""
         return {}
@@ -567,7 +587,7 @@ class AttentionPlan(Caller):
         ValueError
             On all ranks, if an array is wrong on any rank.
         """
-        engine, flags = self._engine, Flags()
+        engine, mine = self._engine, Flags()
         with self.grid.call(phase, self, engine.settle) as call:
             with call.checks():
                 if refusal:
@@ -579,7 +599,7 @@ class AttentionPlan(Caller):
                 if max_logits and not getattr(engine.kernel, "max_logits", False):
                     name = engine.kernel.name
                     raise ValueError(f"kernel {name!r} gives no max_logits, 'numpy' does")
-                flags = Flags(
+                mine = Flags(
                     on_host=engine.device is HOST,
                     sink="sink" in arrays,
                     dlse="dlse" in arrays,
@@ -588,45 +608,44 @@ class AttentionPlan(Caller):
                     staged=engine.staged,
                     not_finite=not finite,
                 )
-            some = call.agree(flags=flags)
-            engine.choose_transport(some.staged)
+            any_rank = call.agree(flags=mine)
+            engine.choose_transport(any_rank.staged)
             for channel in self._channels.values():
                 channel.start(phase, engine.transport, call.watch)
-            options = {"careful": some.not_finite}
+            slices = self._pipelines[phase].slices
+            largest = np.full(self.nheads // self.grid.heads, -np.inf, self.compute_dtype)
+            options = {"careful": any_rank.not_finite}
             if phase == "backward":
-                options["any_delta"] = flags.dlse
-            elif max_logits:
-                shape = self.nheads // self.grid.heads
-                options["largest"] = np.full(shape, -np.inf, self.compute_dtype)
+                options["any_delta"] = any_rank.dlse
+            of_slices = [dict(options) for _ in range(slices)]
+            for of_slice, x in zip(of_slices, np.split(largest, slices) if max_logits else ()):
+                of_slice["largest"] = x
             with engine.running(phase):
-                results = self._computed(phase, tensors, options)
+                results = self._computed(phase, tensors, of_slices)
                 if max_logits:
-                    largest = hooks.largest_of_all(self.grid, call.watch, options["largest"])
-                    results = *results, largest
+                    results = *results, hooks.largest_of_all(self.grid, call.watch, largest)
             engine.waits[phase] = [
                 wait for channel in self._channels.values() for wait in channel.waits
             ]
             return results
 
     def _computed(
-        self, phase: str, tensors: dict[str, Array], options: Mapping[str, object]
+        self,
+        phase: str,
+        tensors: dict[str, Array],
+        options: Sequence[Mapping[str, object]],
     ) -> tuple[Array, ...]:
         """Compute the results of a phase, in new arrays of the caller's dtypes."""
-        engine, programs, dsink = self._engine, self._executors[phase], ()
-        sink = tensors.pop("sink", None)
+        engine, pipeline, dsink = self._engine, self._pipelines[phase], ()
+        sink, after = tensors.pop("sink", None), None
         hooks.round_tensors(engine, self.config, tensors)
         if phase == "backward":
             dsink = hooks.set_delta(engine, tensors, sink)
-        attends = [x for x in programs if "head" not in x.channels][-1]
-        for program in programs:
-            sinks = sink is not None and phase == "forward" and program is attends
-            tensors = program.run(engine, self._channels, tensors, options, accumulated=sinks)
-            if sinks:
-                hooks.add_sink(engine, self.grid, sink, *tensors.values())
-        for name, x in tensors.items():
-            dtype = self.config.dtype_of(name)
-            if x.dtype != dtype or programs[-1].copied:
-                tensors[name] = engine.device.empty(x.shape, dtype)  # (n, heads, headdim)
-                with engine.clock("merge"):
-                    engine.device.put(tensors[name], x)
-        return *tensors.values(), *dsink
+        elif sink is not None:
+            shares = sink.reshape(self.grid.heads, pipeline.slices, -1)[self.grid.head]
+
+            def after(slice_: int, results: dict[str, Array]) -> None:
+                hooks.add_sink(engine, shares[slice_], **results)
+
+        results = pipeline.run(engine, self._channels, tensors, options, after)
+        return *results.values(), *dsink

@@ -80,10 +80,6 @@ class Channel:
         """Start receiving into C-contiguous tensors, with tags from `tag` on."""
         return self._start(self._transport.receive, 1, tensors, peer, tag)
 
-    def barrier(self) -> list[Any]:
-        """Enter a barrier of all ranks; `wait` returns when all ranks have entered it."""
-        return self._transport.barrier(self.comm)
-
     def wait(self, messages: list[Any]) -> None:
         """Block until the messages are complete, and empty the list."""
         start = time.perf_counter()

@@ -57,9 +57,6 @@ class DeviceTransport(Transport):
         receive = self._receive_staged if self.staged else self._direct
         return self._begin(receive(comm.Irecv, x, peer, tag, self.device.mark()))
 
-    def barrier(self, comm: MPI.Intracomm) -> list[Any]:
-        return self._begin(self._barrier(comm))
-
     def wait(self, messages: list[Any]) -> None:
         # Advance all messages: the rank that this one waits for may need another of them.
         while not self._active.keys().isdisjoint(messages):
@@ -82,11 +79,6 @@ class DeviceTransport(Transport):
     def _advance(self) -> None:
         for number in [n for n, message in self._active.items() if not _goes_on(message)]:
             del self._active[number]
-
-    def _barrier(self, comm: MPI.Intracomm) -> Iterator[None]:
-        request = self._post(comm.Ibarrier)
-        while not request.Test():
-            yield
 
     # The event `ready` comes after the kernels that write x (sends), or that read its old contents
     # (receives).

@@ -43,9 +43,6 @@ class Transport:
     def receive(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
         """Start receiving bytes into x (C-contiguous, uint8); return messages for `wait`."""
 
-    def barrier(self, comm: MPI.Intracomm) -> list[Any]:
-        """Enter a barrier; return messages for `wait`."""
-
     def poll(self, comm: MPI.Intracomm) -> None:
         """Let messages advance; kernels call it between the cache blocks of a computation."""
 
@@ -77,9 +74,6 @@ class HostTransport(Transport):
 
     def receive(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
         return [self._post(comm.Irecv, piece, peer, tag) for piece in pieces(x, self.limit)]
-
-    def barrier(self, comm: MPI.Intracomm) -> list[Any]:
-        return [self._post(comm.Ibarrier)]
 
     def wait(self, messages: list[Any]) -> None:
         if survives():

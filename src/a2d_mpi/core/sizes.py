@@ -39,6 +39,9 @@ class Layout:
         None: every rank is alone on its node.
     distribution : str, optional
         Distribution of the tokens, if the planner has chosen one.
+    slices : (int, int), optional
+        Slices of a rank's heads in the forward and in the backward pass, if they were chosen; see
+        `a2d_mpi.schedules.slices`.  None: one slice.
 
     Raises
     ------
@@ -54,6 +57,7 @@ class Layout:
     block: tuple[int, int] = (1, 1)
     nodes: tuple[int, ...] | None = None
     distribution: str | None = None
+    slices: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if min(self.rows, self.cols, self.heads) < 1:

@@ -172,7 +172,9 @@ def _row(plan: Candidate, ranks: int, best: Candidate) -> list[str]:
     else:
         cells += [f">= {duration(plan.bound)}", *["-"] * 7, f">= {_bytes(plan.memory)}"]
     idle = f"{used} of {ranks} ranks, {1 - used / ranks:.0%} idle" if used < ranks else ""
-    notes = plan.layout.distribution, plan.known_as, idle, why_not(plan, best)
+    slices = "x".join(map(str, plan.layout.slices or (1, 1)))
+    sliced = f"{slices} slices" * (slices != "1x1")
+    notes = plan.layout.distribution, sliced, plan.known_as, idle, why_not(plan, best)
     return [*cells, "; ".join(filter(None, notes))]
 
 

@@ -146,10 +146,8 @@ def wire_errors(plan: AttentionPlan, terms: Mapping[str, float]) -> dict[str, fl
     config, errors, form = plan.config, {}, FORMATS[plan.config.wire]
     number: Counter[str] = Counter()
     for phase in PHASES if "dq" in terms else PHASES[:1]:
-        all_ranks = range(plan.layout.size)
-        number |= roundings(
-            [write(plan.method, phase, plan.layout, plan.problem, x) for x in all_ranks]
-        )
+        all_ranks, whole = range(plan.layout.size), replace(plan.layout, slices=None)
+        number |= roundings([write(plan.method, phase, whole, plan.problem, x) for x in all_ranks])
     for name, size in terms.items():
         h = number[name] if config.rounds(name, accumulated=True) else 0
         errors[name] = ((1 + form.error + form.floor) ** h - 1) * size

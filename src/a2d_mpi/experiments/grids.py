@@ -113,4 +113,5 @@ def plan_of(
     arguments = {**case.arguments, "overlap": configuration.overlap, **options}
     if layout.distribution:
         arguments["distribution"] = layout.distribution
+    arguments["slices"] = layout.slices
     return make_plan(configuration.method, grids[shape], case.work().mask, **arguments)

@@ -56,7 +56,7 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     device = open_device(comm, args.device)
     phases = {"backward": args.backward, "overlap": args.overlap}
     grid = open_grid(comm, args, Workload(**config.arguments, mask=mask, **phases))
-    names = ("kernel", "transfers", "threads", "inner", "distribution")
+    names = ("kernel", "transfers", "threads", "inner", "distribution", "slices")
     options = {name: x for name in names if (x := getattr(args, name)) is not None}
     options |= {**config.arguments, "overlap": args.overlap}
     plan = make_plan(args.method, grid, mask, **options)

@@ -17,8 +17,7 @@ from a2d_mpi.experiments.options import method_name, one_of
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.masks.patterns import make_mask, usage
 from a2d_mpi.planning import cost
-from a2d_mpi.schedules import METHODS, problem_of, write
-from a2d_mpi.schedules.accounts import area
+from a2d_mpi.schedules import METHODS, problem_of
 from a2d_mpi.schedules.problem import Problem
 
 
@@ -50,7 +49,7 @@ def partition_cost(method: str, layout: Layout, problem: Problem) -> PartitionCo
     for rank in range(layout.size):
         for move in cost.moves(method, layout, problem, rank, ("forward",)):
             most[int(move.sent), rank] += move.nbytes
-        areas[rank] = sum(map(area, write(method, "forward", layout, problem, rank)))
+        areas[rank] = cost.pairs(method, layout, problem, rank)
     all_of_q = problem.config.seqlen * problem.config.nbytes("q")
     grid = f"{layout.rows}x{layout.cols}"
     return PartitionCost(

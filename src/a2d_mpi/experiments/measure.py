@@ -283,6 +283,7 @@ def _config(plan: AttentionPlan) -> dict[str, object]:
         "wire": plan.config.wire or "none",
         "sent": _sent(plan.config),
         "overlap": plan.overlap,
+        "slices": "x".join(map(str, plan.slices)),  # of the forward and the backward pass
         # Node of every grid rank; empty if each rank is alone on its node.
         "nodes": " ".join(map(str, plan.grid.layout.nodes or ())),
         "distribution": plan.distribution.name,

@@ -143,6 +143,14 @@ def pair(between: str, what: str) -> Callable[[str], tuple[int, int]]:
     return numbers
 
 
+def slices(text: str) -> tuple[int, int]:
+    """Parse numbers of slices, "4" or "2x4": in the forward and in the backward pass."""
+    match = re.fullmatch(r"\s*([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?\s*", text)
+    if not match:
+        raise BadOption(f"must be like 4 or 2x4, got {text[:40]!r}")
+    return int(match[1]), int(match[2] or match[1])
+
+
 def method_name(text: str) -> str:
     """Parse the name of a method in `a2d_mpi.schedules.METHODS`; underscores become blanks.
 
@@ -220,7 +228,7 @@ CHECK_HELP = (
     "ends; an error of a single other row is missed), rows:N (N of each), full (all)"
 )
 PLANS_HELP = f"""\
-A plan is METHOD[:RxC[xU]][@ORDER][/RxC]:
+A plan is METHOD[:RxC[xU]][@ORDER][/RxC][*F[xB]]:
 
   METHOD  one of {", ".join(METHODS)};
           or with underscores
@@ -229,11 +237,13 @@ A plan is METHOD[:RxC[xU]][@ORDER][/RxC]:
   ORDER   the axes r (rows), c (columns) and u (ranks that share the heads) from the slowest to
           the fastest; default: rcu.  Ranks along the last axis are neighbours, usually on a node
   /RxC    rows and columns of a block of the grid whose ranks are neighbours; default: 1x1
+  *F[xB]  slices of the heads, forward and backward; default: the plan's choice
 
 For example "ring", "attention2d:2x2", "ring:2x1x2" (2 ranks share the heads), "double ring:2x2" (2
-outer steps over inner rings of 2), "node aware:4x4/2x2".  "all" is every layout that the planner
-knows.  "auto" is the fastest plan by the planner, "auto:5" its five fastest plans, "auto:each" its
-fastest plan of each method; these need --profile.
+outer steps over inner rings of 2), "node aware:4x4/2x2", "attention2d:4x4*2x4".
+
+"all" is every layout that the planner knows.  "auto" is the fastest plan by the planner, "auto:5"
+its five fastest plans, "auto:each" its fastest plan of each method; these need --profile.
 """
 
 # fmt: off
@@ -280,6 +290,9 @@ OPTIONS: dict[str, dict[str, object]] = {
     "distribution": {"choices": DISTRIBUTIONS,
                      "help": "distribution of tokens over ranks; default: the fastest one for "
                              "the mask, as predicted"},
+    "slices": {"type": slices, "metavar": "F[xB]",
+               "help": "slices of the heads, whose messages travel while others compute; forward "
+                       "and backward: 4 or 2x4; default: chosen from the sizes"},
     "overlap": {"action": argparse.BooleanOptionalAction, "default": True,
                 "help": "communicate while computing; --no-overlap: in turn"},
     "kv-block": {"type": BLOCK, "metavar": "TOKENS", "default": 16,

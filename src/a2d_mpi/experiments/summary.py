@@ -100,8 +100,10 @@ class Summary:
 
     @property
     def plan(self) -> str:
-        """Method and shape; "in turn" if it computes and communicates in turn."""
-        return f"{self.method} {self.shape}" + " in turn" * (not self.overlap)
+        """Method and shape, slices, and "in turn" if it computes and communicates in turn."""
+        slices = self.config.get("slices", "1x1")  # older files have one slice
+        sliced = f" in {slices} slices" * (slices != "1x1")
+        return f"{self.method} {self.shape}{sliced}" + " in turn" * (not self.overlap)
 
 
 def summarise(result: Result, phases: Sequence[str] | None = None) -> Summary:

@@ -11,9 +11,9 @@ from itertools import product
 import numpy as np
 
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.sizes import Layout, misfit
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.mask_file import FILE, mask_of
-from a2d_mpi.experiments.options import method_name
+from a2d_mpi.experiments.options import method_name, slices
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.layouts import layouts
 from a2d_mpi.planning.machine import Machine
@@ -23,12 +23,15 @@ from a2d_mpi.planning.planner import best_candidates
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS, problem_of
 from a2d_mpi.schedules.problem import Workload
+from a2d_mpi.schedules.slices import slices_of
 
 # Most ranks for which the planner searches.  With h100-8.toml, 1M causal tokens and gradients,
 # 1024 ranks take 18 s of CPU time, 4096 ranks 127 s and 0.9 GB (tests/plan_times.py).
 PLANNED = 4096
 SIZES = ("seqlen", "nheads", "nheads_kv", "headdim", "headdim_v", "dtype")
-_SPEC = re.compile(r"([a-z0-9 _]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?(?:/(\d+)x(\d+))?")
+_SPEC = re.compile(
+    r"([a-z0-9 _]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?(?:/(\d+)x(\d+))?(?:\*(.+))?"
+)
 _AUTO = re.compile(r"auto(?::([1-9]\d?|each))?")
 
 
@@ -113,6 +116,7 @@ class Configuration:
         overlap = "overlap" if self.overlap else "in_turn"
         order = self.layout.numbering.replace("/", "_")  # a slash would make a subgroup
         order += f"-{self.layout.distribution}" if self.layout.distribution else ""
+        order += f"_slices{slices_text(self.layout)}" if self.layout.slices else ""
         return f"{method}-{shape}-{order}-{self.case.name}-{overlap}"
 
     @property
@@ -128,6 +132,7 @@ class Configuration:
             "mask": case.mask,
             "backward": case.backward,
             "overlap": self.overlap,
+            "slices": slices_text(layout),
             "wire": case.wire or "none",
             "picked": self.picked,
         }
@@ -178,7 +183,7 @@ class Configuration:
 
 
 def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
-    """Parse ``METHOD[:RxC[xU]][@order][/RxC]``; return the method and its layout.
+    """Parse ``METHOD[:RxC[xU]][@order][/RxC][*F[xB]]``; return the method and its layout.
 
     The default shape is the squarest shape of the method.
 
@@ -190,9 +195,9 @@ def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
     match = _SPEC.fullmatch(spec.strip())
     if not match:
         raise ValueError(
-            f"--plans must be METHOD[:RxC[xU]][@order][/RxC], all or auto, got {spec!r}"
+            f"--plans must be METHOD[:RxC[xU]][@order][/RxC][*F[xB]], all or auto, got {spec!r}"
         )
-    name, rows, cols, heads, order, *block = match.groups()
+    name, rows, cols, heads, order, *block, cut = match.groups()
     try:
         method = method_name(name)
     except ValueError as error:
@@ -204,7 +209,8 @@ def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
         rows, cols = min(shapes, key=lambda x: (abs(x[0] - x[1]), x), default=(ranks, 1))
     try:
         block = int(block[0] or 1), int(block[1] or 1)
-        layout = Layout(int(rows), int(cols), heads, order or "rcu", block)
+        number = None if cut is None else slices(cut)
+        layout = Layout(int(rows), int(cols), heads, order or "rcu", block, slices=number)
     except ValueError as error:
         raise ValueError(f"--plans {spec!r}: {error}") from None
     if layout.size != ranks:
@@ -265,9 +271,10 @@ def plans_for(
                 chosen = [(x, y) for x in METHODS for y in layouts(x, ranks, work, node)]
             else:
                 method, layout = parse_plan(spec, ranks)
-                why = misfit(case.nheads, case.nheads_kv, layout.heads)
-                if why:
-                    raise ValueError(f"--plans {spec!r}: {why}")
+                try:
+                    slices_of(layout.slices, case, layout)
+                except ValueError as error:
+                    raise ValueError(f"--plans {spec!r}: {error}") from None
                 if machine is not None and METHODS[method].knows_nodes:
                     layout = layout.on_nodes(np.arange(ranks) // machine.ranks_per_node)
                 chosen = [(method, layout)]
@@ -289,3 +296,8 @@ def _shapes(method: str, ranks: int) -> list[tuple[int, int]]:
 def grid_text(layout: Layout) -> str:
     """Return the shape of a layout, ROWSxCOLSxHEADS."""
     return f"{layout.rows}x{layout.cols}x{layout.heads}"
+
+
+def slices_text(layout: Layout) -> str:
+    """Return the slices of a layout, FORWARDxBACKWARD; one slice if they are not chosen yet."""
+    return "x".join(map(str, layout.slices or (1, 1)))

@@ -35,7 +35,6 @@ from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import (
     KINDS,
     Attend,
-    Barrier,
     Differentiate,
     Message,
     Rows,
@@ -155,23 +154,22 @@ def measured(
     for number, call in enumerate(calls):
         programs = write(plan.method, call.phase, plan.layout, plan.problem, rank, plan.overlap)
         labels: dict[int, tuple[str, dict]] = {len(call.spans) - 1: (f"{name} {call.phase}", {})}
-        for i, (program, times) in enumerate(zip(programs, call.programs)):
-            blocks, posted = _blocks(program), {}
+        posted: dict[tuple[int, int, int], Arrow] = {}  # by slice, program and message
+        for program, times in zip(programs, call.programs):
+            blocks, of = _blocks(program), (program.slice, program.number)
             for step, (begin, first), (end, last) in zip(program.steps, times, times[1:]):
                 args = next(blocks) if isinstance(step, Attend | Differentiate) else {}
                 for span in range(first, last):  # one, or none
                     labels[span] = type(step).__name__.lower(), args
                 if isinstance(step, Message):
                     x = _arrow(program, step, place, call.phase)
-                    x = posted[step.index] = x._replace(key=(number, i, *x.key))
+                    x = posted[(*of, step.index)] = x._replace(key=(number, *of, *x.key))
                     slices.append(
                         _post(f"{'send' if x.sent else 'receive'} {x.kind}", [x], begin, end)
                     )
-                elif isinstance(step, Barrier):
-                    slices.append(_post("barrier", [], begin, end))
                 elif isinstance(step, Wait):
-                    messages = [posted[x] for x in step.messages if x in posted]
-                    slices.append(_wait(messages, len(step.messages), begin, end))
+                    messages = [posted[(*of, x)] for x in step.messages]
+                    slices.append(_wait(messages, begin, end))
         for i, (part, begin, end) in enumerate(call.spans):
             label, args = labels.get(i, (part, {}))
             slices.append(Slice(COMPUTE, label, part, begin, end, args))
@@ -190,19 +188,17 @@ def _arrow(program: Program, step: Message, place: list[int], phase: str) -> Arr
 
 
 def _post(name: str, messages: list[Arrow], begin: float, end: float) -> Slice:
-    """Make the slice of a post, or of entering a barrier."""
+    """Make the slice of a post."""
     args, sent = messages[0].args if len(messages) == 1 else {}, [x for x in messages if x.sent]
     return Slice(COMMUNICATION, name, "post", begin, end, args, sent)
 
 
-def _wait(messages: list[Arrow], number: int, begin: float, end: float) -> Slice:
-    """Make the slice of a wait for messages and, if `number` is larger than these, a barrier."""
+def _wait(messages: list[Arrow], begin: float, end: float) -> Slice:
+    """Make the slice of a wait for messages."""
     args: dict[str, object] = {"bytes": sum(x.args["bytes"] for x in messages)}
     for i, x in enumerate(messages):
         peer = f"to {x.args['to']}" if x.sent else f"from {x.args['from']}"
         args[f"message {i}"] = f"{x.kind} {peer}, {x.args['bytes']} bytes"
-    if number > len(messages):
-        args["barrier"] = "yes"
     received = [x for x in messages if not x.sent]
     return Slice(COMMUNICATION, "wait", "wait", begin, end, args, received)
 
@@ -264,11 +260,9 @@ def predicted(
             last = spans[rank][-1][2]
             slices.append(Slice(COMPUTE, f"{name} {phase}", "total", 0.0, last, {}))
             for part, begin, end, numbers in spans[rank]:
-                # Without the empty messages of barriers.
-                messages = [x for x in numbers if survey.kinds[x] < len(KINDS)]
-                arrows = [_simulated(survey, x, rank, place) for x in messages]
+                arrows = [_simulated(survey, x, rank, place) for x in numbers]
                 if part == "wait":
-                    slices.append(_wait(arrows, len(numbers), begin, end))
+                    slices.append(_wait(arrows, begin, end))
                 elif numbers:
                     slices.append(_post("post", arrows, begin, end))
                 else:

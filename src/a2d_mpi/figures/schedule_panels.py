@@ -80,7 +80,10 @@ def panels(
         method, layout, replace(work, seqlen=drawn, seqlen_kv=drawn, mask=mask)
     )
     computes = np.where(computes < 0, -1, world[computes])
-    return Panels(f"{method} {shape}{order}, {problem.shards.name}", computes, received, spans)
+    name = f"{method} {shape}{order}, {problem.shards.name}"
+    if layout.slices not in (None, (1, 1)):
+        name += f", {'x'.join(map(str, layout.slices[: len(work.phases)]))} slices"
+    return Panels(name, computes, received, spans)
 
 
 def blocks(

@@ -96,7 +96,8 @@ def traffic(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:
 
 def pairs(method: str, layout: Layout, problem: Problem, rank: int) -> int:
     """Return the visible pairs that a rank computes for each head of its group; see `moves`."""
-    return sum(map(area, write(method, "forward", layout, problem, rank)))
+    programs = write(method, "forward", layout, problem, rank)
+    return sum(area(x) for x in programs if x.slice == 0)
 
 
 def messages(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:

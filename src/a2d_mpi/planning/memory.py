@@ -13,11 +13,12 @@ from a2d_mpi.core.kernel_memory import kernel_buffers
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.intervals import queries_per_key
 from a2d_mpi.masks.mask import Causal, Full
-from a2d_mpi.schedules import write
+from a2d_mpi.schedules import drafts_of
 from a2d_mpi.schedules.accounts import buffers as buffers_of
 from a2d_mpi.schedules.accounts import nbytes
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
+from a2d_mpi.schedules.slices import ALIVE, ATTEND, sharing
 from a2d_mpi.schedules.steps import KINDS, KernelCall, Merge
 
 # Bytes that libraries (NumPy, OpenBLAS, MPI, Numba, this package) allocate in the first calls of a
@@ -80,7 +81,7 @@ class Held(NamedTuple):
 
     Attributes
     ----------
-    buffers : dict of (str, int) to int
+    buffers : dict of (str, int, bool) to int
         Buffers of the plan, see `a2d_mpi.schedules.accounts.buffers`.
     results : int
         Arrays of results.
@@ -94,7 +95,7 @@ class Held(NamedTuple):
         Largest sum of the kernel's buffers and temporary arrays.
     """
 
-    buffers: dict[tuple[str, int], int]
+    buffers: dict[tuple[str, int, bool], int]
     results: int
     copies: int
     intervals: int
@@ -120,6 +121,32 @@ def held_by(program: Program, backward: bool, kernel: str | None = None) -> Held
     return Held(buffers_of(program), held, copies, *of_kernel)
 
 
+def held_by_slices(held: Sequence[Sequence[Held]], shared: int) -> list[Held]:
+    """Return the memory of the programs of all slices.
+
+    Parameters
+    ----------
+    held : sequence of sequence of Held
+        By slice and program.
+    shared : int
+        Number of slices that share a KV head.
+    """
+    slices = len(held)
+    if slices == 1:
+        return list(held[0])
+    found = []
+    # Programs of the first and the last of the slices that share a KV head have all buffers.
+    for number, (x, last) in enumerate(zip(held[0], held[shared - 1])):
+        buffers = {
+            (f"{number}.{turn} {name}", i, of_keys): size
+            for (name, i, of_keys), size in (x.buffers | last.buffers).items()
+            for turn in range(min(ALIVE, slices // shared if of_keys else slices))
+        }
+        alive = min(ALIVE, slices) if number == ATTEND else 1
+        found.append(x._replace(buffers=buffers, results=alive * x.results))
+    return found
+
+
 def peak_of(
     phases: Sequence[Sequence[Held]], problem: Problem, rank: int, kernel: str | None = None
 ) -> int:
@@ -141,10 +168,13 @@ def peak_of(
 def _phases(
     method: str, layout: Layout, problem: Problem, rank: int, backward: bool, kernel=None
 ) -> list[list[Held]]:
-    return [
-        [held_by(x, i > 0, kernel) for x in write(method, phase, layout, problem, rank)]
-        for i, phase in enumerate(PHASES[: 1 + backward])
-    ]
+    phases, own = [], problem.config.cp_group(layout.heads)
+    for i, phase in enumerate(PHASES[: 1 + backward]):
+        drafts = drafts_of(method, phase, layout, problem, rank)
+        held = {x: held_by(x.write(), i > 0, kernel) for x in set(chain.from_iterable(drafts))}
+        of_drafts = [[held[x] for x in of_slice] for of_slice in drafts]
+        phases.append(held_by_slices(of_drafts, sharing(own, len(drafts))))
+    return phases
 
 
 def _buffers(phases: Sequence[Sequence[Held]]) -> int:

@@ -11,6 +11,9 @@ Every candidate has a lower bound of its time.  The bound grows in four stages:
 The search always refines the candidate with the smallest bound.  It ends when a candidate that is
 fully simulated has the smallest one.
 
+The bounds are for one slice of the heads.  After the search, the candidates with the smallest
+times or bounds are simulated with more slices.
+
 A candidate can lead to others.  If the mask leaves the distribution open, a candidate first has
 the distribution that `a2d_mpi.sharding.choice` takes for the machine.  If this candidate turns out
 to be the fastest, it is tried with the other distributions, too.
@@ -34,6 +37,8 @@ from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.planning.trial import Candidate, Trial
 from a2d_mpi.schedules import METHODS
 from a2d_mpi.schedules.problem import Workload
+
+SLICED, SMALL = 8, 256  # candidates that try slices of the heads, on so many ranks at most
 
 
 def candidates(
@@ -89,6 +94,12 @@ def candidates(
     trials: list[Trial] = []
     for _ in progress(_search(trials, shapes, machine, work, room, number)):
         pass
+    fastest = sorted((x for x in trials if x.fits), key=lambda x: x.seconds)
+    for trial in progress(iter(fastest[: SLICED if ranks <= SMALL else 2])):
+        if trial.seconds < 1.3 * fastest[0].seconds:
+            while trial.refine():
+                pass
+            trial.slice_heads()
     results = [x.candidate() for x in trials]
     return sorted(results, key=lambda x: (not x.fits, x.seconds, x.bound))
 

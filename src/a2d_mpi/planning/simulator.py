@@ -90,7 +90,7 @@ class Messages(NamedTuple):
     source, to : ndarray
         Rank that sends, and rank that receives.
     nbytes : ndarray
-        Bytes; 0 in the messages of barriers.
+        Bytes.
     """
 
     source: np.ndarray

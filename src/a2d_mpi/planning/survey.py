@@ -14,26 +14,26 @@ import numpy as np
 from a2d_mpi.core.config import OF_KEYS, PHASES
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.machine import Machine
-from a2d_mpi.planning.memory import NOTHING, Held, held_by
+from a2d_mpi.planning.memory import NOTHING, Held, held_by, held_by_slices
 from a2d_mpi.planning.simulator import COMPUTE, MERGE, OTHER, POST, WAIT, Messages, Operations
 from a2d_mpi.schedules import Draft, drafts_of, essence
 from a2d_mpi.schedules.accounts import mpi_messages, nbytes, pairs_of
 from a2d_mpi.schedules.problem import Problem, Workload
 from a2d_mpi.schedules.program import Program
+from a2d_mpi.schedules.slices import cut, order, sharing
 from a2d_mpi.schedules.steps import (
     KINDS,
-    Barrier,
     Clear,
     KernelCall,
     Merge,
     Message,
     Receive,
     Send,
+    TakeHeads,
     Wait,
 )
 
 _KINDS = {kind: i for i, kind in enumerate(KINDS)}
-_BARRIER = len(KINDS)  # kind of the empty messages of a barrier
 
 
 class Tape(NamedTuple):
@@ -49,6 +49,9 @@ class Tape(NamedTuple):
         Messages of the operations, one operation after the other.
     messages : (messages, 8) int64
         Peer, whether it is received, kind of rows, tag, turn, bytes, tensors, MPI messages.
+    cuts : tuple of (int, int)
+        Number of operations, and of entries of `numbers`, before each part of the program and at
+        the end; see `a2d_mpi.schedules.slices.cut`.
     held : Held
     """
 
@@ -57,6 +60,7 @@ class Tape(NamedTuple):
     sizes: np.ndarray
     numbers: np.ndarray
     messages: np.ndarray
+    cuts: tuple[tuple[int, int], ...]
     held: Held
 
 
@@ -70,9 +74,9 @@ class Survey(NamedTuple):
     tensors : (n,) int64
         Tensors of every message; each tensor costs the overhead of a message.
     pieces : (n,) int64
-        MPI messages of every message; 0 for the empty messages of barriers.
+        MPI messages of every message.
     kinds : (n,) int64
-        Index in `KINDS` of the rows of every message; ``len(KINDS)`` for messages of barriers.
+        Index in `KINDS` of the rows of every message.
     held : list of list of Held
         Memory, by rank and program.
     """
@@ -134,14 +138,26 @@ def _survey(
     steps: int | None,
 ) -> Survey:
     """Make the survey without the costs of messages, which depend on the places of ranks."""
-    tapes, places, held = [], [], []
+    tapes, places, parts, held = [], [], [], []
     for rank in range(layout.size) if ranks is None else ranks:
-        parts = drafts_of(method, phase, layout, problem, rank, overlap)
-        mine = [_tape(x.anywhere, phase, machine, x == parts[-1], steps) for x in parts]
-        held.append([x.held for x in mine])
-        tapes += [_opening(machine, _opening_bytes(problem, rank, phase == PHASES[1])), *mine]
-        places += [(rank, 0, 1, 0), *((rank, i, x.stride, x.offset) for i, x in enumerate(parts))]
-    operations, listed = _joined(tapes, np.array(places), layout.size)
+        parts.append((len(tapes), None))
+        tapes.append(_opening(machine, _opening_bytes(problem, rank, phase == PHASES[1])))
+        places.append((rank, 0, 1, 0))
+        drafts, of_slices = drafts_of(method, phase, layout, problem, rank, overlap), []
+        for i, of_slice in enumerate(drafts):
+            programs = len(of_slice)
+            of_slices.append(range(len(tapes), len(tapes) + programs))
+            for k, x in enumerate(of_slice):
+                tapes.append(_tape(x.anywhere, phase, machine, k == programs - 1, steps))
+                places.append((rank, i * programs + k, x.stride, x.offset))
+        shared = sharing(problem.config.cp_group(layout.heads), len(drafts))
+        held.append(held_by_slices([[tapes[k].held for k in x] for x in of_slices], shared))
+        if len(drafts) == 1:
+            parts += [(k, None) for k in of_slices[0]]
+        else:
+            run = order(layout, len(drafts), overlap)
+            parts += [(of_slices[i][k], part) for i, k, part in run]
+    operations, listed = _joined(tapes, np.array(places), parts, layout.size)
     source, to, nbytes, *others = listed.T
     return Survey(operations, Messages(source, to, nbytes), *others, held)
 
@@ -171,16 +187,20 @@ def _with_link_costs(machine: Machine, layout: Layout, survey: Survey) -> Survey
 
 
 def _joined(
-    tapes: Sequence[Tape], places: np.ndarray, ranks: int
+    tapes: Sequence[Tape],
+    places: np.ndarray,
+    parts: Sequence[tuple[int, int | None]],
+    ranks: int,
 ) -> tuple[Operations, np.ndarray]:
     """Join the tapes of all ranks; the two sides of a message get the same number.
 
     Parameters
     ----------
     tapes : sequence of Tape
-        One rank after the other.
     places : (tapes, 4) int64
         Rank, number of the program, and stride and offset of the ranks of its group.
+    parts : sequence of (int, int or None)
+        What is run, rank by rank: numbers of tapes, and of their parts; None: the whole tape.
     ranks : int
         Number of ranks.
 
@@ -190,12 +210,15 @@ def _joined(
     messages : (n, 6) int64
         Source, receiver, bytes, tensors, MPI messages, kind.
     """
-    kind, seconds, sizes, numbers, messages = map(np.concatenate, list(zip(*tapes))[:5])
-    of_tape = np.array([[len(x.kind), len(x.numbers), len(x.messages)] for x in tapes])
-    before = np.cumsum(of_tape[:, 2]) - of_tape[:, 2]
-    numbers += np.repeat(before, of_tape[:, 1])
-    rank, program, stride, offset = np.repeat(places, of_tape[:, 2], axis=0).T
-    peer, receives, *same, nbytes, tensors, pieces = messages.T
+    pieces = [_piece(tapes[i], part) for i, part in parts]
+    kind, seconds, sizes, numbers = map(np.concatenate, zip(*pieces))
+    messages = np.concatenate([x.messages for x in tapes])
+    of_tape = np.array([len(x.messages) for x in tapes])
+    tape = np.array([i for i, _ in parts])
+    before = np.cumsum(of_tape) - of_tape
+    numbers += np.repeat(before[tape], [len(x[3]) for x in pieces])
+    rank, program, stride, offset = np.repeat(places, of_tape, axis=0).T
+    peer, receives, *same, nbytes, tensors, counts = messages.T
     peer = peer * stride + offset
     ends = np.where(receives, peer, rank), np.where(receives, rank, peer)
     # These numbers are the same on both sides of a message, and differ between messages.
@@ -203,30 +226,41 @@ def _joined(
     shape = [int(x.max(initial=0)) + 1 for x in columns]
     key = np.ravel_multi_index(columns, shape)
     _, first, number = np.unique(key, return_index=True, return_inverse=True)
+    of_rank = np.bincount(places[tape, 0], [len(x[0]) for x in pieces], ranks)
     operations = Operations(
-        np.concatenate([[0], np.cumsum(np.bincount(places[:, 0], of_tape[:, 0], ranks))]).astype(
-            np.int64
-        ),
+        np.concatenate([[0], np.cumsum(of_rank)]).astype(np.int64),
         kind,
         seconds,
         np.concatenate([[0], np.cumsum(sizes)]),
         number[numbers],
     )
-    return operations, np.stack([*ends, nbytes, tensors, pieces, same[0]], axis=1)[first]
+    return operations, np.stack([*ends, nbytes, tensors, counts, same[0]], axis=1)[first]
+
+
+def _piece(tape: Tape, part: int | None) -> tuple[np.ndarray, ...]:
+    """Return kinds, seconds, sizes and numbers of the operations of a part of a tape."""
+    if part is None:
+        return tape[:4]
+    (a, first), (b, last) = tape.cuts[part : part + 2]
+    return tape.kind[a:b], tape.seconds[a:b], tape.sizes[a:b], tape.numbers[first:last]
 
 
 def _tape_of(
     operations: Sequence[tuple[int, float, Sequence[int]]],
     messages: Sequence[tuple[int, ...]],
     held: Held,
+    cuts: Sequence[int] = (),
 ) -> Tape:
     kind, seconds, numbers = zip(*operations) if operations else ((), (), ())
+    sizes = np.array([len(x) for x in numbers], np.int64)
+    before = [0, *np.cumsum(sizes).tolist()]
     return Tape(
         np.array(kind, np.int64),
         np.array(seconds, float),
-        np.array([len(x) for x in numbers], np.int64),
+        sizes,
         np.array([m for x in numbers for m in x], np.int64),
         np.array(messages, np.int64).reshape(-1, 8),
+        tuple((x, before[x]) for x in (0, *cuts, len(sizes))),
         held,
     )
 
@@ -254,38 +288,52 @@ def _tape(part: Draft, phase: str, machine: Machine, last: bool, steps: int | No
     awaited = _awaited_sends(program)
     operations: list[tuple[int, float, Sequence[int]]] = []
     messages: list[tuple[int, ...]] = []
-    numbers: dict[int, range] = {}  # messages of the tape, by index of the program's
+    numbers: dict[int, int] = {}  # messages of the tape, by index of the program's
     posted: list[int] = []
-    for step in program.steps:
-        is_message = isinstance(step, Message)
-        if is_message or isinstance(step, Barrier):
-            new = [_message(program, step)] if is_message else _barrier(program, step)
-            numbers[step.index] = range(len(messages), len(messages) + len(new))
-            messages += new
-            posted += numbers[step.index]
-            if step.index not in awaited:
-                continue
-        if posted:  # messages that are posted together leave together
+    bounds, cuts = cut(program), []
+
+    def spend(kind: int, seconds: float) -> None:
+        if seconds:
+            operations.append((kind, seconds, ()))
+
+    def post() -> None:  # messages that are posted together leave together
+        nonlocal posted
+        if posted:
             operations.append((POST, 0.0, posted))
             posted = []
+
+    for i, step in enumerate(program.steps):
+        for _ in range(bounds.count(i)):
+            post()
+            cuts.append(len(operations))
+        is_message = isinstance(step, Message)
         if is_message:
-            operations.append((OTHER, machine.hop_overhead / machine.share, ()))
+            numbers[step.index] = len(messages)
+            posted.append(len(messages))
+            messages.append(_message(program, step))
+            if step.index not in awaited:
+                continue
+        post()
+        if is_message:
+            spend(OTHER, machine.hop_overhead / machine.share)
         elif isinstance(step, Wait):
-            operations.append((WAIT, 0.0, [m for index in step.messages for m in numbers[index]]))
+            operations.append((WAIT, 0.0, [numbers[x] for x in step.messages]))
         elif isinstance(step, KernelCall):
-            operations.append((COMPUTE, next(calls), ()))
-            operations.append((OTHER, machine.step / machine.share, ()))
+            spend(COMPUTE, next(calls))
+            spend(OTHER, machine.step / machine.share)
         elif isinstance(step, Merge):
             size = step.source.count * config.nbytes("dq", accumulated=True)
-            operations.append((MERGE, size / machine.merge / machine.share, ()))
+            spend(MERGE, size / machine.merge / machine.share)
         elif isinstance(step, Clear):
-            operations.append((OTHER, machine.copying(nbytes(program, step.rows)), ()))
-        else:  # Copy or Add
-            operations.append((MERGE, machine.copying(nbytes(program, step.source)), ()))
+            spend(OTHER, machine.copying(nbytes(program, step.rows)))
+        else:
+            rows = step.target if isinstance(step, TakeHeads) else step.source
+            spend(MERGE, machine.copying(nbytes(program, rows)))
+    cuts += [len(operations)] * (2 - len(cuts))
     for rows in program.copied if last else ():
-        operations.append((OTHER, machine.copying(nbytes(program, rows)), ()))
-    timed = [x for x in operations if x[0] in (POST, WAIT) or x[1]]
-    return _tape_of(timed, messages, held_by(program, backward, machine.host_kernel(config.dtype)))
+        spend(OTHER, machine.copying(nbytes(program, rows)))
+    held = held_by(program, backward, machine.host_kernel(config.dtype))
+    return _tape_of(operations, messages, held, cuts)
 
 
 def _message(program: Program, step: Message) -> tuple[int, ...]:
@@ -296,20 +344,6 @@ def _message(program: Program, step: Message) -> tuple[int, ...]:
     sizes = nbytes(program, step.rows), len(program.group.row_bytes(array))
     pieces = mpi_messages(program, step.rows)
     return step.peer, isinstance(step, Receive), *same, *sizes, pieces
-
-
-def _barrier(program: Program, step: Barrier) -> list[tuple[int, ...]]:
-    """Return the rows of `Tape.messages` of a barrier: an empty message with each other rank.
-
-    A message has passed when both ranks have posted it.  MPI needs fewer messages, which ranks
-    forward to each other (dissemination), so only this smaller number has an overhead.  A channel
-    has one barrier at most.
-    """
-    others = [x for x in program.channels[step.channel] if x != program.rank]
-    rounds = len(others).bit_length()
-    return [
-        (x, x < program.rank, _BARRIER, 0, 0, 0, int(i < rounds), 0) for i, x in enumerate(others)
-    ]
 
 
 def _kernel_seconds(program: Program, machine: Machine, phase: str) -> list[float]:

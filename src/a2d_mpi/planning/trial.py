@@ -10,20 +10,30 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from a2d_mpi.core.config import PHASES
-from a2d_mpi.core.sizes import Layout, flops
+from a2d_mpi.core.sizes import Layout, flops, misfit
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.machine import Machine
-from a2d_mpi.planning.memory import Held, peak_of
+from a2d_mpi.planning.memory import Held, peak_memory, peak_of
 from a2d_mpi.planning.model import Phase, simulated, slowest_seconds
 from a2d_mpi.planning.simulator import PARTS, WAIT
 from a2d_mpi.planning.survey import Survey, survey_of
-from a2d_mpi.schedules import METHODS, default_distribution, leaves_open, problem_of
+from a2d_mpi.schedules import (
+    METHODS,
+    default_distribution,
+    drafts_of,
+    leaves_open,
+    problem_of,
+)
 from a2d_mpi.schedules.problem import Problem, Workload
+from a2d_mpi.schedules.slices import ATTEND
 from a2d_mpi.sharding.choice import CHOICES
 from a2d_mpi.sharding.pairs import pairs_of_runs
 
+SLICES = 2, 4, 8  # numbers of slices that the fastest plans try
+ROOMY = 4, 8, 16, 32  # numbers of slices that plans try if memory does not suffice
+GAIN = 0.99  # more slices must take less than this share of the seconds
 # Steps of a rank for its first bound: writing the whole ring of 4096 ranks takes seconds.
 FIRST_STEPS = 600
 
@@ -168,10 +178,67 @@ class Trial:
         """
         for phase, steps in zip(self._work.phases, (FIRST_STEPS, None)):
             self._bound(phase, steps)
+            self._make_room((0,))
             yield True
         for phase in reversed(self._work.phases):
             self._simulate(phase)
             yield True
+        if self._make_room(range(self._layout.size)):
+            self._sums[:] = 0
+            for phase in reversed(self._work.phases):
+                self._simulate(phase)
+
+    def _make_room(self, ranks: Sequence[int]) -> bool:
+        """Try more slices of the heads if the memory of these ranks does not suffice."""
+        for layout in () if self.fits else self._sliced(ROOMY):
+            machine, method, _, work = self._plan
+            kernel, backward = machine.host_kernel(work.dtype), len(work.phases) > 1
+            of = method, layout, self._problem
+            memory = max(peak_memory(*of, rank, backward, kernel) for rank in ranks)
+            if memory <= self._room:
+                self._layout, self.memory, self.fits = layout, memory, True
+                return True
+        return False
+
+    def _sliced(self, numbers: Sequence[int]) -> Iterator[Layout]:
+        """Yield the layout with these numbers of slices, as far as heads and method allow."""
+        own = self._work.cp_group(self._layout.heads)
+        for number in numbers:
+            if not misfit(own.nheads, own.nheads_kv, number):
+                layout = replace(self._layout, slices=(number, number))
+                try:
+                    drafts_of(self._method, PHASES[0], layout, self._problem, 0)[0][ATTEND].write()
+                except ValueError:  # rings do not share KV heads among slices
+                    return
+                yield layout
+
+    def slice_heads(self) -> None:
+        """Take the fastest number of slices in each phase, of a plan that was simulated."""
+        machine, method, whole, work = self._plan
+        one_slice = METHODS[method].one_slice and whole.heads == 1
+        if whole.slices or whole.size == 1 or one_slice:
+            return
+        numbers, before = dict.fromkeys(work.phases, 1), dict(self.phases)
+        for layout in self._sliced(SLICES):
+            gains = False
+            for phase in work.phases:
+                survey = survey_of(machine, method, layout, work, self._problem, phase)
+                predicted = simulated(machine, layout, survey)
+                if predicted.total.max() < GAIN * self.phases[phase].total.max():
+                    self.phases[phase], gains = predicted, True
+                    numbers[phase] = layout.slices[0]
+            if not gains:
+                break
+        used = tuple(numbers.values()) * (2 if len(numbers) == 1 else 1)
+        self._layout, memory = replace(whole, slices=used), self.memory
+        for phase in work.phases:
+            self._held[phase] = survey_of(*self._plan, self._problem, phase).held
+        self._hold(range(whole.size))
+        self._held = {}
+        if not self.fits:  # two slices need more memory than one
+            self._layout, self.phases, self.memory, self.fits = whole, before, memory, True
+        self._seconds = {x: float(y.total.max()) for x, y in self.phases.items()}
+        self.seconds = sum(self._seconds.values())
 
     def _bound(self, phase: str, steps: int | None) -> None:
         """Raise the bound of a phase to the time of rank 0 alone, for all or the first steps."""
@@ -195,18 +262,19 @@ class Trial:
             np.bincount(messages.to, survey.pieces, layout.size),
         ]
         self._held[phase] = survey.held
-        if self._is_simulated:
+        if self.simulated:
             self._hold(range(layout.size))
             self._held = {}
 
     @property
-    def _is_simulated(self) -> bool:
+    def simulated(self) -> bool:
+        """True once all phases are simulated."""
         return len(self.phases) == len(self._work.phases)
 
     def candidate(self) -> Candidate:
         """Return the results so far."""
         method, work = self._method, self._work
-        if not self._is_simulated:
+        if not self.simulated:
             layout = vars(self).get("_layout", self._given)
             name = METHODS[method].distribution or layout.distribution
             name = name or work.mask.default_distribution
@@ -218,7 +286,7 @@ class Trial:
             method,
             layout,
             name,
-            self.bound,
+            min(self.bound, self.seconds),
             self.memory,
             self.fits,
             phases={x: self.phases[x] for x in work.phases},

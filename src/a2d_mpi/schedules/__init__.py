@@ -11,9 +11,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
+from itertools import chain
 from typing import NamedTuple
 
-from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.check import check_visible
 from a2d_mpi.masks.mask import Full, Mask
@@ -154,7 +155,8 @@ def problem_of(
     shards = distribute(name, mask if n == m else Full(), n, *sizes, why)
     if n != m or distribution_kv not in (None, name):
         keys = distribute(distribution_kv or name, Full(), m, *sizes)
-    return Problem(AttentionConfig(**config.arguments), shards, aligned, keys)
+    plain = AttentionConfig(**config.arguments)  # the config may be a `Workload`
+    return Problem(plain, shards, aligned, keys)
 
 
 def _lookup(method: str) -> Method:
@@ -177,6 +179,8 @@ class Draft(NamedTuple):
         Whether to compute while messages travel.
     stride, offset : int
         The rank p of the group is the rank ``p stride + offset`` of the layout.
+    first, last : bool
+        Whether its slice is the first, and the last, of those that share KV heads.
     """
 
     writer: Callable[[Program], None]
@@ -185,18 +189,26 @@ class Draft(NamedTuple):
     overlap: bool = True
     stride: int = 1
     offset: int = 0
+    first: bool = True
+    last: bool = True
 
     @property
     def anywhere(self) -> Draft:
         """Draft without the place in the layout: equal for all ranks with the same program."""
-        return Draft(self.writer, self.group, self.rank, self.overlap)
+        return self._replace(stride=1, offset=0)
 
     def write(self, steps: int | None = None) -> Program:
         """Write the program, or its first `steps` steps and the waits for their messages."""
         program = Program(self.rank, self.group, self.stride, self.offset, steps)
+        program.first, program.last = self.first, self.last
         with suppress(StepLimit):
             self.writer(program)
-        return lowered(program, self.overlap)
+        program = lowered(program, self.overlap)
+        if self.first and self.last:
+            return program
+        from a2d_mpi.schedules.slices import with_shared_keys
+
+        return with_shared_keys(program)
 
 
 def write(
@@ -207,11 +219,24 @@ def write(
     rank: int,
     overlap: bool = True,
 ) -> list[Program]:
-    """Write the programs that one rank runs one after the other.
+    """Write the programs that one rank runs one after the other; of slices, parts of programs.
 
     The arguments are as in `drafts_of`.
     """
-    return [x.write() for x in drafts_of(method, phase, layout, problem, rank, overlap)]
+    drafts = drafts_of(method, phase, layout, problem, rank, overlap)
+    written = {x: x.write() for x in set(chain.from_iterable(drafts))}
+    if len(drafts) == 1:
+        for number, x in enumerate(drafts[0]):
+            written[x].number = number
+        return [written[x] for x in drafts[0]]
+    from a2d_mpi.schedules import slices
+
+    shared = slices.sharing(problem.config.cp_group(layout.heads), len(drafts))
+    programs = [
+        [slices.renamed(written[x], k, i, i // shared) for k, x in enumerate(of_slice)]
+        for i, of_slice in enumerate(drafts)
+    ]
+    return slices.pipelined(programs, layout, overlap)
 
 
 def drafts_of(
@@ -221,13 +246,14 @@ def drafts_of(
     problem: Problem,
     rank: int,
     overlap: bool = True,
-) -> list[Draft]:
-    """Return the programs of one rank, before they are written.
+) -> list[list[Draft]]:
+    """Return the programs of one rank, slice by slice, before they are written.
 
     The rank runs the program of its context-parallel group.  With a head axis, exchanges of heads
-    come before and after it.  Ranks have the same program if writer, group and rank in the group
-    are equal.  So the U ranks of a position share the program of their context-parallel groups.
-    Ranks of equal Ulysses groups share the exchanges of heads.
+    come before and after it.  Several slices are taken and put in the same way.  Ranks have the
+    same program if writer, group and rank in the group are equal.  So the U ranks of a position
+    share the program of their context-parallel groups.  Ranks of equal Ulysses groups share the
+    exchanges of heads.
 
     Parameters
     ----------
@@ -247,23 +273,27 @@ def drafts_of(
     ValueError
         If there is no method of this name, or the problem does not fit the layout.
     """
-    groups, u = _groups(method, layout, problem), layout.heads
+    slices = (layout.slices or (1, 1))[PHASES.index(phase)]
+    groups, u = _groups(method, layout, problem, slices), layout.heads
     position, head = divmod(rank, u)
     write_phase = getattr(_lookup(method), phase)
     attention = Draft(write_phase, groups.inside[head], position, overlap, u, head)
-    if u == 1:
-        return [attention]
+    if u == slices == 1:
+        return [[attention]]
     from a2d_mpi.schedules import heads
 
-    before, after = heads.EXCHANGES[phase]
-    ulysses = groups.ulysses(position), head, overlap, 1, position * u
-    return [Draft(before, *ulysses), attention, Draft(after, *ulysses)]
+    ulysses, drafts = (groups.ulysses(position), head, overlap, 1, position * u), []
+    for i in range(slices):
+        first, last = i % groups.sharing == 0, (i + 1) % groups.sharing == 0
+        before, after = (Draft(x, *ulysses) for x in heads.exchanges(phase, first, last))
+        drafts.append([before, attention._replace(first=first, last=last), after])
+    return drafts
 
 
 class _Groups:
-    """All context-parallel groups and Ulysses groups of a layout."""
+    """All context-parallel groups and Ulysses groups of a layout, for a slice of their heads."""
 
-    def __init__(self, method: str, layout: Layout, problem: Problem) -> None:
+    def __init__(self, method: str, layout: Layout, problem: Problem, slices: int) -> None:
         if problem.shards.nshards != layout.size:
             raise ValueError(
                 f"need a shard for each of {layout.size} ranks, got {problem.shards.nshards}"
@@ -271,9 +301,11 @@ class _Groups:
         chosen, u, config = _lookup(method), layout.heads, problem.config
         rows, cols = chosen.shape(layout)
         group, self._shares_kv = problem.cp_group(u), config.nheads_kv < u
+        self.sharing = max(1, slices // group.config.nheads_kv)
         nodes = [layout.nodes_of_group(x) if chosen.knows_nodes else None for x in range(u)]
+        self._config = group.config.cp_group(slices)
         self.inside = [
-            Group(rows, cols, group, group.config, self._shares_kv, _renamed(x)) for x in nodes
+            Group(rows, cols, group, self._config, self._shares_kv, _renamed(x)) for x in nodes
         ]
         self._heads, self._problem = u, problem
         self._ulysses: dict[int, Group] = {}
@@ -281,10 +313,10 @@ class _Groups:
     def ulysses(self, position: int) -> Group:
         """Return the Ulysses group of a position; its tokens are numbered from 0."""
         if position not in self._ulysses:
-            u, config = self._heads, self.inside[0].config
+            u = self._heads
             members = range(position * u, (position + 1) * u)
             self._ulysses[position] = Group(
-                1, u, self._problem.of(members), config, self._shares_kv
+                1, u, self._problem.of(members), self._config, self._shares_kv
             )
         return self._ulysses[position]
 
@@ -304,4 +336,4 @@ def essence(method: str, layout: Layout) -> Layout:
     """Return the layout with only the fields on which the method's programs depend."""
     chosen = _lookup(method)
     nodes = layout.nodes if chosen.knows_nodes else None
-    return Layout(layout.rows, layout.cols, layout.heads, nodes=nodes)
+    return Layout(layout.rows, layout.cols, layout.heads, nodes=nodes, slices=layout.slices)

@@ -23,37 +23,31 @@ from itertools import chain
 import numpy as np
 
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
-from a2d_mpi.masks.intervals import Runs
-from a2d_mpi.schedules.chunks import chunked, split_own
+from a2d_mpi.masks.intervals import Runs, cut, size
 from a2d_mpi.schedules.group import Group
 from a2d_mpi.schedules.line import Line, by_node, members_of, star
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Rows
 
+GRAIN = 128  # tokens: a shard of at least 2 GRAIN tokens is cut at a multiple of GRAIN
+
 
 def forward(p: Program) -> None:
     """Gather queries along the row and keys along the column; return results along the row."""
-    group, out = p.group, p.own("out", "out", "result")  # (n, H, D), and lse (n, H)
+    out = p.own("out", "out", "result")  # (n, H, D), and lse (n, H)
     # Post every receive, and send this rank's own rows; the other rows arrive below.
     row, col = lines(p, "q")  # q: (C n, H, D); k, v: (R n, Hkv, D)
-    p.gathers_first = gathers_first(p, col, row)
-    # This rank's first queries meet the keys of each owner as these arrive.  Its other queries
-    # meet all keys at the end, while partial results travel.
-    own, *rest = split_own(group, p.rank, False, others=p.channels["col"], returning=group.cols)
-    first = p.rows(row.array, p.rank, own)
-    p.attend(first, p.rows(col.array, p.rank), p.matching("out", first))
+    own = p.rows(row.array, p.rank)
+    p.attend(own, p.rows(col.array, p.rank), out)
     for line, owner, rows in col.arrivals(row):
-        if line is col:
-            p.attend(first, rows, p.matching("out", first))
+        if line is col:  # own queries meet the keys of each owner as these arrive
+            p.attend(own, rows, out)
         else:  # the queries of each other owner meet all keys in one call
             result = row.result("out", owner, rows)
             p.attend(rows, p.rows(col.array), result)
             row.give(owner, result)
     row.send_sums()
-    for places in rest:
-        queries = p.rows(row.array, p.rank, places)
-        p.attend(queries, p.rows(col.array), p.matching("out", queries))
     row.finish("out")
     p.results = {"out": out}
 
@@ -64,30 +58,24 @@ def backward(p: Program) -> None:
     Gradients of the side with more bytes are finished owner by owner.  They travel while later
     ones are computed.
     """
-    group, by_query = p.group, gradients_by_query(p.group)
+    by_query = gradients_by_query(p.group)
     row, col = lines(p, "qd")  # dout, q: (C n, H, D); lse, delta: (C n, H); k, v: (R n, Hkv, D)
     sums = {row: p.sums("dq", "dq", row.array), col: p.sums("dkv", "dkv", col.array)}
     early, late = (col, row) if by_query else (row, col)
-    p.gathers_first = gathers_first(p, early, late)
 
     def differentiate(early_rows: Rows, late_rows: Rows) -> None:
         q, kv = (late_rows, early_rows) if by_query else (early_rows, late_rows)
         p.differentiate(q, kv, q._replace(array=sums[row]), kv._replace(array=sums[col]))
 
-    # Results for queries return along the row, and results for keys along the column.
-    across, returning = ("col", group.cols) if by_query else ("row", group.rows)
-    own, *rest = split_own(group, p.rank, not by_query, p.channels[across], returning)
-    first = p.rows(late.array, p.rank, own)
-    differentiate(p.rows(early.array, p.rank), first)
+    own = p.rows(late.array, p.rank)
+    differentiate(p.rows(early.array, p.rank), own)
     for line, owner, rows in early.arrivals(late):
         if line is early:
-            differentiate(rows, first)
+            differentiate(rows, own)
         else:
             differentiate(p.rows(early.array), rows)
             late.give(owner, rows._replace(array=sums[late]))
     late.send_sums()
-    for places in rest:
-        differentiate(p.rows(early.array), p.rows(late.array, p.rank, places))
     early.give_all(sums[early])
     early.send_sums()
     for line in (row, col):
@@ -128,16 +116,19 @@ def lines(p: Program, kind: str) -> tuple[Line, Line]:
     )
 
 
-def gathers_first(p: Program, early: Line, late: Line) -> tuple[str, ...]:
-    """Return the channels of a grid if its ranks gather all rows before they return results.
+def chunked(places: Runs, ranks: int) -> list[Runs]:
+    """Cut places into the chunks that travel along a row or column of `ranks` ranks.
 
-    Under most masks some ranks gather less than others.  Links are shared fairly, so an early
-    partial result would delay keys that another rank still waits for.  That happens if the early
-    rows are larger than the late ones (by more than lse and delta): then late rows arrive while
-    other ranks still wait for early rows.
+    Among more than two ranks a shard is a small share of the traffic, and travels as one chunk.
+    Between two ranks it is all of the traffic, and travels as two chunks.  With one chunk the
+    receiver could compute nothing before the whole message arrives.  The sender of a result could
+    send nothing before the whole result is computed.
     """
-    larger, smaller = (sum(p.group.row_bytes(p.arrays[x.array])) for x in (early, late))
-    return ("row", "col") if p.group.uneven and larger >= 1.1 * smaller else ()
+    n = size(places)
+    if ranks == 2 and n >= 2 * GRAIN:
+        middle = GRAIN * round(n / 2 / GRAIN)
+        return [cut(places, 0, middle), cut(places, middle, n)]
+    return [places] if n else []
 
 
 def gradients_by_query(group: Group) -> bool:

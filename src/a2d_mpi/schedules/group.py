@@ -1,4 +1,4 @@
-"""The context-parallel group of a program: its grid, its problem, and the required rows."""
+"""The group of ranks of a program: its grid, its problem, and the required rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.masks.intervals import Runs
-from a2d_mpi.masks.mask import Full
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.steps import KINDS, TokenArray
 from a2d_mpi.sharding.distribution import Distribution
@@ -16,7 +15,9 @@ from a2d_mpi.sharding.distribution import Distribution
 
 @dataclass(frozen=True)
 class Group:
-    """R x C ranks that share one slice of the heads.
+    """R x C ranks that have the same heads: a context-parallel group.
+
+    For the exchange of heads it is a Ulysses group, in one row of U ranks.
 
     Attributes
     ----------
@@ -25,7 +26,7 @@ class Group:
     problem : Problem
         The problem of all ranks of the group.
     config : AttentionConfig
-        The config with the heads that one rank computes.
+        The config with the heads that a program computes, perhaps fewer than `problem` has.
     shares_kv : bool
         Whether several groups share a KV head.
     nodes : tuple of int, optional
@@ -43,11 +44,6 @@ class Group:
 
     def __hash__(self) -> int:
         return hash((self.rows, self.cols, self.problem.shards))  # nodes may be many
-
-    @property
-    def uneven(self) -> bool:
-        """True if there are three or more ranks, and the mask may let some gather less."""
-        return type(self.problem.mask) is not Full and self.rows * self.cols > 2
 
     def elements(self, *tensors: str) -> int:
         """Return the elements of one token in `tensors`, over all heads of the group."""

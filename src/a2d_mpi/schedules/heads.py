@@ -5,11 +5,14 @@ with 1/U of the heads.  After attention the results go back (DeepSpeed-Ulysses, 
 If there are fewer KV heads than ranks, a KV head goes to all ranks that need it, and its gradients
 are added up.  Each pair of ranks exchanges one message with all tensors: MPI's all-to-all does not
 take device memory everywhere.
+
+Slices of the heads are taken and put in the same way.  A single rank only copies them.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.schedules.program import Program
@@ -55,9 +58,14 @@ class Ulysses:
         return p.array(f"{name} {self.kind}", self.kind, pieces, role, accumulated, **options)
 
 
-def _kinds(p: Program, together: str, *apart: str) -> tuple[str, ...]:
-    """Return the kinds of rows to exchange; one kind if queries and keys are the same tokens."""
-    return (together,) if p.group.problem.keys is None else apart
+def _kinds(p: Program, first: bool, last: bool, together: str, *apart: str) -> tuple[str, ...]:
+    """Return the kinds of rows to exchange; one kind if queries and keys are the same tokens.
+
+    Slices that share KV heads take them once, and put their gradients once.
+    """
+    if first and last and p.group.problem.keys is None:
+        return (together,)
+    return apart
 
 
 def _add(p: Program, step: TakeHeads | PutHeads) -> None:
@@ -65,12 +73,18 @@ def _add(p: Program, step: TakeHeads | PutHeads) -> None:
         p.add(step)
 
 
-def share(p: Program, backward: bool) -> None:
+def share(p: Program, backward: bool, first: bool, last: bool) -> None:
     """Write the exchange before attention: a rank receives its heads of all tokens."""
-    kinds = _kinds(p, "qkvd", "qd", "kv") if backward else _kinds(p, "qkv", "q", "kv")
-    for number, kind in enumerate(kinds):
+    kinds = ("qkvd", "qd", "kv") if backward else ("qkv", "q", "kv")
+    for number, kind in enumerate(_kinds(p, first, last, *kinds)):
+        if kind == "kv" and not first:
+            continue
         ulysses = Ulysses(p, kind, number)
         own, group = p.own(f"own {kind}", kind, "given", all_heads=True), ulysses.together("group")
+        p.results[kind] = p.rows(group)
+        if not ulysses.peers:
+            _add(p, TakeHeads(own, p.results[kind], p.rank))
+            continue
         coming = [
             p.receive("head", peer, ulysses.parcel(f"in {i}", peer))
             for i, peer in enumerate(ulysses.peers, 1)
@@ -86,13 +100,14 @@ def share(p: Program, backward: bool) -> None:
         for i, peer in enumerate(ulysses.peers, 1):
             p.wait([coming[i - 1]])
             p.copy(ulysses.parcel(f"in {i}", peer), p.rows(group, peer))
-        p.results[kind] = p.rows(group)
 
 
-def collect(p: Program, backward: bool) -> None:
+def collect(p: Program, backward: bool, first: bool, last: bool) -> None:
     """Write the exchange after attention: a rank receives all heads of its tokens' results."""
-    kinds = _kinds(p, "gradients", "dq", "dkv") if backward else _kinds(p, "out", "out")
-    for number, kind in enumerate(kinds):
+    kinds = ("gradients", "dq", "dkv") if backward else ("out", "out")
+    for number, kind in enumerate(_kinds(p, first, last, *kinds)):
+        if kind == "dkv" and not last:
+            continue
         sums = ("dk", "dv") if kind in ("gradients", "dkv") and p.group.shares_kv else ()
         ulysses = Ulysses(p, kind, number, ("lse", *sums))
         group = ulysses.together("group", "given", SUMS)
@@ -101,6 +116,10 @@ def collect(p: Program, backward: bool) -> None:
             p.copy(p.rows(group), p.rows(rounded))
             group = rounded
         own = p.own(f"own {kind}", kind, "result", accumulated=ulysses.accumulated, all_heads=True)
+        p.results[kind] = own
+        if not ulysses.peers:
+            _add(p, PutHeads(p.rows(group), own, p.rank, ()))
+            continue
         if sums:
             p.clear(own)
         coming = [
@@ -118,11 +137,15 @@ def collect(p: Program, backward: bool) -> None:
             if i:
                 p.wait([coming[i - 1]])
             _add(p, PutHeads(ulysses.parcel(f"in {i}", p.rank), own, peer, sums))
-        p.results[kind] = own
 
 
-# The exchanges before and after attention, by phase.
-EXCHANGES = {
-    phase: tuple(partial(write, backward=backward) for write in (share, collect))
-    for backward, phase in enumerate(PHASES)
-}
+@cache  # equal drafts have the same functions
+def exchanges(
+    phase: str, first: bool = True, last: bool = True
+) -> tuple[Callable[[Program], None], Callable[[Program], None]]:
+    """Return the functions that write the exchanges before and after attention.
+
+    `first`, `last`: whether a slice is the first, and the last, of those that share KV heads.
+    """
+    options = {"backward": phase == PHASES[1], "first": first, "last": last}
+    return partial(share, **options), partial(collect, **options)

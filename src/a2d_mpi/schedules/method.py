@@ -32,6 +32,9 @@ class Method(NamedTuple):
         context-parallel group can have.
     knows_nodes : bool
         Whether programs depend on `Layout.nodes`.
+    one_slice : bool
+        Whether slices of the heads gain nothing, because transfers take place all the time.  Where
+        ranks share the heads, slices hide the exchange of heads.
     """
 
     forward: Callable[[Program], None]
@@ -42,6 +45,7 @@ class Method(NamedTuple):
     tiles: Callable[[Layout], tuple[int, int]] = lambda layout: (layout.rows, layout.cols)
     most_positions: Callable[[int], int] = lambda positions: positions
     knows_nodes: bool = False
+    one_slice: bool = False
 
     @property
     def causal(self) -> bool:

@@ -3,9 +3,9 @@
 A method says what happens.  Each pass here rewrites the steps for one reason, and no pass knows a
 method.  `lowered` applies all of them; the executor runs the result.
 
-In a plain run, Attention2D on 2 x 2 ranks with a causal mask and float32, five passes change
-anything: `gathers_before_returns`, `receives_first`, `merged`, `keys_by_token` and `drained`.  A
-first reader can skip the others.
+In a plain run, Attention2D on 2 x 2 ranks with a causal mask and float32, four passes change
+anything: `receives_first`, `merged`, `keys_by_token` and `drained`.  A first reader can skip the
+others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from a2d_mpi.schedules.steps import (
     SUMS,
     Add,
     Attend,
-    Barrier,
     Clear,
     Copy,
     Decode,
@@ -68,33 +67,6 @@ def in_turn(p: Program) -> Program:
         return 2 * _partial(p, step.target) if isinstance(step, Copy | Merge | Add) else 1
 
     return p.with_steps(x for _, x in sorted(enumerate(p.steps), key=place))
-
-
-def gathers_before_returns(p: Program) -> Program:
-    """Send the first partial result after all ranks of some channels have gathered their rows.
-
-    Ranks enter a barrier when they have gathered all rows.  `Program.gathers_first` says why.
-    """
-    channels = [x for x in p.gathers_first if len(p.channels[x]) > 1]
-    if not channels:
-        return p
-    gathered = {x.index for x in p.steps if isinstance(x, Message) and not _partial(p, x.rows)}
-
-    def gathers(step: Step) -> bool:
-        if isinstance(step, Wait):
-            return step.messages[0] in gathered
-        return isinstance(step, Send) and step.index in gathered
-
-    returns = (i for i, x in enumerate(p.steps) if isinstance(x, Send) and not gathers(x))
-    first = next(returns, len(p.steps))
-    last = max((i for i, x in enumerate(p.steps[:first]) if gathers(x)), default=-1)
-    begin, middle, end = p.steps[: last + 1], p.steps[last + 1 : first], p.steps[first:]
-    barriers = [Barrier(x, p.messages + i) for i, x in enumerate(channels)]
-    passed = [Wait(x.channel, (x.index,)) for x in barriers] if end else []
-    later = (x for x in end if not gathers(x))
-    new = p.with_steps([*begin, *filter(gathers, end), *barriers, *middle, *passed, *later])
-    new.messages += len(barriers)
-    return new
 
 
 def merged(p: Program) -> Program:
@@ -266,7 +238,7 @@ def alone(p: Program) -> Program:
 
     Other context-parallel groups may add to dk and dv, which then keep the accumulation dtype.
     """
-    if p.group.rows * p.group.cols > 1:
+    if p.group.rows * p.group.cols > 1 or not (p.first and p.last):
         return p
     own = {x.array for x in p.results.values()}
     calls = [x for x in p.steps if isinstance(x, KernelCall)]
@@ -285,7 +257,7 @@ def alone(p: Program) -> Program:
 
 def drained(p: Program) -> Program:
     """Wait at the end for all messages for which there is no wait."""
-    new, posted = p.with_steps(p.steps), (x for x in p.steps if isinstance(x, Message | Barrier))
+    new, posted = p.with_steps(p.steps), (x for x in p.steps if isinstance(x, Message))
     waited = {x for step in p.steps if isinstance(step, Wait) for x in step.messages}
     left = [x for x in posted if x.index not in waited]
     new.body = len(p.steps)
@@ -295,7 +267,6 @@ def drained(p: Program) -> Program:
 
 
 PASSES: tuple[Callable[[Program], Program], ...] = (
-    gathers_before_returns,
     receives_first,
     merged,
     keys_by_token,

@@ -11,7 +11,6 @@ from a2d_mpi.schedules.group import Group
 from a2d_mpi.schedules.steps import (
     Add,
     Attend,
-    Barrier,
     Clear,
     Copy,
     Differentiate,
@@ -53,11 +52,13 @@ class Program(ProgramArrays):
     body : int
         Number of steps before the waits that end the program.
     messages : int
-        Number of messages, sent and received, and of barriers.
+        Number of messages, sent and received.
     results : dict of str to Rows
         Rows that hold the results of this rank's shard at the end, by kind.
-    gathers_first : tuple of str
-        Channels whose ranks gather all their rows before any of them sends a partial result.
+    number, slice : int
+        Which program of a slice it is, and which slice; both are counted from 0.
+    first, last : bool
+        Whether the slice is the first, and the last, of those that share KV heads.
     arrays, mask
         As in `ProgramArrays`.
     """
@@ -70,7 +71,8 @@ class Program(ProgramArrays):
         self.channels: dict[str, tuple[int, ...]] = {}
         self.steps: list[Step] = []
         self.results: dict[str, Rows] = {}
-        self.gathers_first: tuple[str, ...] = ()
+        self.number = self.slice = 0
+        self.first = self.last = True
         self.messages = self.body = 0
         self._turns: Counter[tuple] = Counter()  # messages so far, by what `Send.turn` counts
 
@@ -105,8 +107,8 @@ class Program(ProgramArrays):
         """Start sending rows; return the message, or None without rows."""
         return self._post(Send, channel, peer, rows, tag)
 
-    def wait(self, messages: Iterable[Message | Barrier | None]) -> None:
-        """Block until messages or barriers of one channel are done."""
+    def wait(self, messages: Iterable[Message | None]) -> None:
+        """Block until messages of one channel are done."""
         if posted := [x for x in messages if x]:
             self.add(Wait(posted[0].channel, tuple(x.index for x in posted)))
 

@@ -268,6 +268,7 @@ RING = Method(
     shape=lambda layout: (1, layout.positions),
     suits=lambda layout: layout.cols == 1 < layout.rows,
     tiles=_tiles,
+    one_slice=True,
 )
 STRIPED_RING = RING._replace(distribution="striped")
-DOUBLE_RING = Method(forward, backward, _double, suits=_suits_double, tiles=_tiles)
+DOUBLE_RING = RING._replace(shape=_double, suits=_suits_double)

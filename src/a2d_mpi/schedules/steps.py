@@ -133,7 +133,7 @@ class Message(NamedTuple):
         Number of earlier messages with the same channel, peer, kind of rows, direction and tag.
         The peer counts in the same way.
     index : int
-        Number of earlier messages and barriers of the program.
+        Number of earlier messages of the program.
     """
 
     channel: str
@@ -152,28 +152,14 @@ class Receive(Message):
     """Start receiving rows from the peer."""
 
 
-class Barrier(NamedTuple):
-    """Enter a barrier of a channel: it is done when all ranks of the channel have entered it.
-
-    Attributes
-    ----------
-    channel : str
-    index : int
-        Number of earlier messages and barriers of the program.
-    """
-
-    channel: str
-    index: int
-
-
 class Wait(NamedTuple):
-    """Block until messages or barriers of one channel are done.
+    """Block until messages of one channel are done.
 
     Attributes
     ----------
     channel : str
     messages : tuple of int
-        The `index` of each message or barrier.
+        The `index` of each message.
     """
 
     channel: str
@@ -280,4 +266,4 @@ class Merge(NamedTuple):
 
 KernelCall = Attend | Differentiate
 Move = _Transfer | TakeHeads | PutHeads  # from a source to a target
-Step = Message | Barrier | Wait | Move | Clear | KernelCall | Merge
+Step = Message | Wait | Move | Clear | KernelCall | Merge

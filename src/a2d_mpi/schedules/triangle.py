@@ -121,8 +121,6 @@ class TriangleLines:
 def forward(p: Program) -> None:
     """Write the forward pass of a rank."""
     lines, out = TriangleLines(p, "q", by_query=True), p.own("out", "out", "result")
-    if p.group.uneven and p.group.elements("k", "v") > p.group.elements("q"):
-        p.gathers_first = ("row", "col")
     for line, owner, queries, keys, done in lines.calls():
         if line is lines.q:
             result = line.result("out", owner, queries)
@@ -141,7 +139,6 @@ def backward(p: Program) -> None:
     """Write the backward pass of a rank."""
     # The larger of the two reductions is finished one owner after the other.
     lines = TriangleLines(p, "qd", by_query=p.group.elements("dq") >= p.group.elements("dk", "dv"))
-    p.gathers_first = ("row", "col") if p.group.uneven else ()
     early = lines.early
     dq, dkv = p.own("dq", "dq", "result"), p.own("dkv", "dkv", "result")
     sums = {lines.own_q.array: "dq", lines.own_k.array: "dkv"}

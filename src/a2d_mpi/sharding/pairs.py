@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 
-from a2d_mpi.masks.intervals import keys_per_query, queries_per_key
+from a2d_mpi.masks.intervals import keys_per_query
 from a2d_mpi.masks.mask import Causal, Full, Mask
-from a2d_mpi.sharding.distribution import Distribution
 from a2d_mpi.sharding.progressions import concatenated
 
 Calls = Sequence[tuple[Sequence[range], Sequence[range]]]  # runs of queries and of keys
@@ -67,86 +63,6 @@ def _pairs_of_stairs(calls: Calls) -> np.ndarray:
     sums = np.zeros((2, len(both[0]) + 1), np.int64)
     np.cumsum(both, axis=1, out=sums[:, 1:])
     return sums[:, ends] - sums[:, ends - nq * nk]
-
-
-def first_tokens(
-    mask: Mask,
-    shards: Distribution,
-    others: Distribution,
-    shard: int,
-    owners: tuple[int, ...],
-    of_keys: bool,
-    share: float,
-) -> int:
-    """Return how many first tokens of a shard have a share of its visible pairs.
-
-    Parameters
-    ----------
-    mask : Mask
-    shards, others : Distribution
-        Distributions of this side and of the other side: of keys and queries, if `of_keys`.
-    shard : int
-    owners : tuple of int
-        Shards of the other side; only pairs with their tokens count.
-    of_keys : bool
-        Whether the tokens of the shard are keys; otherwise they are queries.
-    share : float
-        The share, from 0 to 1.
-    """
-    n = shards.counts[shard]
-    if type(mask) is Full:  # a closed form is far faster, also for causal masks
-        across = sum(others.counts[x] for x in owners)
-        return bisect_left(range(n), share * (n * across), key=lambda i: (i + 1) * across)
-    if type(mask) is Causal:
-        return causal_share(shards.runs(shard), _runs_of(others, owners), of_keys, share)
-    own, across = shards.tokens(shard), _tokens_of(others, owners)
-    if of_keys:
-        pairs = queries_per_key(mask.intervals(across, own), n)  # (keys,)
-    else:
-        pairs = keys_per_query(mask.intervals(own, across))  # (queries,)
-    return int(np.searchsorted(np.cumsum(pairs), share * pairs.sum()))
-
-
-@lru_cache(maxsize=256)
-def _runs_of(shards: Distribution, owners: tuple[int, ...]) -> list[range]:
-    """Return the tokens of several shards as progressions, shard by shard."""
-    return [r for p in owners for r in shards.runs(p) if r]
-
-
-@lru_cache(maxsize=256)
-def _tokens_of(shards: Distribution, owners: tuple[int, ...]) -> np.ndarray:
-    return np.sort(concatenated(_runs_of(shards, owners)))
-
-
-def causal_share(
-    own: Sequence[range], others: Sequence[range], of_keys: bool, share: float
-) -> int:
-    """Return the place in a shard at which its first tokens reach a share of its visible pairs.
-
-    Parameters
-    ----------
-    own, others : sequence of range
-        Tokens of the shard, and tokens on the other side, under a causal mask.  All ranges have
-        the same step.
-    of_keys : bool
-        Whether the tokens of the shard are keys; otherwise they are queries.
-    share : float
-        The share, from 0 to 1.
-    """
-    starts, counts = np.array([(r.start, len(r)) for r in own]).T[..., None]  # (runs, 1)
-    theirs = np.array([(r.start, len(r)) for r in others]).reshape(-1, 2).T  # (2, runs)
-    before, n = np.cumsum(counts)[:, None] - counts, int(counts.sum())
-
-    def pairs(tokens: np.ndarray) -> np.ndarray:
-        """Return the visible pairs of the first `tokens` tokens, (numbers,)."""
-        first = np.clip(tokens[:, None, None] - before, 0, counts)  # (numbers, runs, 1)
-        both = (*theirs, starts, first) if of_keys else (starts, first, *theirs)
-        return stairs(*both, own[0].step)[0].sum(axis=(1, 2))
-
-    target = share * int(pairs(np.array([n]))[0])
-    stride = math.isqrt(n)  # a coarse search, then a fine search
-    coarse = stride * int(np.searchsorted(pairs(np.arange(stride, n, stride)), target))
-    return coarse + int(np.searchsorted(pairs(np.arange(coarse + 1, coarse + stride)), target))
 
 
 def stairs(q_start, m, k_start, n, step) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,208 @@
+"""Slices of the heads: the program of a few heads, run several times as a pipeline.
+
+Heads are independent.  A rank that cuts its heads into slices runs the same programs for each
+slice.  The messages of the next slice travel while this slice is computed, and so do the results
+of the slice before.  So transfers in both directions overlap with computing, whatever the method.
+Three slices are alive at a time, and their buffers are used in turn.
+
+The programs of a slice are: take its heads (with a head axis, exchange tokens for heads), attend,
+put its heads.  Each one is cut into three parts, see `cut`.  A part runs in a stage:
+
+    stages of a grid        take, open | compute | close, put
+    stages of a head axis   open | close, compute, open | close
+    stages of both          open | close, open | compute | close, open | close
+
+While a stage of one slice runs, the next stage of the slice before it runs, and so on.
+
+With fewer KV heads than slices, a KV head belongs to several slices.  Its keys and values travel
+with the first one of them, and their gradients with the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.sizes import Layout, misfit
+from a2d_mpi.schedules.program import Program
+from a2d_mpi.schedules.steps import Clear, KernelCall, Message, Step, Wait
+
+# Bytes of keys and values in a slice of a shard.  Measured on 16 emulated nodes with
+# tests/refinements.py: smaller slices gained nothing in the forward pass.
+SMALLEST = 1 << 17
+ALIVE = 3  # slices whose buffers hold anything at the same time
+OPEN, COMPUTE, CLOSE = range(3)  # parts of a program
+TAKE, ATTEND, PUT = range(3)  # programs of a slice
+
+
+def sharing(config: AttentionConfig, slices: int) -> int:
+    """Return how many slices share a KV head, at least 1; `config` has the heads of a rank."""
+    return max(1, slices // config.nheads_kv)
+
+
+def slices_of(
+    asked: int | tuple[int, int] | None, config: AttentionConfig, layout: Layout, one: bool = False
+) -> tuple[int, int]:
+    """Return the slices of the heads in the forward and in the backward pass.
+
+    Parameters
+    ----------
+    asked : int, (int, int) or None
+        The user's choice.
+    config : AttentionConfig
+        With all heads.
+    layout : Layout
+    one : bool
+        Take one slice by default, see `a2d_mpi.schedules.method.Method.one_slice`.
+
+    Raises
+    ------
+    ValueError
+        If the heads of a rank cannot be divided into this number of slices.
+    """
+    own = config.cp_group(layout.heads)
+    if asked is None:
+        return layout.slices or ((1, 1) if one else default(own, layout))
+    both = asked if isinstance(asked, tuple) else (asked, asked)
+    if len(both) != 2 or not all(isinstance(x, int | np.integer) and x >= 1 for x in both):
+        raise ValueError(f"slices must be a positive number, or two, got {asked!r}")
+    for number in both:
+        if problem := misfit(own.nheads, own.nheads_kv, number):
+            raise ValueError(f"cannot cut the {own.nheads} heads of a rank: {problem}")
+    return int(both[0]), int(both[1])
+
+
+def default(own: AttentionConfig, layout: Layout) -> tuple[int, int]:
+    """Return the slices of a plan that is not told, from the config with the heads of a rank.
+
+    Transfers inside a node are fast, and small messages are not worth their overhead.  Otherwise
+    slices do not share KV heads, and a shard has at least `SMALLEST` bytes of keys and values for
+    each slice.
+    """
+    if layout.size == 1 or (layout.nodes is not None and len(set(layout.nodes)) == 1):
+        return 1, 1
+    nbytes = own.seqlen_kv // layout.size * (own.nbytes("k") + own.nbytes("v"))
+    numbers = (x for x in (4, 2) if own.nheads_kv % x == 0 and nbytes >= x * SMALLEST)
+    return (next(numbers, 1),) * 2
+
+
+def order(layout: Layout, slices: int, overlap: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield slice, program and part of everything that a rank runs, in this order."""
+    grid, heads = layout.positions > 1, layout.heads > 1
+    stages: list[list[tuple[int, int]]] = [[]]
+    for program in (TAKE, ATTEND, PUT):
+        for part in (OPEN, COMPUTE, CLOSE):
+            # A part that needs messages of the part before it is another stage.
+            waits = (part != OPEN and grid) if program == ATTEND else (part == CLOSE and heads)
+            if waits and overlap:
+                stages.append([])
+            stages[-1].append((program, part))
+    for tick in range(slices + len(stages) - 1):
+        for i, stage in enumerate(stages):
+            if 0 <= tick - i < slices:
+                yield from ((tick - i, program, part) for program, part in stage)
+
+
+def cut(p: Program) -> tuple[int, int]:
+    """Return the numbers of steps at which the second and the third part of a program begin.
+
+    The first part posts messages.  The second one begins with the first wait or kernel call, the
+    third one with the first wait after the last kernel call.
+    """
+    steps = p.steps
+    begin = next((i for i, x in enumerate(steps) if isinstance(x, Wait | KernelCall)), len(steps))
+    last = max((i for i, x in enumerate(steps) if isinstance(x, KernelCall)), default=begin - 1)
+    waits = (i for i, x in enumerate(steps) if i > last and isinstance(x, Wait))
+    return begin, next(waits, len(steps))
+
+
+def with_shared_keys(p: Program) -> Program:
+    """Return a program of a slice that shares its KV heads with the slices before and after it.
+
+    Only the first of these slices gathers keys, and clears their gradients.  Only the last one
+    returns the gradients.  So the program of the first slice is complete but for the end, and the
+    others find keys and sums in the buffers.
+
+    Raises
+    ------
+    ValueError
+        If the method uses the memory of keys again, as rings do.
+    """
+    if p.first and p.last:
+        return p
+    of_keys = [x.memory for x in p.arrays.values() if x.of_keys]
+    if len(set(of_keys)) < len(of_keys):
+        own = p.group.config.nheads_kv
+        raise ValueError(
+            f"slices share {own} KV head, but this method passes keys on and does not hold them: "
+            "it takes at most as many slices as a rank has KV heads"
+        )
+    new, left_out = p.with_steps(), set()
+    for name, array in p.arrays.items():
+        if array.kind == "dkv" and array.role == "result":
+            new.arrays[name] = replace(array, role="buffer")
+    for step in p.steps:
+        if isinstance(step, Wait):
+            step = step._replace(messages=tuple(x for x in step.messages if x not in left_out))
+            if step.messages:
+                new.steps.append(step)
+        elif isinstance(step, KernelCall) or _belongs(p, step):
+            new.steps.append(step)
+        elif isinstance(step, Message):
+            left_out.add(step.index)
+    if not p.last:
+        new.results = {x: rows for x, rows in p.results.items() if x != "dkv"}
+    return new
+
+
+def _belongs(p: Program, step: Step) -> bool:
+    """Return True if a step that is no kernel call belongs to this slice."""
+    rows = step.rows if isinstance(step, Message | Clear) else step.target
+    kind = p.arrays[rows.array].kind
+    if kind == "kv" or (kind == "dkv" and isinstance(step, Clear)):
+        return p.first
+    return kind != "dkv" or p.last
+
+
+def renamed(p: Program, number: int, slice_: int, keys: int) -> Program:
+    """Return a program of a slice, with buffers that other slices do not use meanwhile.
+
+    Parameters
+    ----------
+    p : Program
+    number : int
+        `TAKE`, `ATTEND` or `PUT`.
+    slice_, keys : int
+        Which slice it is, and which of all KV parts it has; both are counted from 0.
+    """
+    new = p.with_steps(p.steps)
+    new.number, new.slice = number, slice_
+    for name, array in p.arrays.items():
+        turn = (keys if array.of_keys else slice_) % ALIVE
+        new.arrays[name] = replace(array, memory=f"{number}.{turn} {array.memory}")
+    return new
+
+
+def pipelined(
+    programs: Sequence[Sequence[Program]], layout: Layout, overlap: bool
+) -> list[Program]:
+    """Join the programs of all slices: return the parts of programs in the order of execution.
+
+    Parameters
+    ----------
+    programs : sequence of sequence of Program
+        The programs of each slice, in order.
+    layout : Layout
+    overlap : bool
+        Whether messages of one slice travel while others compute.
+    """
+    parts: dict[tuple[int, int], list[Program]] = {}
+    for i, of_slice in enumerate(programs):
+        for number, p in enumerate(of_slice):
+            a, b = cut(p)
+            steps = p.steps[:a], p.steps[a:b], p.steps[b:]
+            parts[i, number] = [p.with_steps(x) for x in steps]
+    return [parts[i, number][part] for i, number, part in order(layout, len(programs), overlap)]
