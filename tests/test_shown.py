@@ -157,11 +157,8 @@ def test_what_slices_gain(row):
     """Simulated seconds over those of one slice: forward and backward, for H100 and A100."""
     grid, kv, *shown = row
     layout = Layout(*map(int, grid.split("x")))
-    work = Workload(
-        *(1 << 17, 8 * layout.heads, 128, int(kv)),
-        mask=make_mask("causal", 1 << 17),
-        backward=True,
-    )
+    heads, mask = 8 * layout.heads, make_mask("causal", 1 << 17)
+    work = Workload(1 << 17, heads, 128, int(kv), mask=mask, backward=True)
     found = []
     for profile in ("h100-64x1", "a100-16x4"):
         machine = read_machine(ROOT / "data" / "machines" / f"{profile}.toml")

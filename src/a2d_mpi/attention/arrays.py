@@ -23,7 +23,7 @@ class Arrays:
         Number of slices of the heads.
     """
 
-    def __init__(self, program: Program, slices: int = 1) -> None:
+    def __init__(self, program: Program, slices: int) -> None:
         self._declared, self._results = program.arrays, program.results
         self._slice, self._slices = program.slice, slices
         # Sizes with all heads of the problem, and with the heads that this rank computes.

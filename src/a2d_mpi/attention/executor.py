@@ -63,7 +63,8 @@ class Pipeline:
         compiled: dict[int, tuple] = {}  # slices have the same steps
         keys = [(p.slice, p.number) for p in programs]
         last = {key: i for i, key in enumerate(keys)}
-        self.slices, self._attends = 1 + max(p.slice for p in programs), min(ATTEND, max(keys)[1])
+        slice_, self._last = max(keys)
+        self.slices, self._attends = slice_ + 1, min(ATTEND, self._last)
         for i, (key, p) in enumerate(zip(keys, programs)):
             begins = key not in self._programs
             if begins:
@@ -73,7 +74,7 @@ class Pipeline:
                     compiled[id(step)] = _COMPILED[type(step)](step, p)
             steps = [compiled[id(step)] for step in p.steps]
             self._parts.append((*key, steps, begins, last[key] == i))
-        self._last, put = max(keys)[1], programs[-1]
+        put = programs[-1]
         self._config, self._in_buffers = put.group.problem.config, bool(put.copied)
 
     def run(

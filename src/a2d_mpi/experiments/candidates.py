@@ -10,7 +10,7 @@ from a2d_mpi.core.sizes import misfit
 from a2d_mpi.experiments.mask_file import FILE
 from a2d_mpi.experiments.options import Parser, add_mask, add_options, whole
 from a2d_mpi.experiments.streams import progress
-from a2d_mpi.experiments.sweep import Case, grid_text
+from a2d_mpi.experiments.sweep import Case, grid_text, slices_text
 from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import STEP_PARTS, predict_step
@@ -172,7 +172,7 @@ def _row(plan: Candidate, ranks: int, best: Candidate) -> list[str]:
     else:
         cells += [f">= {duration(plan.bound)}", *["-"] * 7, f">= {_bytes(plan.memory)}"]
     idle = f"{used} of {ranks} ranks, {1 - used / ranks:.0%} idle" if used < ranks else ""
-    slices = "x".join(map(str, plan.layout.slices or (1, 1)))
+    slices = slices_text(plan.layout)
     sliced = f"{slices} slices" * (slices != "1x1")
     notes = plan.layout.distribution, sliced, plan.known_as, idle, why_not(plan, best)
     return [*cells, "; ".join(filter(None, notes))]

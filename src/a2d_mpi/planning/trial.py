@@ -231,6 +231,8 @@ class Trial:
                 break
         used = tuple(numbers.values()) * (2 if len(numbers) == 1 else 1)
         self._layout, memory = replace(whole, slices=used), self.memory
+        if max(used) == 1:
+            return
         for phase in work.phases:
             self._held[phase] = survey_of(*self._plan, self._problem, phase).held
         self._hold(range(whole.size))

@@ -23,6 +23,7 @@ from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.passes import lowered
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program, StepLimit
+from a2d_mpi.schedules.slices import pipelined, renamed, sharing, with_shared_keys
 from a2d_mpi.sharding.distribution import distribute
 
 
@@ -203,12 +204,7 @@ class Draft(NamedTuple):
         program.first, program.last = self.first, self.last
         with suppress(StepLimit):
             self.writer(program)
-        program = lowered(program, self.overlap)
-        if self.first and self.last:
-            return program
-        from a2d_mpi.schedules.slices import with_shared_keys
-
-        return with_shared_keys(program)
+        return with_shared_keys(lowered(program, self.overlap))
 
 
 def write(
@@ -229,14 +225,12 @@ def write(
         for number, x in enumerate(drafts[0]):
             written[x].number = number
         return [written[x] for x in drafts[0]]
-    from a2d_mpi.schedules import slices
-
-    shared = slices.sharing(problem.config.cp_group(layout.heads), len(drafts))
+    shared = sharing(problem.config.cp_group(layout.heads), len(drafts))
     programs = [
-        [slices.renamed(written[x], k, i, i // shared) for k, x in enumerate(of_slice)]
+        [renamed(written[x], k, i, i // shared) for k, x in enumerate(of_slice)]
         for i, of_slice in enumerate(drafts)
     ]
-    return slices.pipelined(programs, layout, overlap)
+    return pipelined(programs, layout, overlap)
 
 
 def drafts_of(
@@ -301,7 +295,7 @@ class _Groups:
         chosen, u, config = _lookup(method), layout.heads, problem.config
         rows, cols = chosen.shape(layout)
         group, self._shares_kv = problem.cp_group(u), config.nheads_kv < u
-        self.sharing = max(1, slices // group.config.nheads_kv)
+        self.sharing = sharing(group.config, slices)
         nodes = [layout.nodes_of_group(x) if chosen.knows_nodes else None for x in range(u)]
         self._config = group.config.cp_group(slices)
         self.inside = [
