@@ -19,8 +19,9 @@ from a2d_mpi.planning.planner import candidate, candidates
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.schedules import drafts_of, problem_of, write
 from a2d_mpi.schedules.problem import Workload
-from a2d_mpi.schedules.slices import SMALLEST, cut, default, order
-from a2d_mpi.schedules.steps import KernelCall, Message, Wait
+from a2d_mpi.schedules.slices import SMALLEST, TAKE, cut, default, order
+from a2d_mpi.schedules.steps import KINDS as TENSORS_OF
+from a2d_mpi.schedules.steps import Clear, KernelCall, Message, Receive, Rows, Wait
 
 H100 = read_machine(ROOT / "data" / "machines" / "h100-64x1.toml")
 KINDS = [*PLANS, *OTHERS] + [(NodeAwareAttention, (1, SIZE))] * (SIZE > 2)
@@ -131,22 +132,21 @@ def test_bad_numbers_are_refused(comm, grid_of):
             RingAttention(make.args[0], Causal(), slices=2, nheads_kv=1, **make.keywords)
 
 
-def programs_of(method, layout, phase, slices, nheads_kv=8):
-    """Return the parts of programs of rank 0 in this number of slices."""
-    config = AttentionConfig(1201, 16, 8, nheads_kv)
+def programs_of(method, layout, phase, slices, nheads_kv=8, rank=0, lengths=(1201, 1201)):
+    """Return the parts of programs of a rank in this number of slices."""
+    config = AttentionConfig(lengths[0], 16, 8, nheads_kv, seqlen_kv=lengths[1])
     layout = replace(layout, slices=(slices, slices))
     problem = problem_of(method, layout, config, Causal())
-    return write(method, phase, layout, problem, 0), layout, problem
+    return write(method, phase, layout, problem, rank), layout, problem
 
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("method, layout", EVERY, ids=str)
 def test_the_pipeline(method, layout, phase):
-    """Parts keep their order, messages are waited for once, and buffers are free when reused."""
+    """Parts keep their order, and messages are waited for once."""
     parts, *_ = programs_of(method, layout, phase, 8 // layout.heads)
-    seen, posted, holds = Counter(), set(), {}
-    last = {(p.slice, p.number): i for i, p in enumerate(parts)}
-    for i, p in enumerate(parts):
+    seen, posted = Counter(), set()
+    for p in parts:
         key = p.slice, p.number
         assert p.slice == 0 or seen[p.slice - 1, p.number] > seen[key]
         seen[key] += 1
@@ -154,14 +154,82 @@ def test_the_pipeline(method, layout, phase):
             if isinstance(step, Message):
                 posted.add((*key, step.index))
             if isinstance(step, Wait):
-                for x in step.messages:
-                    posted.discard((*key, x))
-        for x in p.arrays.values():
-            if x.role == "buffer":
-                owner = holds.setdefault(x.memory, key)
-                assert owner == key or last[owner] < i
-                holds[x.memory] = key
+                posted.difference_update((*key, x) for x in step.messages)
     assert set(seen.values()) == {3} and not posted
+
+
+def extents(p, rows, inputs):
+    """Return the memory of rows, by tensor: its name, and the first and the last byte."""
+    array = p.arrays[rows.array]
+    for i, (name, width) in enumerate(zip(TENSORS_OF[array.kind], p.group.row_bytes(array))):
+        where, offset, _ = inputs.get(name, ((name, "caller"), 0, 0))
+        if array.role != "given":
+            memory = array.memory if array.role == "buffer" else f"{p.number}.{p.slice} {name}"
+            where, offset = (memory, i), 0
+        for x in rows.runs:
+            yield name, where, offset + x.start * width, offset + x.stop * width
+
+
+def races(parts):
+    """Return the steps that touch memory of messages under way, or read what others overwrote."""
+    found, under_way, writes, keys = [], {}, [], {}
+    inputs, results = {}, {}  # of programs: place and time of each tensor
+    for now, p in enumerate(parts):
+        key, before = (p.slice, p.number), (p.slice, p.number - 1)
+        given = inputs.setdefault(key, keys | results.get(before, {}))
+        for step in p.steps:
+            if isinstance(step, Wait):
+                for x in step.messages:
+                    del under_way[(*key, x)]
+                continue
+            rows, touched = [x for x in step if isinstance(x, Rows)], []
+            for x in rows:
+                is_target = len(rows) > 1 and x in (rows[2:] or rows[1:])
+                writing = is_target or isinstance(step, Receive | Clear)
+                for name, where, *ends in extents(p, x, given):
+                    touched.append((writing, where, *ends))
+                    if writing:
+                        writes.append((now, key, where, *ends))
+                    elif p.arrays[x.array].role == "given" and name in given:
+                        since = given[name][2]
+                        overwritten = (y for t, by, *y in writes if t > since and by != before)
+                        found += [step for y in overwritten if overlap(y, (where, *ends))]
+            others = [y for held in under_way.values() for y in held]
+            found += [
+                step for x in touched for y in others if (x[0] or y[0]) and overlap(x[1:], y[1:])
+            ]
+            if isinstance(step, Message):
+                under_way[(*key, step.index)] = touched
+        results[key] = {
+            name: (where, begin, now)
+            for rows in p.results.values()
+            for name, where, begin, _ in extents(p, rows, given)
+        }
+        if p.number == TAKE:
+            keys |= {x: y for x, y in results[key].items() if x in ("k", "v")}
+    return found
+
+
+def overlap(x, y):
+    """Return True if two ranges of bytes, each with the name of its memory, overlap."""
+    return x[0] == y[0] and x[1] < y[2] and y[1] < x[2]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("nheads_kv", (8, 2))
+@pytest.mark.parametrize("method, layout", [*EVERY, ("ring", Layout(2, 1, 2))], ids=str)
+def test_buffers_are_used_in_turn(method, layout, nheads_kv, phase):
+    """No step touches memory of messages under way, or reads what another program overwrote."""
+    if nheads_kv < 8 and "ring" in method:
+        return
+    for lengths in ((1201, 1201), (5, 5), (97, 61)):
+        if method == "triangle" and lengths[0] != lengths[1]:
+            continue
+        for rank in range(layout.size):
+            parts, *_ = programs_of(
+                method, layout, phase, 8 // layout.heads, nheads_kv, rank, lengths
+            )
+            assert not races(parts)
 
 
 @pytest.mark.parametrize("method, layout", EVERY[:3], ids=str)

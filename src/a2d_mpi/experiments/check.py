@@ -302,6 +302,8 @@ def error_bounds(
     * In float64 there is no second computation, and the first term is ``1e-12 (largest + T)``.
       It is that large because T bounds the terms of one token, and thousands of roundings add up.
     * 16-bit results get another quarter of their eps times `largest`, which is half a rounding.
+      The bound of out is at least eps times `largest`: a partial out is rounded, and so is out.
+      With few elements, the plain computation may be much closer by luck.
 
     A bound is NaN, and then no result passes, if it is not finite or proves nothing.  It proves
     nothing if it exceeds both of two numbers.  The first one is a tenth of `largest` (0.1 for lse,
@@ -343,7 +345,8 @@ def error_bounds(
         first = 1e-12 * (value + of_terms) if double else 2 * same_precision[name]
         bound = first + eps * ((2 + largest["lse"]) * size + of_terms)
         if dtype.itemsize == 2 and name not in ("lse", "dsink"):
-            bound += float(ml_dtypes.finfo(dtype).eps) / 4 * size
+            rounding = float(ml_dtypes.finfo(dtype).eps) * size
+            bound = max(bound + rounding / 4, rounding * (name == "out"))
         term = {"out": norms["v"], "dv": norms.get("dout", 0.0), **terms}.get(name, 0.0)
         least = size / 10
         if widening and widening.get(name):

@@ -18,7 +18,7 @@ from a2d_mpi.schedules.accounts import buffers as buffers_of
 from a2d_mpi.schedules.accounts import nbytes
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.slices import ALIVE, ATTEND, sharing
+from a2d_mpi.schedules.slices import ALIVE, ATTEND, sharing, turns
 from a2d_mpi.schedules.steps import KINDS, KernelCall, Merge
 
 # Bytes that libraries (NumPy, OpenBLAS, MPI, Numba, this package) allocate in the first calls of a
@@ -121,7 +121,7 @@ def held_by(program: Program, backward: bool, kernel: str | None = None) -> Held
     return Held(buffers_of(program), held, copies, *of_kernel)
 
 
-def held_by_slices(held: Sequence[Sequence[Held]], shared: int) -> list[Held]:
+def held_by_slices(held: Sequence[Sequence[Held]], shared: int, layout: Layout) -> list[Held]:
     """Return the memory of the programs of all slices.
 
     Parameters
@@ -130,6 +130,7 @@ def held_by_slices(held: Sequence[Sequence[Held]], shared: int) -> list[Held]:
         By slice and program.
     shared : int
         Number of slices that share a KV head.
+    layout : Layout
     """
     slices = len(held)
     if slices == 1:
@@ -140,7 +141,7 @@ def held_by_slices(held: Sequence[Sequence[Held]], shared: int) -> list[Held]:
         buffers = {
             (f"{number}.{turn} {name}", i, of_keys): size
             for (name, i, of_keys), size in (x.buffers | last.buffers).items()
-            for turn in range(min(ALIVE, slices // shared if of_keys else slices))
+            for turn in range(min(turns(number, layout), slices // shared if of_keys else slices))
         }
         alive = min(ALIVE, slices) if number == ATTEND else 1
         found.append(x._replace(buffers=buffers, results=alive * x.results))
@@ -173,7 +174,7 @@ def _phases(
         drafts = drafts_of(method, phase, layout, problem, rank)
         held = {x: held_by(x.write(), i > 0, kernel) for x in set(chain.from_iterable(drafts))}
         of_drafts = [[held[x] for x in of_slice] for of_slice in drafts]
-        phases.append(held_by_slices(of_drafts, sharing(own, len(drafts))))
+        phases.append(held_by_slices(of_drafts, sharing(own, len(drafts)), layout))
     return phases
 
 

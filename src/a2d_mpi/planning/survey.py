@@ -151,7 +151,9 @@ def _survey(
                 tapes.append(_tape(x.anywhere, phase, machine, k == programs - 1, steps))
                 places.append((rank, i * programs + k, x.stride, x.offset))
         shared = sharing(problem.config.cp_group(layout.heads), len(drafts))
-        held.append(held_by_slices([[tapes[k].held for k in x] for x in of_slices], shared))
+        held.append(
+            held_by_slices([[tapes[k].held for k in x] for x in of_slices], shared, layout)
+        )
         if len(drafts) == 1:
             parts += [(k, None) for k in of_slices[0]]
         else:

@@ -227,7 +227,7 @@ def write(
         return [written[x] for x in drafts[0]]
     shared = sharing(problem.config.cp_group(layout.heads), len(drafts))
     programs = [
-        [renamed(written[x], k, i, i // shared) for k, x in enumerate(of_slice)]
+        [renamed(written[x], k, i, i // shared, layout) for k, x in enumerate(of_slice)]
         for i, of_slice in enumerate(drafts)
     ]
     return pipelined(programs, layout, overlap)

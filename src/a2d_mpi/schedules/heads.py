@@ -4,7 +4,7 @@ Before attention a rank exchanges its tokens with all heads for all tokens of it
 with 1/U of the heads.  After attention the results go back (DeepSpeed-Ulysses, arXiv:2309.14509).
 If there are fewer KV heads than ranks, a KV head goes to all ranks that need it, and its gradients
 are added up.  Each pair of ranks exchanges one message with all tensors: MPI's all-to-all does not
-take device memory everywhere.
+take device memory everywhere.  All messages are posted before the first wait.
 
 Slices of the heads are taken and put in the same way.  A single rank only copies them.
 """
@@ -16,13 +16,13 @@ from functools import cache, partial
 
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.steps import KINDS_OF_KEYS, SUMS, PutHeads, Rows, TakeHeads
+from a2d_mpi.schedules.steps import KINDS_OF_KEYS, SUMS, PutHeads, Receive, Rows, TakeHeads
 
 
 class Ulysses:
-    """The Ulysses group of a rank, and the parcels (messages) of one kind of rows.
+    """The exchange of one kind of rows among the Ulysses group of a rank.
 
-    Parcels before and after attention, forward and backward, share their buffers.
+    Parcels (messages) before and after attention, forward and backward, share their buffers.
     """
 
     def __init__(
@@ -34,17 +34,15 @@ class Ulysses:
         p.channels["head"] = tuple(range(size))
         # Every rank begins with the next rank.
         self.peers = [(p.rank + u) % size for u in range(1, size)]
-        self._parcels: dict[str, Rows] = {}
+        self._coming: dict[int, Receive | None] = {}
 
     def parcel(self, name: str, owner: int) -> Rows:
         """Declare an array with all rows of an owner, for one message; return its rows."""
-        if name not in self._parcels:
-            places = self.p.group.all_places(self.kind in KINDS_OF_KEYS, owner)
-            options = {"accumulated": self.accumulated, "parcel": True}
-            options["memory"] = f"parcel {name} {self._number}"
-            array = self.p.array(f"{name} {self.kind}", self.kind, [(owner, places)], **options)
-            self._parcels[name] = self.p.rows(array)
-        return self._parcels[name]
+        places = self.p.group.all_places(self.kind in KINDS_OF_KEYS, owner)
+        options = {"accumulated": self.accumulated, "parcel": True}
+        options["memory"] = f"parcel {name} {self._number}"
+        array = self.p.array(f"{name} {self.kind}", self.kind, [(owner, places)], **options)
+        return self.p.rows(array)
 
     def together(
         self, name: str, role: str = "buffer", accumulated: tuple[str, ...] | None = None
@@ -56,6 +54,19 @@ class Ulysses:
         accumulated = self.accumulated if accumulated is None else accumulated
         options = {"by_token": True, "memory": memory}
         return p.array(f"{name} {self.kind}", self.kind, pieces, role, accumulated, **options)
+
+    def receive(self, owner: int | None = None) -> None:
+        """Post the receives, of rows of an owner; by default each peer sends rows of its own."""
+        for i, peer in enumerate(self.peers, 1):
+            rows = self.parcel(f"in {i}", peer if owner is None else owner)
+            self._coming[peer] = self.p.receive("head", peer, rows)
+
+    def arrived(self, peer: int, owner: int) -> Rows:
+        """Wait for the rows from a peer; a rank gets its own rows without a message."""
+        if peer == self.p.rank:
+            return self.parcel("in 0", owner)
+        self.p.wait([self._coming[peer]])
+        return self.parcel(f"in {1 + self.peers.index(peer)}", owner)
 
 
 def _kinds(p: Program, first: bool, last: bool, together: str, *apart: str) -> tuple[str, ...]:
@@ -76,6 +87,7 @@ def _add(p: Program, step: TakeHeads | PutHeads) -> None:
 def share(p: Program, backward: bool, first: bool, last: bool) -> None:
     """Write the exchange before attention: a rank receives its heads of all tokens."""
     kinds = ("qkvd", "qd", "kv") if backward else ("qkv", "q", "kv")
+    exchanges = []
     for number, kind in enumerate(_kinds(p, first, last, *kinds)):
         if kind == "kv" and not first:
             continue
@@ -85,26 +97,22 @@ def share(p: Program, backward: bool, first: bool, last: bool) -> None:
         if not ulysses.peers:
             _add(p, TakeHeads(own, p.results[kind], p.rank))
             continue
-        coming = [
-            p.receive("head", peer, ulysses.parcel(f"in {i}", peer))
-            for i, peer in enumerate(ulysses.peers, 1)
-        ]
+        exchanges.append((ulysses, group))
+        ulysses.receive()
         for i, peer in enumerate(ulysses.peers, 1):
             leaving = ulysses.parcel(f"out {i}", p.rank)
             _add(p, TakeHeads(own, leaving, peer))
             p.send("head", peer, leaving)
-        # This rank's own rows are copied in the same way, without a message.
-        arrived = ulysses.parcel("in 0", p.rank)
-        _add(p, TakeHeads(own, arrived, p.rank))
-        p.copy(arrived, p.rows(group, p.rank))
-        for i, peer in enumerate(ulysses.peers, 1):
-            p.wait([coming[i - 1]])
-            p.copy(ulysses.parcel(f"in {i}", peer), p.rows(group, peer))
+        _add(p, TakeHeads(own, ulysses.parcel("in 0", p.rank), p.rank))
+    for ulysses, group in exchanges:
+        for peer in (p.rank, *ulysses.peers):
+            p.copy(ulysses.arrived(peer, peer), p.rows(group, peer))
 
 
 def collect(p: Program, backward: bool, first: bool, last: bool) -> None:
     """Write the exchange after attention: a rank receives all heads of its tokens' results."""
     kinds = ("gradients", "dq", "dkv") if backward else ("out", "out")
+    exchanges = []
     for number, kind in enumerate(_kinds(p, first, last, *kinds)):
         if kind == "dkv" and not last:
             continue
@@ -120,23 +128,18 @@ def collect(p: Program, backward: bool, first: bool, last: bool) -> None:
         if not ulysses.peers:
             _add(p, PutHeads(p.rows(group), own, p.rank, ()))
             continue
+        exchanges.append((ulysses, own, sums))
         if sums:
             p.clear(own)
-        coming = [
-            p.receive("head", peer, ulysses.parcel(f"in {i}", p.rank))
-            for i, peer in enumerate(ulysses.peers, 1)
-        ]
+        ulysses.receive(p.rank)
         for i, peer in enumerate(ulysses.peers, 1):
             returned = ulysses.parcel(f"out {i}", peer)
             p.copy(p.rows(group, peer), returned)
             p.send("head", peer, returned)
         p.copy(p.rows(group, p.rank), ulysses.parcel("in 0", p.rank))
-        # In the order of ranks, so that sums repeat bit for bit.
-        for peer in sorted([p.rank, *ulysses.peers]):
-            i = 0 if peer == p.rank else 1 + ulysses.peers.index(peer)
-            if i:
-                p.wait([coming[i - 1]])
-            _add(p, PutHeads(ulysses.parcel(f"in {i}", p.rank), own, peer, sums))
+    for ulysses, own, sums in exchanges:
+        for peer in sorted([p.rank, *ulysses.peers]):  # so that sums repeat bit for bit
+            _add(p, PutHeads(ulysses.arrived(peer, p.rank), own, peer, sums))
 
 
 @cache  # equal drafts have the same functions

@@ -3,7 +3,7 @@
 Heads are independent.  A rank that cuts its heads into slices runs the same programs for each
 slice.  The messages of the next slice travel while this slice is computed, and so do the results
 of the slice before.  So transfers in both directions overlap with computing, whatever the method.
-Three slices are alive at a time, and their buffers are used in turn.
+Three slices are alive at a time, and their buffers are used in turn (`turns`).
 
 The programs of a slice are: take its heads (with a head axis, exchange tokens for heads), attend,
 put its heads.  Each one is cut into three parts, see `cut`.  A part runs in a stage:
@@ -33,7 +33,7 @@ from a2d_mpi.schedules.steps import Clear, KernelCall, Message, Step, Wait
 # Bytes of keys and values in a slice of a shard.  Measured on 16 emulated nodes with
 # tests/refinements.py: smaller slices gained nothing in the forward pass.
 SMALLEST = 1 << 17
-ALIVE = 3  # slices whose buffers hold anything at the same time
+ALIVE = 3  # slices whose messages travel, or whose buffers hold anything, at the same time
 OPEN, COMPUTE, CLOSE = range(3)  # parts of a program
 TAKE, ATTEND, PUT = range(3)  # programs of a slice
 
@@ -87,6 +87,15 @@ def default(own: AttentionConfig, layout: Layout) -> tuple[int, int]:
     nbytes = own.seqlen_kv // layout.size * (own.nbytes("k") + own.nbytes("v"))
     numbers = (x for x in (4, 2) if own.nheads_kv % x == 0 and nbytes >= x * SMALLEST)
     return (next(numbers, 1),) * 2
+
+
+def turns(number: int, layout: Layout) -> int:
+    """Return how many slices have buffers of their own for a program of this number.
+
+    With a grid and a head axis, attention still sends the heads that a slice took when the slice
+    three places later begins to take its heads.
+    """
+    return ALIVE + (number == TAKE and layout.positions > 1 and layout.heads > 1)
 
 
 def order(layout: Layout, slices: int, overlap: bool) -> Iterator[tuple[int, int, int]]:
@@ -167,7 +176,7 @@ def _belongs(p: Program, step: Step) -> bool:
     return kind != "dkv" or p.last
 
 
-def renamed(p: Program, number: int, slice_: int, keys: int) -> Program:
+def renamed(p: Program, number: int, slice_: int, keys: int, layout: Layout) -> Program:
     """Return a program of a slice, with buffers that other slices do not use meanwhile.
 
     Parameters
@@ -177,11 +186,12 @@ def renamed(p: Program, number: int, slice_: int, keys: int) -> Program:
         `TAKE`, `ATTEND` or `PUT`.
     slice_, keys : int
         Which slice it is, and which of all KV parts it has; both are counted from 0.
+    layout : Layout
     """
     new = p.with_steps(p.steps)
     new.number, new.slice = number, slice_
     for name, array in p.arrays.items():
-        turn = (keys if array.of_keys else slice_) % ALIVE
+        turn = (keys if array.of_keys else slice_) % turns(number, layout)
         new.arrays[name] = replace(array, memory=f"{number}.{turn} {array.memory}")
     return new
 
