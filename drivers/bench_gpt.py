@@ -19,9 +19,7 @@ from a2d_mpi.experiments.bench_train import bench_train
 from a2d_mpi.experiments.cli import Parser, run
 from a2d_mpi.experiments.model_options import FLOATS, add_model, add_sizes
 from a2d_mpi.experiments.options import (
-    BLOCK,
     PLANS_HELP,
-    add_old_name,
     add_options,
     add_trace,
     listed,
@@ -87,8 +85,6 @@ def decode(parser: Parser) -> None:
     text = "micro-batches of a step, with --apart"
     group.add_argument("--micro-batches", type=whole(1), metavar="N", default=3, help=text)
     add_options(group, "head-ranks", "kv-block")
-    add_old_name(group, "--heads", "--head-ranks", whole(1), "head_ranks")
-    add_old_name(group, "--block", "--kv-block", BLOCK, "kv_block")
     add_trace(_add_measurement(parser), "the last step of each run")
 
 

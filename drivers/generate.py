@@ -16,8 +16,6 @@ from mpi4py import MPI
 from a2d_mpi.experiments.cli import Parser, add_engine, run
 from a2d_mpi.experiments.generate import generate
 from a2d_mpi.experiments.options import (
-    BLOCK,
-    add_old_name,
     add_options,
     listed,
     path,
@@ -50,8 +48,6 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     text = "KV cache blocks on each grid position: 10,10,4,10; default: no limit"
     add("--room", type=listed(whole(0)), metavar="N,...", help=text)
     add_options(group, "kv-block", "method", "rows", "cols", "head-ranks")
-    add_old_name(group, "--block", "--kv-block", BLOCK, "kv_block")
-    add_old_name(group, "--heads", "--head-ranks", whole(1), "head_ranks")
     text = "number of ranks that hold the KV cache; they form the grid"
     add("--attention-ranks", type=whole(1), metavar="A", help=text)
     text = "number of all other ranks, which hold MLPs and embeddings"

@@ -15,7 +15,6 @@ from a2d_mpi.experiments.cli import Parser, add_engine, run
 from a2d_mpi.experiments.grids import add_grid
 from a2d_mpi.experiments.model_options import add_model, add_training
 from a2d_mpi.experiments.options import (
-    add_old_name,
     add_options,
     add_trace,
     path,
@@ -38,7 +37,6 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--until", type=whole(1), metavar="N", help="stop after this step; default: --steps")
     text = "steps until the learning rate is highest"
     add("--warmup-steps", dest="warmup", type=whole(1), metavar="N", default=20, help=text)
-    add_old_name(group, "--warmup", "--warmup-steps", whole(1), "warmup")
 
     group = parser.add_argument_group("checkpoints and output")
     add = group.add_argument

@@ -125,8 +125,7 @@ def parsers_of(program: str) -> list[argparse.ArgumentParser]:
 def options_of(program: str) -> set[str]:
     """Return the names of all options of a program and of its subcommands."""
     actions = (action for parser in parsers_of(program) for action in parser._actions)
-    shown = (action for action in actions if action.help != argparse.SUPPRESS)  # no old names
-    return {name for action in shown for name in action.option_strings}
+    return {name for action in actions for name in action.option_strings}
 
 
 def assert_all(comm: MPI.Intracomm, ok: bool, message: str) -> None:

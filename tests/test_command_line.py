@@ -1,4 +1,4 @@
-"""The command line of all drivers: help, examples, defaults, old names, progress bars."""
+"""The command line of all drivers: help, examples, defaults, progress bars."""
 
 import argparse
 import io
@@ -146,24 +146,6 @@ def test_version():
     done, found = drive_each(cases, 0)
     version = f"of a2d_mpi {a2d_mpi.__version__}\n"
     assert found == [(0, f"{name} {version}") for name in PROGRAMS] and done.stderr == ""
-
-
-@pytest.mark.parametrize("program, old, new, value", [
-    ("attention.py", "--heads", "head_ranks", 2),
-    ("attention.py", "--block", "rank_block", (2, 2)),
-    ("generate.py", "--heads", "head_ranks", 2),
-    ("generate.py", "--block", "kv_block", 2),
-    ("train_gpt.py", "--warmup", "warmup", 2),
-])  # fmt: skip
-def test_old_names(program, old, new, value, capsys):
-    needed = {"attention.py": ["x"], "generate.py": ["x", "--prompt", "y"],
-              "train_gpt.py": ["x", "--folder", "y"]}[program]  # fmt: skip
-    text = "2x2" if value == (2, 2) else "2"
-    parser = parser_of(f"drivers/{program}")
-    assert getattr(parser.parse_args([*needed, old, text]), new) == value
-    said = capsys.readouterr().err
-    assert said.startswith(f"{program}: note: {old} is now --") and said.count("\n") == 1
-    assert old + " " not in parser.format_help()
 
 
 def test_interrupted_program_of_one_process():

@@ -140,28 +140,6 @@ def test_killed_while_writing(tmp_path, moment):
     assert os.listdir(tmp_path) == ["bench.h5"]
 
 
-@launches
-@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.thorough)])
-def test_rank_that_is_killed_is_named(tmp_path, victim):
-    output = tmp_path / "bench.h5"
-    job = start(3, "--output", output, *SMALL, "--seqlens", "2048", "--trials", "100000")
-    try:
-        deadline = time.monotonic() + 60
-        while not output.exists():  # then all ranks are at work
-            assert time.monotonic() < deadline and job.poll() is None
-            time.sleep(0.1)
-        time.sleep(1)
-        killed = time.monotonic()
-        kill([ranks_below(job.pid)[1][victim]])
-        _, stderr = job.communicate(timeout=30)
-    finally:
-        kill(ranks_below(job.pid)[0])
-    assert time.monotonic() - killed < 30
-    assert job.returncode not in (0, 1, 2)
-    assert re.search(rf"bench.py: rank {victim} was killed \(PID \d+ on ", stderr), stderr
-    assert read_benchmark(output) == {}
-
-
 TRAINING = [
     *(ROOT / "LICENSE", "--separator", "", "--layers", "1", "--width", "8"),
     *("--nheads", "2", "--seqlen", "40", "--warmup-steps", "5", *NUMPY),

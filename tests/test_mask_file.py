@@ -63,20 +63,6 @@ def test_files(tmp_path, name):
     assert np.array_equal(found.dense(TOKENS, TOKENS), expected.dense(TOKENS, TOKENS))
 
 
-def external(file, name):
-    file.create_dataset(name, (N,), "i4", external=[("/etc/passwd", 0, h5py.h5f.UNLIMITED)])
-
-
-def virtual(file, name):
-    layout = h5py.VirtualLayout((N,), "i8")
-    layout[:] = h5py.VirtualSource("other.h5", name, (N,))
-    file.create_virtual_dataset(name, layout)
-
-
-def linked(file, name):
-    file[name] = h5py.ExternalLink("other.h5", "/begin")
-
-
 def unwritten(file, name):
     file.create_dataset(name, (N,), "i8")
 
@@ -113,9 +99,6 @@ BAD = {
     "two rows": ({"causal": True}, {"cu_seqlens": [CU, CU]}, "must be a (documents + 1,) integer"),
     "no causal": ({}, {"cu_seqlens": CU}, "the attribute causal, true or false, got none"),
     "causal?": ({"causal": "no"}, {"cu_seqlens": CU}, "true or false, got 'no'"),
-    "external": ({}, {"begin": external, "end": END}, "begin are in other files (external"),
-    "virtual": ({}, {"begin": virtual, "end": END}, "begin are in other files (a virtual"),
-    "link": ({}, {"begin": linked, "end": END}, "begin is a link to another place"),
     "unwritten": ({}, {"begin": unwritten, "end": END}, "begin has 0 of the 320 bytes"),
 }  # fmt: skip
 

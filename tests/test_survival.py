@@ -121,12 +121,10 @@ else:
     [("agreeing", [2]), ("agreed", [0]), ("agreed", [1, 2]), ("leaving", [0]), ("leaving", [2])],
 )
 def test_who_dies_at_the_end_changes_nothing(tmp_path, moment, victims):
-    """A finished job ends with exit code 0, and no rank is said to be killed that was not."""
+    """A finished job ends with exit code 0."""
     options = *OPTIONS, "--folder", tmp_path / "checkpoints", "--output", tmp_path / "out.h5"
     sabotage = END.format(moment, victims)
     done = drive("train_gpt.py", 3, *options, "--survive", sabotage=sabotage, timeout=90, mpi=ULFM)
-    named = {int(x) for x in re.findall(r"rank (\d) was killed", done.stderr)}
-    assert named == (set() if moment == "leaving" else set(victims)), done.stderr
     assert "Traceback" not in done.stderr and "continues" not in done.stderr
     assert trained_badly(tmp_path) == ""
 
@@ -156,7 +154,7 @@ def test_answers_go_on(tmp_path, model):
 @pytest.mark.launches
 @pytest.mark.ulfm
 def test_benchmark_notes_the_loss(tmp_path):
-    """Measured plans stay; others are named, and --resume measures them."""
+    """Measured plans stay, and --resume measures the others."""
     path, options = tmp_path / "bench.h5", ["--nheads", 2, "--headdim", 8, "--trials", 2]
     options += ["--kernel", "numpy", "--plans", "attention2d:2x2,ring", "--output", path]
     sabotage = "import a2d_mpi.experiments.bench as job\nplan_of = job.plan_of\n" \
@@ -167,14 +165,10 @@ def test_benchmark_notes_the_loss(tmp_path):
     done = drive(
         "bench.py", 4, *options, "--seqlens", "64,65", sabotage=sabotage, mpi=ULFM, code=1
     )
-    assert len(re.findall(r"^\S+-n65-\S+: not measured: rank 1 died$", done.stdout, re.M)) == 2
-    with h5py.File(path) as file:
-        assert all("-n65-" in x for x in file["lost"]) and len(file["lost"]) == 2
-        assert all(x.attrs["ranks"].tolist() == [1] for x in file["lost"].values())
-    assert len(read_benchmark(path)) == 2
+    assert f"rank 1 died; the program ends; --resume continues {path}" in done.stdout
+    assert all("-n64-" in x for x in read_benchmark(path)) and len(read_benchmark(path)) == 2
     drive("bench.py", 4, *options, "--seqlens", "64,65", "--resume")
-    with h5py.File(path) as file:
-        assert len(file["lost"]) == 0 and len(file["runs"]) == 4
+    assert len(read_benchmark(path)) == 4
 
 
 @pytest.mark.launches
@@ -188,9 +182,8 @@ def test_benchmark_that_was_written_is_not_lost(tmp_path):
                f"    if results:\n        {KILLED}\n" \
                "job.add_results = last"  # fmt: skip
     done = drive("bench.py", 3, *options, sabotage=sabotage, mpi=ULFM, code=1)
-    assert "not measured" not in done.stdout, done.stdout + done.stderr
-    with h5py.File(path) as file:
-        assert len(file["runs"]) == 1 and "lost" not in file
+    assert "the program ends" in done.stdout, done.stdout + done.stderr
+    assert len(read_benchmark(path)) == 1
 
 
 @pytest.mark.launches
@@ -214,4 +207,3 @@ def test_without_the_option_the_job_ends(tmp_path):
                "old, Trainer.step = Trainer.step, step"  # fmt: skip
     done = drive("train_gpt.py", 3, *options, sabotage=sabotage, mpi=ULFM, code=70)
     assert "continues" not in done.stderr
-    assert "rank 1 was killed" in done.stderr

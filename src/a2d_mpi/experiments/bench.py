@@ -14,7 +14,7 @@ from tqdm import tqdm
 from a2d_mpi.comm.failures import Failures, RanksLost, survivors
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments.benchmark import add_lost, add_results, start_benchmark
+from a2d_mpi.experiments.benchmark import add_results, start_benchmark
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.grids import plan_of
 from a2d_mpi.experiments.inputs import random_inputs
@@ -36,24 +36,22 @@ SPANS = ("all", "picked", "none")  # plans whose spans are kept: spans are most 
 def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Run the configurations that a file lacks, workload by workload; return the exit code.
 
-    If a rank dies and MPI continues, the other ranks note it in the file, and the program ends.
-    It does not continue, because plans on fewer ranks could not be compared with earlier results.
+    If a rank dies and MPI continues, the program ends: plans on fewer ranks could not be compared
+    with earlier results.  The file lacks what was not measured.
     """
     prepared = comm.bcast(together(comm, lambda: _prepare(args, comm.size), on=0))
-    failures, running, grids = Failures(comm, []), [], {}
+    failures, grids = Failures(comm, []), {}
     try:
         with failures.translated():
             work_comm = failures.duplicate(comm)
-            code = _bench(work_comm, args, prepared, grids, running)
+            code = _bench(work_comm, args, prepared, grids)
             failures.forget(work_comm)
             return code
     except RanksLost as error:
         for grid in grids.values():  # ranks may wait in any grid
             grid.failures.revoke()
         if survivors(comm).rank == 0:
-            for name in add_lost(args.output, prepared[1], running, error.ranks):
-                print(f"{name}: not measured: {error}")
-            print(f"written to {args.output}; the program ends; --resume continues from there")
+            print(f"{error}; the program ends; --resume continues {args.output}")
         return FAILED_CHECK
 
 
@@ -62,9 +60,8 @@ def _bench(
     args: argparse.Namespace,
     prepared: tuple,
     grids: dict[tuple, ProcessGrid],
-    running: list[str],
 ) -> int:
-    """Run `bench` on a communicator; `running` holds the configurations that are under way."""
+    """Run `bench` on a communicator."""
     sweep, settings, machine, done = prepared
     together(comm, lambda: [block[0].case.name for block in sweep])  # nodes read mask files, too
     device, trace = open_device(comm, args.device), Trace(comm, args.trace) if args.trace else None
@@ -80,7 +77,6 @@ def _bench(
             bar.write(f"{len(skipped)} configurations are in {args.output} already")
         for block in filter(None, blocks):
             bar.set_description(block[0].case.name)
-            running[:] = [c.name for c in block]
             runs = _checked(comm, block, args, device, grids, bar)
             # The file is made only now, when all checks of the options have passed.
             together(comm, lambda: add_results(args.output, settings, {}), on=0)

@@ -4,7 +4,6 @@
 
     /                 attributes: schema, schema_version
     /settings         attributes that all results share (trials, seed, ...)
-    /lost/<name>      attributes: ranks that died before this result was written, and the time
     /runs/<name>      laid out as the root of a result file; see `a2d_mpi.experiments.results`
     /figures/<name>   written by bench_kernel.py.  Attributes: origin, options, "tflop/<call>":
                       TFLOP of a call, ...
@@ -17,9 +16,8 @@ any moment.  Functions raise OSError and ValueError as in `a2d_mpi.experiments.r
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 
 import numpy as np
 
@@ -100,29 +98,6 @@ def add_results(
             file.create_group("runs")
         for name, result in results.items():
             fill(file["runs"].create_group(name), result)
-            if name in file.get("lost", ()):
-                del file["lost"][name]
-
-
-def add_lost(
-    path: str | os.PathLike[str],
-    settings: Mapping[str, object],
-    names: Iterable[str],
-    ranks: Iterable[int],
-) -> list[str]:
-    """Note in a file which results are missing because ranks died; make the file if needed.
-
-    Return the names of these results.  Results that were written before the loss are not among
-    them.
-    """
-    add_results(path, settings, {})
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    with new_file(path, SCHEMA, extend=True) as file:
-        lost = [name for name in names if name not in file["runs"]]
-        for name in lost:
-            group = file.require_group(f"lost/{name}")
-            set_attributes(group, {"ranks": list(ranks), "utc_time": now})
-    return lost
 
 
 def read_benchmark(path: str | os.PathLike[str]) -> dict[str, Result]:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import shlex
-import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -180,18 +177,16 @@ def run(
     and the exit code is 2.  Any other exception, and Ctrl-C, may have happened on one rank only.
     Its traceback, or a line after Ctrl-C, is printed and the whole job is aborted, so that no rank
     waits for this one.  The job is also aborted if only a part of the ranks raise a
-    CollectiveError, for example the ranks of a smaller grid.  If a rank is killed, a line says so.
+    CollectiveError, for example the ranks of a smaller grid.
     If MPI continues when ranks die, a rank that dies after `body` has ended changes nothing.
     """
     open_streams()
     parser = build_parser(comm)
     prog = parser.prog
     ends, problem = comm.Dup(), None  # other ranks may still use `comm` when this rank ends
-    alive = _name_if_killed(f"{prog}: rank {comm.rank}")
 
     def abort(code: int) -> NoReturn:
         sys.stderr.flush()
-        alive()
         if survives():  # after a death all ranks come here, and the first Abort ends them all
             time.sleep(STAGGER * min(comm.rank, 30))
         comm.Abort(code)
@@ -209,8 +204,6 @@ def run(
         if comm.rank == 0:
             print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
     except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, MPI.Exception):
-            time.sleep(1)  # if a transfer broke because a rank was killed, its line comes first
         interrupted = isinstance(error, KeyboardInterrupt)
         ended, code = ("interrupted", INTERRUPTED) if interrupted else ("failed", 70)
         print(f"{prog}: rank {comm.rank} {ended}", file=sys.stderr)
@@ -230,33 +223,8 @@ def run(
     if survives():
         with suppress(MPI.Exception):  # first all ranks hear of the agreement
             _wait_idly(ends.Ibarrier(), LEAVING)
-        alive()
         sys.stderr.flush()
         # If a rank dies now, MPI_Finalize may wait for good (Open MPI 5.0.11).
         os._exit(int(~codes[0]).bit_length() - 1)
     code = ends.allreduce(code, MPI.MAX)
-    alive()
     sys.exit(code)
-
-
-def _name_if_killed(who: str) -> Callable[[], object]:
-    """Start a shell that prints a line if this process is killed.
-
-    The process is taken as killed if it ends without calling the returned function once.
-    Launchers at best name a host and a process (MPICH's may name the wrong one).  They also end
-    all other ranks before any rank could print a line.  MPICH's launcher does so when the rank's
-    connection to it breaks, and the shell keeps this connection open until it has printed.
-    """
-    text = f"{who} was killed (PID {os.getpid()} on {socket.gethostname()})"
-    waiting = ["/bin/sh", "-c", f"read line || echo {shlex.quote(text)} >&2"]
-    try:
-        kept = [int(os.environ["PMI_FD"])] if "PMI_FD" in os.environ else []
-        shell = subprocess.Popen(waiting, stdin=subprocess.PIPE, pass_fds=kept)
-    except (OSError, ValueError):  # no more processes, or no shell: no line will be printed
-        return lambda: None
-
-    def alive() -> None:
-        with suppress(OSError, subprocess.TimeoutExpired):
-            shell.communicate(b"\n", timeout=1)
-
-    return alive

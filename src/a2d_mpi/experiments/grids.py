@@ -13,7 +13,7 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import Layout, squarest
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.options import Parser, add_old_name, add_options, pair, whole
+from a2d_mpi.experiments.options import Parser, add_options, pair
 from a2d_mpi.schedules.problem import Workload
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ def add_grid(parser: Parser) -> argparse._ArgumentGroup:
     block = pair("x", "ROWSxCOLUMNS")
     text = "rows and columns of a block of the grid whose ranks are neighbours"
     group.add_argument("--rank-block", type=block, metavar="RxC", default="1x1", help=text)
-    add_old_name(group, "--heads", "--head-ranks", whole(1), "head_ranks")
-    add_old_name(group, "--block", "--rank-block", block, "rank_block")
     text = "take the fastest grid for the machine of --profile"
     group.add_argument("--grid", choices=("auto",), help=text)
     add_options(group, "profile")

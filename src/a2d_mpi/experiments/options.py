@@ -315,24 +315,6 @@ def add_options(to: argparse._ActionsContainer, *names: str, **changes: object) 
         to.add_argument(f"--{name}", **{**OPTIONS[name], **changes})
 
 
-class _Renamed(argparse.Action):
-    """Accept the old name of an option, and name the new one in a note on stderr."""
-
-    def __call__(self, parser, namespace, value, name=None) -> None:
-        parser._print_message(f"{parser.prog}: note: {name} is now {self.const}\n", sys.stderr)
-        setattr(namespace, self.dest, value)
-
-
-def add_old_name(
-    to: argparse._ActionsContainer, old: str, new: str, kind: Callable[[str], object], dest: str
-) -> None:
-    """Accept the old name of an option, which --help does not show."""
-    to.add_argument(
-        old, action=_Renamed, const=new, dest=dest, type=kind,
-        default=argparse.SUPPRESS, help=argparse.SUPPRESS,
-    )  # fmt: skip
-
-
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
     """Show docstrings, and each option with its default or "(required)".
 
