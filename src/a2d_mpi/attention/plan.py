@@ -184,7 +184,7 @@ class AttentionPlan(Caller):
                 digest = mask.aligned(*lengths).digest(*lengths)  # checks all intervals
                 self._describe(problem_of(self.method, self._shape, config, mask, *named))
                 self._engine = Engine(kernel, config, transfers, overlap, grid, threads)
-                one = (METHODS[self.method].one_slice and grid.heads == 1) or not overlap
+                one = (METHODS[self.method].ring and grid.heads == 1) or not overlap
                 chosen = slices_of(slices, config, self._shape, one)
                 self.layout = replace(self._shape, slices=chosen)
                 self._pipelines = {

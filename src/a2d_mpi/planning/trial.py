@@ -22,12 +22,11 @@ from a2d_mpi.planning.survey import Survey, survey_of
 from a2d_mpi.schedules import (
     METHODS,
     default_distribution,
-    drafts_of,
     leaves_open,
     problem_of,
 )
 from a2d_mpi.schedules.problem import Problem, Workload
-from a2d_mpi.schedules.slices import ATTEND
+from a2d_mpi.schedules.slices import sharing
 from a2d_mpi.sharding.choice import CHOICES
 from a2d_mpi.sharding.pairs import pairs_of_runs
 
@@ -204,18 +203,14 @@ class Trial:
         """Yield the layout with these numbers of slices, as far as heads and method allow."""
         own = self._work.cp_group(self._layout.heads)
         for number in numbers:
-            if not misfit(own.nheads, own.nheads_kv, number):
-                layout = replace(self._layout, slices=(number, number))
-                try:
-                    drafts_of(self._method, PHASES[0], layout, self._problem, 0)[0][ATTEND].write()
-                except ValueError:  # rings do not share KV heads among slices
-                    return
-                yield layout
+            shares = METHODS[self._method].ring and sharing(own, number) > 1
+            if not shares and not misfit(own.nheads, own.nheads_kv, number):
+                yield replace(self._layout, slices=(number, number))
 
     def slice_heads(self) -> None:
         """Take the fastest number of slices in each phase, of a plan that was simulated."""
         machine, method, whole, work = self._plan
-        one_slice = METHODS[method].one_slice and whole.heads == 1
+        one_slice = METHODS[method].ring and whole.heads == 1
         if whole.slices or whole.size == 1 or one_slice:
             return
         numbers, before = dict.fromkeys(work.phases, 1), dict(self.phases)

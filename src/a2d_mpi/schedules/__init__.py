@@ -299,7 +299,8 @@ class _Groups:
         nodes = [layout.nodes_of_group(x) if chosen.knows_nodes else None for x in range(u)]
         self._config = group.config.cp_group(slices)
         self.inside = [
-            Group(rows, cols, group, self._config, self._shares_kv, _renamed(x)) for x in nodes
+            Group(rows, cols, group, self._config, self._shares_kv, _renamed(x), chosen.ring)
+            for x in nodes
         ]
         self._heads, self._problem = u, problem
         self._ulysses: dict[int, Group] = {}

@@ -31,6 +31,8 @@ class Group:
         Whether several groups share a KV head.
     nodes : tuple of int, optional
         Node of every rank; None: each rank is alone on its node.
+    ring : bool
+        See `a2d_mpi.schedules.method.Method.ring`.
     """
 
     rows: int
@@ -39,6 +41,7 @@ class Group:
     config: AttentionConfig
     shares_kv: bool = False
     nodes: tuple[int, ...] | None = None
+    ring: bool = False
     _sets: dict[tuple, frozenset[int]] = field(default_factory=dict, repr=False, compare=False)
     _bytes: dict[tuple, list[int]] = field(default_factory=dict, repr=False, compare=False)
 

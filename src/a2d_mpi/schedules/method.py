@@ -32,9 +32,10 @@ class Method(NamedTuple):
         context-parallel group can have.
     knows_nodes : bool
         Whether programs depend on `Layout.nodes`.
-    one_slice : bool
-        Whether slices of the heads gain nothing, because transfers take place all the time.  Where
-        ranks share the heads, slices hide the exchange of heads.
+    ring : bool
+        Whether ranks wait for each other between kernel calls, and use memory again, as in rings.
+        The steps of a program then keep their order.  Transfers take place all the time, so that
+        slices of the heads gain nothing, except where ranks share the heads.
     """
 
     forward: Callable[[Program], None]
@@ -45,7 +46,7 @@ class Method(NamedTuple):
     tiles: Callable[[Layout], tuple[int, int]] = lambda layout: (layout.rows, layout.cols)
     most_positions: Callable[[int], int] = lambda positions: positions
     knows_nodes: bool = False
-    one_slice: bool = False
+    ring: bool = False
 
     @property
     def causal(self) -> bool:

@@ -46,18 +46,17 @@ def lowered(p: Program, overlap: bool = True) -> Program:
 def in_turn(p: Program) -> Program:
     """Make messages end before the next kernel call: communicate and compute in turn.
 
-    A program gathers, computes, and returns results.  A ring uses memory again, so its steps keep
-    their order, and it waits for each exchange at once.
+    A program gathers, computes, and returns results.  The steps of a ring keep their order, and it
+    waits for each exchange at once.
     """
     if not any(isinstance(x, KernelCall) for x in p.steps):
         return p
     posted = {x.index: (i, x) for i, x in enumerate(p.steps) if isinstance(x, Message)}
-    reuses_memory = _reuses_memory(p)
 
     def place(numbered: tuple[int, Step]) -> float:
         i, step = numbered
         awaited = [posted[x] for x in step.messages] if isinstance(step, Wait) else []
-        if reuses_memory:
+        if p.group.ring:
             # A wait for an exchange, or for rows that are not a partial result, follows the last
             # message.
             early = any(isinstance(x, Send) or not _partial(p, x.rows) for _, x in awaited)
@@ -226,7 +225,7 @@ def receives_first(p: Program) -> Program:
 
     Receives before the first sends would delay these.
     """
-    if _reuses_memory(p):
+    if p.group.ring:
         return p
     first = next((i for i, x in enumerate(p.steps) if isinstance(x, KernelCall | Wait)), 0)
     tail = sorted(p.steps[first:], key=lambda x: not isinstance(x, Receive))
@@ -280,11 +279,6 @@ PASSES: tuple[Callable[[Program], Program], ...] = (
 
 def _partial(p: Program, rows: Rows) -> bool:
     return p.arrays[rows.array].kind in PARTIALS
-
-
-def _reuses_memory(p: Program) -> bool:
-    """Return True if arrays share memory, as in rings: then the steps must keep their order."""
-    return len({x.memory for x in p.arrays.values()}) < len(p.arrays)
 
 
 def _sending(p: Program, copied: Callable[[Program, Rows], Rows]) -> Program:

@@ -268,7 +268,7 @@ RING = Method(
     shape=lambda layout: (1, layout.positions),
     suits=lambda layout: layout.cols == 1 < layout.rows,
     tiles=_tiles,
-    one_slice=True,
+    ring=True,
 )
 STRIPED_RING = RING._replace(distribution="striped")
 DOUBLE_RING = RING._replace(shape=_double, suits=_suits_double)

@@ -28,7 +28,7 @@ import numpy as np
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout, misfit
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.steps import Clear, KernelCall, Message, Step, Wait
+from a2d_mpi.schedules.steps import PARTIALS, Clear, KernelCall, Message, Send, Step, Wait
 
 # Bytes of keys and values in a slice of a shard.  Measured on 16 emulated nodes with
 # tests/refinements.py: smaller slices gained nothing in the forward pass.
@@ -56,7 +56,7 @@ def slices_of(
         With all heads.
     layout : Layout
     one : bool
-        Take one slice by default, see `a2d_mpi.schedules.method.Method.one_slice`.
+        Take one slice by default.
 
     Raises
     ------
@@ -118,14 +118,26 @@ def order(layout: Layout, slices: int, overlap: bool) -> Iterator[tuple[int, int
 def cut(p: Program) -> tuple[int, int]:
     """Return the numbers of steps at which the second and the third part of a program begin.
 
-    The first part posts messages.  The second one begins with the first wait or kernel call, the
-    third one with the first wait after the last kernel call.
+    The first part posts messages.  The second one begins with the first wait or kernel call.  The
+    third one begins with the first wait after which no rank gets anything that it needs for kernel
+    calls: so ranks never wait in the second part for the third part of another rank, and pipelines
+    cannot block each other.  In a ring every message may be of this kind, and there is no third
+    part.
     """
     steps = p.steps
     begin = next((i for i, x in enumerate(steps) if isinstance(x, Wait | KernelCall)), len(steps))
-    last = max((i for i, x in enumerate(steps) if isinstance(x, KernelCall)), default=begin - 1)
+    if p.group.ring:
+        return begin, len(steps)
+    last = max((i for i, x in enumerate(steps) if _for_kernels(p, x)), default=-1)
     waits = (i for i, x in enumerate(steps) if i > last and isinstance(x, Wait))
     return begin, next(waits, len(steps))
+
+
+def _for_kernels(p: Program, step: Step) -> bool:
+    """Return True for a kernel call, and for a message that passes rows on to others' calls."""
+    if isinstance(step, Send):
+        return p.arrays[step.rows.array].kind not in PARTIALS
+    return isinstance(step, KernelCall)
 
 
 def with_shared_keys(p: Program) -> Program:
@@ -138,15 +150,14 @@ def with_shared_keys(p: Program) -> Program:
     Raises
     ------
     ValueError
-        If the method uses the memory of keys again, as rings do.
+        If the method is a ring, which passes keys on and does not hold them.
     """
     if p.first and p.last:
         return p
-    of_keys = [x.memory for x in p.arrays.values() if x.of_keys]
-    if len(set(of_keys)) < len(of_keys):
+    if p.group.ring:
         own = p.group.config.nheads_kv
         raise ValueError(
-            f"slices share {own} KV head, but this method passes keys on and does not hold them: "
+            f"slices share {own} KV head, but a ring passes keys on and does not hold them: "
             "it takes at most as many slices as a rank has KV heads"
         )
     new, left_out = p.with_steps(), set()
