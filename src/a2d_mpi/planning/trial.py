@@ -203,8 +203,10 @@ class Trial:
         """Yield the layout with these numbers of slices, as far as heads and method allow."""
         own = self._work.cp_group(self._layout.heads)
         for number in numbers:
-            shares = METHODS[self._method].ring and sharing(own, number) > 1
-            if not shares and not misfit(own.nheads, own.nheads_kv, number):
+            # Rings of several ranks do not hold keys.
+            shares = sharing(own, number) > 1 and self._layout.positions > 1
+            refused = shares and METHODS[self._method].ring
+            if not refused and not misfit(own.nheads, own.nheads_kv, number):
                 yield replace(self._layout, slices=(number, number))
 
     def slice_heads(self) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout, misfit
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.steps import PARTIALS, Clear, KernelCall, Message, Send, Step, Wait
+from a2d_mpi.schedules.steps import PARTIALS, Clear, KernelCall, Message, Step, Wait
 
 # Bytes of keys and values in a slice of a shard.  Measured on 16 emulated nodes with
 # tests/refinements.py: smaller slices gained nothing in the forward pass.
@@ -121,22 +121,22 @@ def cut(p: Program) -> tuple[int, int]:
     The first part posts messages.  The second one begins with the first wait or kernel call.  The
     third one begins with the first wait after which no rank gets anything that it needs for kernel
     calls: so ranks never wait in the second part for the third part of another rank, and pipelines
-    cannot block each other.  In a ring every message may be of this kind, and there is no third
-    part.
+    cannot block each other.
     """
     steps = p.steps
     begin = next((i for i, x in enumerate(steps) if isinstance(x, Wait | KernelCall)), len(steps))
-    if p.group.ring:
-        return begin, len(steps)
     last = max((i for i, x in enumerate(steps) if _for_kernels(p, x)), default=-1)
     waits = (i for i, x in enumerate(steps) if i > last and isinstance(x, Wait))
     return begin, next(waits, len(steps))
 
 
 def _for_kernels(p: Program, step: Step) -> bool:
-    """Return True for a kernel call, and for a message that passes rows on to others' calls."""
-    if isinstance(step, Send):
-        return p.arrays[step.rows.array].kind not in PARTIALS
+    """Return True for a kernel call, and for a message that others may need for kernel calls.
+
+    In a ring this is any message, otherwise only rows that are no partial results.
+    """
+    if isinstance(step, Message):
+        return p.group.ring or p.arrays[step.rows.array].kind not in PARTIALS
     return isinstance(step, KernelCall)
 
 
