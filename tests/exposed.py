@@ -1,10 +1,11 @@
 """Measure transfers that computing does not hide although it takes 1.5 times as long.
 
-    EMULATE_CORES=1 bash jobs/emulate.sh 2 1 200mbit -- python tests/exposed.py 200e6 [TRIALS]
+    EMULATE_CORES=1 bash jobs/emulate.sh 2 1 200mbit -- python tests/exposed.py 200e6 [TRIALS [SLICES]]
 
 On all ranks of an emulated cluster whose links have the given bits per second.  For each plan and
 phase the sequence has the length at which the kernels take 1.5 times what the busiest rank's bytes
-take.  Exposed: seconds in MPI waits over seconds of the transfers, median of the trials.
+take.  Exposed: seconds in MPI waits over seconds of the transfers, median of the trials.  SLICES is
+the number of slices of the heads; by default each plan chooses it.
 """
 
 import sys
@@ -15,6 +16,7 @@ from mpi4py import MPI
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid, RingAttention
 
 RATIO, FIRST, HEADS, WIDTH = 1.5, 2048, 8, 64
+SIZES = {"nheads": HEADS, "headdim": WIDTH}
 
 
 def call(plan, trials: int) -> dict[str, tuple[float, float, float]]:
@@ -45,7 +47,7 @@ def call(plan, trials: int) -> dict[str, tuple[float, float, float]]:
     return {phase: np.median(rows, axis=0) for phase, rows in found.items()}
 
 
-def main(rate: float, trials: int) -> None:
+def main(rate: float, trials: int, slices: int | None = None) -> None:
     """Print a table, and the medians of its last column by method."""
     comm = MPI.COMM_WORLD
     shapes = [
@@ -58,7 +60,7 @@ def main(rate: float, trials: int) -> None:
         for mask in (Full(), Causal()):
 
             def measured(seqlen, grid=grid, method=method, mask=mask):
-                plan = method(grid, mask, seqlen=seqlen, nheads=HEADS, headdim=WIDTH)
+                plan = method(grid, mask, seqlen=seqlen, slices=slices, **SIZES)
                 found = call(plan, trials)
                 plan.free()
                 return found
@@ -86,4 +88,5 @@ def main(rate: float, trials: int) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 5)
+    rate, trials, slices, *_ = *sys.argv[1:], *("5", "")[len(sys.argv) - 2 :]
+    main(float(rate), int(trials), int(slices) if slices else None)
