@@ -1,25 +1,20 @@
-r"""Benchmark of attention: plans x workloads, checked, timed in turn, in one HDF5 file.
+r"""Benchmarks: attention, kernels, linear attention, training and decoding steps of a GPT.
 
     mpiexec -n 4 python drivers/bench.py --output results/bench.h5 --seqlens 512 --plans all
-    mpiexec -n 4 python drivers/bench.py --output results/bench.h5 --plans auto,ring \
-        --seqlens 2048,4K --masks full,causal --nheads-kv 8,1 --backward \
-        --profile results/here.toml --resume
+    python drivers/bench.py kernels --shapes 512x2x64 --trials 3
+    mpiexec -n 4 python drivers/bench.py decode --output results/decode.h5
 
-Every combination of the lists is run.  All plans of a workload (mask, sizes, dtype) are made and
-checked first.  Then they are timed trial by trial in turn, so that they meet the same machine.
-When a workload is done, a new file with its results takes the place of the old file.  A job that
-is killed leaves a whole file and loses only the workload in progress.  --resume runs what is
-not there yet.  Other numbers of ranks may add to the same file.
+All results are checked, also those of an earlier run.
 
-Exit code 0: all checks passed, also the checks of an earlier run.  1: a check failed.  2: bad
-input, or the output cannot be written.
+Exit code 0: all checks passed.  1: a check failed.  2: bad input, or the output cannot be written.
 """
 
+import argparse
+from collections.abc import Callable
 from functools import partial
 
 from mpi4py import MPI
 
-from a2d_mpi.experiments.bench import SPANS, bench
 from a2d_mpi.experiments.cli import Parser, add_engine, run
 from a2d_mpi.experiments.options import (
     PLANS_HELP,
@@ -28,14 +23,34 @@ from a2d_mpi.experiments.options import (
     add_trace,
     add_workloads,
     check_text,
+    listed,
+    one_of,
+    pair,
+    real,
+    tokens,
+    utf8,
+    whole,
 )
 
 
-def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
-    """Build the parser of this driver's options."""
-    parser = Parser("bench.py", __doc__, comm, epilog=PLANS_HELP)
-    add_mask(add_workloads(parser), "masks")
+def attention(parser: Parser) -> Callable:
+    r"""Compare plans x workloads, checked, timed in turn, in one HDF5 file.
 
+        mpiexec -n 4 python drivers/bench.py --output results/bench.h5 --seqlens 512 --plans all
+        mpiexec -n 4 python drivers/bench.py --output results/bench.h5 --plans auto,ring \
+            --seqlens 2048,4K --masks full,causal --nheads-kv 8,1 --backward \
+            --profile results/here.toml --resume
+
+    Every combination of the lists is run.  All plans of a workload (mask, sizes, dtype) are made
+    and checked first.  Then they are timed trial by trial in turn, so that they meet the same
+    machine.  When a workload is done, a new file with its results takes the place of the old file.
+    A job that is killed leaves a whole file and loses only the workload in progress.  --resume
+    runs what is not there yet.  Other numbers of ranks may add to the same file.
+    """
+    from a2d_mpi.experiments.bench import SPANS, bench
+
+    parser.epilog = PLANS_HELP
+    add_mask(add_workloads(parser), "masks")
     group = parser.add_argument_group("plans")
     add_options(group, "plans", default="all")
     for name, value, text in (
@@ -44,13 +59,11 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     ):
         group.add_argument(name, dest="overlaps", action="append_const", const=value, help=text)
     add_options(group, "profile")
-
     group = parser.add_argument_group("measurement and checks")
     add_options(group, "trials")
     add_options(group, "warmup", help="runs before the timed runs; at least one is made")
     add_options(group, "check", type=partial(check_text, none=False))
     add_options(group, "seed")
-
     group = parser.add_argument_group("output")
     add_options(group, "output", required=True)
     add_options(group, "resume")
@@ -58,8 +71,169 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     group.add_argument("--spans", choices=SPANS, default="all", help=text)
     add_trace(group, "one more run of each plan")
     add_engine(parser)
+    return bench
+
+
+def kernels(parser: Parser) -> Callable:
+    """Compare kernels with PyTorch's scaled_dot_product_attention, in one process.
+
+        python drivers/bench.py kernels --shapes 512x2x64 --trials 3
+        python drivers/bench.py kernels --trials 9 --output data/results/tiles.h5
+        python drivers/bench.py kernels --shapes 16384x8x64 --masks full,sliding_window
+        python drivers/bench.py kernels --device gpu --masks full,sliding_window_causal:4096
+        OPENBLAS_CORETYPE=Haswell python drivers/bench.py kernels  # as if the CPU were another
+
+    To compare with PyTorch: pip install -e '.[bench]'; on CPUs its build for CPUs is enough.
+
+    All kernels run in turn, trial by trial.  On a CPU these are "numpy" and, where Numba is
+    installed, "numba", on one core.  On a GPU it is the fastest kernel that is installed.  For the
+    masks that torch has, its attention runs too, on a GPU by each of its backends.  The backward
+    pass is timed against torch's autograd.
+
+    The table has FLOP/s in the median over the trials: 4 operations per pair, head and element
+    forward, and 10 backward.  Masked pairs are not counted.  It also has the ratios to the speed
+    under the full mask, if this mask comes first, and to the speed of torch's fastest backend.
+    --output adds the seconds of all trials to a benchmark file, with versions, the CPU or GPU,
+    BLAS, and the CPU that BLAS takes this CPU for.  "plot.py results FILE --what kernels" draws
+    the file.
+    """
+    from a2d_mpi.experiments.bench_kernel import MASKS, bench_kernel, shape
+
+    group = parser.add_argument_group("workloads and kernels")
+    add = group.add_argument
+    add("--device", choices=("cpu", "gpu"), default="cpu", help="where the kernels run")
+    text = "SEQLENxNHEADSxHEADDIM; default: 4096x4x128,8192x2x64 or, on a GPU, 16384x16x128"
+    add("--shapes", type=listed(shape), metavar="SHAPE,...", help=text)
+    add_options(group, "nheads-kv", help="KV heads of all shapes; default: as many as query heads")
+    add_options(group, "masks", default=",".join(MASKS))
+    text = "storage dtype; default: float32 or, on a GPU, bfloat16"
+    add_options(group, "dtype", default=None, help=text)
+    text = "names in a2d_mpi.kernels.KERNELS; default: numpy,auto or, on a GPU, auto"
+    add("--kernels", type=listed(utf8), metavar="KERNEL,...", help=text)
+    group = parser.add_argument_group("measurement and output")
+    add_options(group, "trials")
+    add_options(group, "output", help="HDF5 file to which the seconds are added")
+    text = "name of the results in the file; default: CPU or GPU, and BLAS"
+    group.add_argument("--name", type=utf8, metavar="TEXT", help=text)
+    return bench_kernel
+
+
+def train(parser: Parser) -> Callable:
+    r"""Compare training steps by different plans: seconds by part, bytes, memory.
+
+        mpiexec -n 4 python drivers/bench.py train --output results/step.h5 \
+            --preset gpt3-175b-layer --width 192 --nheads 12 --positions rotary --seqlen 2K \
+            --plans attention2d:2x2,ring
+
+    Weights and tokens are random.  The loss and the gradients of every plan are compared with a
+    model in float64 on one rank, whose attention is a textbook's.  The learning rate is 0, which
+    keeps the weights, so every step must repeat the first step bit for bit.
+    The largest memory of a step's activations is counted once, in a step that is not timed.  With
+    --recompute both ways are run.  --resume adds to a file, also with other numbers of ranks.
+    """
+    from a2d_mpi.experiments.bench_train import bench_train
+    from a2d_mpi.experiments.model_options import FLOATS, add_model
+
+    parser.epilog = PLANS_HELP
+    group = add_model(parser)
+    text = "number of different tokens"
+    group.add_argument("--vocab", type=whole(2, 1 << 24), metavar="N", default=256, help=text)
+    group = parser.add_argument_group("workload and plans")
+    add_options(group, "seqlen", default="1K")
+    add_options(group, "mask")
+    add_options(group, "dtype", choices=FLOATS)
+    add_options(group, "plans", default="attention2d,ring")
+    add_options(group, "profile")
+    _add_measurement(parser, output_needed=True)
+    return bench_train
+
+
+def decode(parser: Parser) -> Callable:
+    """Measure decoding steps by length of context and number of ranks.
+
+        mpiexec -n 4 python drivers/bench.py decode --output results/decode.h5
+
+    The table has seconds, bytes and messages.  The caches of all ranks are filled with random keys
+    and values, so there is no prompt to compute.  Attention of one request is compared with
+    float64, and all bytes and messages with the prediction.
+    """
+    from a2d_mpi.experiments.bench_decode import bench_decode
+    from a2d_mpi.experiments.model_options import add_sizes
+
+    add_sizes(parser, layers=2, width=512, nheads=8, nheads_kv=2, headdim="width / nheads")
+    group = parser.add_argument_group("requests and ranks")
+    text = "lengths of the context: 4096,64K"
+    group.add_argument("--contexts", type=listed(tokens()), metavar="TOKENS,...",
+                       default="1K,4K,16K,64K", help=text)  # fmt: skip
+    text = "requests per step"
+    group.add_argument("--requests", type=whole(1, 1 << 16), metavar="N", default=4, help=text)
+    text = "numbers of ranks; default: 1, 2, 4, ... times --head-ranks"
+    group.add_argument("--ranks", type=listed(whole(1)), metavar="N,...", help=text)
+    text = "also run with separate attention ranks and FFN ranks, see docs/models.md: 2+2,3+1"
+    kind = listed(pair("+", "ATTENTION+FFN ranks"))
+    group.add_argument("--apart", type=kind, metavar="A+F,...", help=text)
+    text = "micro-batches of a step, with --apart"
+    group.add_argument("--micro-batches", type=whole(1), metavar="N", default=3, help=text)
+    add_options(group, "head-ranks", "kv-block")
+    add_trace(_add_measurement(parser), "the last step of each run")
+    return bench_decode
+
+
+def linear(parser: Parser) -> Callable:
+    """Compare linear attention (LASP-2, LASP) with exact attention, by length.
+
+        mpiexec -n 4 python drivers/bench.py linear --output results/linear.h5
+
+    Sampled rows of all results are compared with dense attention of either kind in float64, and
+    all bytes with the formula.
+    """
+    from a2d_mpi.experiments.bench_linear import LINEAR, bench_linear
+    from a2d_mpi.experiments.model_options import FLOATS
+    from a2d_mpi.linear.features import FEATURE_MAPS
+    from a2d_mpi.linear.norms import NORMS
+    from a2d_mpi.linear.plan import CHUNK
+    from a2d_mpi.schedules import METHODS
+
+    group = parser.add_argument_group("workloads and plans")
+    plans = (*LINEAR, *METHODS)
+    text = f"plans, from {', '.join(plans)}"
+    group.add_argument("--plans", type=listed(one_of(plans)), metavar="PLAN,...",
+                       default="lasp2,lasp,attention2d", help=text)  # fmt: skip
+    add_options(group, "seqlens", default="1K,2K,4K")
+    add_options(group, "mask", choices=("causal", "full"), metavar=None, help="causal or full")
+    add_options(group, "nheads", default=8)
+    add_options(group, "headdim", default=64)
+    add_options(group, "dtype", choices=FLOATS)
+    add = parser.add_argument_group("linear attention").add_argument
+    text = "feature map of queries and keys"
+    add("--feature-map", choices=FEATURE_MAPS, default="elu+1", help=text)
+    add("--norm", choices=NORMS, default="output", help="normalisation of the results")
+    add("--decay", type=real(0, 1), metavar="X", help="decay of all heads; default: none")
+    text = "distribution of tokens over ranks"
+    add("--distribution", metavar="NAME", default="contiguous", help=text)
+    text = "tokens that are computed at once"
+    add("--chunk", type=tokens(most=4096), metavar="TOKENS", default=CHUNK, help=text)
+    _add_measurement(parser)
+    return bench_linear
+
+
+def _add_measurement(parser: Parser, output_needed: bool = False) -> argparse._ArgumentGroup:
+    """Add the options that the benchmarks of a GPT have; return the last group."""
+    group = parser.add_argument_group("measurement")
+    add_options(group, "trials", "seed", "threads")
+    group = parser.add_argument_group("output")
+    add_options(group, "output", required=output_needed)
+    if output_needed:
+        add_options(group, "resume")
+    return group
+
+
+def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
+    """Build the parser of this driver's options."""
+    parser = Parser("bench.py", __doc__, comm)
+    parser.add_commands(attention, kernels, train, decode, linear, default="attention")
     return parser
 
 
 if __name__ == "__main__":
-    run(MPI.COMM_WORLD, build_parser, bench)
+    run(MPI.COMM_WORLD, build_parser)

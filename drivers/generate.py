@@ -1,4 +1,4 @@
-r"""Generate text from a checkpoint of train_gpt.py, with the KV cache spread over the ranks.
+r"""Generate text from a checkpoint of train.py gpt, with the KV cache spread over the ranks.
 
     mpiexec -n 4 python drivers/generate.py results/tiny --prompt "To be" --prompt "The " \
         --tokens 200 --temperature 0.8 --top-k 40

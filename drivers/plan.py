@@ -1,58 +1,130 @@
-r"""List methods and grids for a problem on a machine, the fastest first.
+r"""Plans for a machine: the fastest methods and grids, by the model or by a network simulator.
 
     python drivers/plan.py --profile data/machines/h100-64x1.toml --ranks 64 --seqlen 1M \
         --nheads 96 --headdim 128 --mask causal --backward
+    python drivers/plan.py simulate --output results/scale.h5 --ranks 4 --seqlens 4K \
+        --profile data/machines/a100-16x4.toml --networks switch --plans ring,attention2d
 
-Nothing is run, and no MPI is needed.  The table has a line for each plan:
+Nothing is run, and no MPI is needed.
 
-  method, grid   rows x cols x ranks that share the heads
-  order          the axes from nodes to ranks; "ucr": neighbouring ranks differ in r
-  total, ...     seconds in all, and by part
-  received       bytes that a rank receives
-  by a node      bytes that a node gets from other nodes
-  x bound        bytes over all ranks, as a multiple of the least that exact attention needs
-                 without a head axis
-  memory         of a rank
-  the end        what the plan loses against the first plan
-
-Exit code 0: done.  2: bad input, or no plan fits.
+Exit code 0: done.  2: bad input, or no plan fits, or no SimGrid.
 """
 
-from a2d_mpi.experiments.candidates import add_problem, plan
+from collections.abc import Callable
+
 from a2d_mpi.experiments.options import (
+    PLANS_HELP,
     Parser,
+    add_options,
+    add_workloads,
     listed,
     method_name,
+    path,
+    real,
     run_serial,
     whole,
 )
-from a2d_mpi.experiments.sweep import PLANNED
-from a2d_mpi.gpt.config import PRESETS
-from a2d_mpi.schedules import METHODS
 
 
-def build_parser() -> Parser:
-    """Build the parser of this driver's options."""
-    parser = Parser("plan.py", __doc__)
+def rank(parser: Parser) -> Callable:
+    r"""List methods and grids for a problem on a machine, the fastest first.
+
+        python drivers/plan.py --profile data/machines/h100-64x1.toml --ranks 64 --seqlen 1M \
+            --nheads 96 --headdim 128 --mask causal --backward
+
+    The table has a line for each plan:
+
+      method, grid   rows x cols x ranks that share the heads
+      order          the axes from nodes to ranks; "ucr": neighbouring ranks differ in r
+      total, ...     seconds in all, and by part
+      received       bytes that a rank receives
+      by a node      bytes that a node gets from other nodes
+      x bound        bytes over all ranks, as a multiple of the least that exact attention needs
+                     without a head axis
+      memory         of a rank
+      the end        what the plan loses against the first plan
+    """
+    from a2d_mpi.experiments.candidates import add_problem, plan
+    from a2d_mpi.experiments.sweep import PLANNED
+    from a2d_mpi.gpt.config import PRESETS
+    from a2d_mpi.schedules import METHODS
+
     add_problem(parser, PLANNED, needs_heads=False)
-    group = parser.add_argument_group("plans and table")
-    add = group.add_argument
+    add = parser.add_argument_group("plans and table").add_argument
     text = f"only these methods, from {', '.join(METHODS)}; default: all"
     add("--methods", type=listed(method_name), metavar="METHOD,...", help=text)
     text = "memory of a rank: 80GB, 80GiB; default: the memory in the profile"
     add("--memory", metavar="SIZE", help=text)
     text = f"also predict training steps of a model, with its heads: {', '.join(PRESETS)}"
     add("--gpt", choices=PRESETS, metavar="MODEL", help=text)
-    add(
-        "--recompute",
-        action="store_true",
-        help="with --gpt: keep less of each layer, and compute it again",
-    )
+    text = "with --gpt: keep less of each layer, and compute it again"
+    add("--recompute", action="store_true", help=text)
     text = "best: simulate plans until the fastest is certain; all: simulate every plan"
     add("--simulate", choices=("best", "all"), default="best", help=text)
     add("--top", type=whole(0), metavar="N", default=20, help="number of plans to print; 0: all")
+    return plan
+
+
+def simulate(parser: Parser) -> Callable:
+    r"""Replay plans x ranks x lengths x networks by SimGrid, beside the model's prediction.
+
+        python drivers/plan.py simulate --output results/scale.h5 --ranks 4 --seqlens 4K \
+            --profile data/machines/a100-16x4.toml --networks switch --plans ring,attention2d
+        python drivers/plan.py simulate --output results/scale.h5 --ranks 64,256,1024 \
+            --profile data/machines/a100-16x4.toml --networks "switch,fat tree:2,dragonfly" \
+            --seqlens 1M --nheads-kv 32,8 --backward --plans "ring,auto:each" --resume
+
+    Every rank does what the model has it do, for as long.  Only the network is another: SimGrid
+    shares its links among all messages.  A network is "switch", "fat tree", "fat tree:4" (four
+    times oversubscribed) or "dragonfly".
+    Every simulation is added to the file when it is done.  --resume continues where an earlier run
+    ended, and tries again what ran out of time, if there is more time now.
+    All-gathers of many ranks take long: for each message that ends, SimGrid shares the links anew
+    among all others.  With --coarse 1e-3, messages that end close after each other end together.
+
+    It needs SimGrid and a compiler: apt-get install g++ libsimgrid-dev (Debian, Ubuntu).  Python
+    needs nothing of it.
+    """
+    from a2d_mpi.experiments.simulate import RANKS, simulate_all
+
+    parser.epilog = PLANS_HELP
+    group = parser.add_argument_group("machines")
+    add = group.add_argument
+    text = "TOML files of machines, see data/machines"
+    add_options(group, "profile", type=listed(path), metavar="FILE,...", required=True, help=text)
+    text = "numbers of ranks: 64,256"
+    add("--ranks", type=listed(whole(1, RANKS)), metavar="N,...", default="64", help=text)
+    text = "networks, see above: switch,fat tree:4"
+    add("--networks", type=listed(str), metavar="NETWORK,...", default="switch", help=text)
+    for name, kind, text in (
+        ("slow-rank", real(1, 1e6), "the first rank takes X times as long"),
+        ("latency", real(0, 1e6), "latencies are X times as long"),
+        ("slow-port", real(1, 1e6), "the first node's first NIC has 1 / X of its bandwidth"),
+    ):
+        add(f"--{name}", type=kind, metavar="X", default=1.0, help=text)
+    text = "ranks compute, copy and merge in no time"
+    add("--links-alone", action="store_true", help=text)
+    add_options(add_workloads(parser), "masks")
+    parser.set_defaults(seqlens="1M", nheads="32", headdim="128", dtypes="bfloat16")
+    group = parser.add_argument_group("plans and simulation")
+    add = group.add_argument
+    add_options(group, "plans", default="auto:each")
+    text = "messages end together within this share of the predicted time"
+    add("--coarse", type=real(0, 1), metavar="X", default=0.0, help=text)
+    text = "seconds after which a phase is given up"
+    add("--timeout", type=real(1e-3, 1e9), metavar="S", default=3600.0, help=text)
+    group = parser.add_argument_group("output")
+    add_options(group, "output", required=True)
+    add_options(group, "resume")
+    return simulate_all
+
+
+def build_parser() -> Parser:
+    """Build the parser of this driver's options."""
+    parser = Parser("plan.py", __doc__)
+    parser.add_commands(rank, simulate, default="rank")
     return parser
 
 
 if __name__ == "__main__":
-    run_serial(build_parser, plan)
+    run_serial(build_parser)

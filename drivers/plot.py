@@ -1,22 +1,23 @@
-r"""Draw figures: results of other drivers, grids of ranks, masks and schedules.
+r"""Draw figures and print tables: results of other drivers, grids of ranks, masks and schedules.
 
     python drivers/plot.py results data/results/scaling.h5 --output results/figures
     python drivers/plot.py grid results/grid.png --rows 2 --cols 3
     python drivers/plot.py masks results/masks.png --masks causal,sliding_window
     python drivers/plot.py schedule results/schedules.png --ranks 4 --seqlen 4K --nheads 8 \
         --profile data/machines/a100-16x4.toml --plans attention2d:2x2,ring
+    python drivers/plot.py study data/results/ratio.h5
 
-It needs matplotlib: pip install -e '.[plot]'.  Nothing is run, and no MPI is needed.
+Figures need matplotlib: pip install -e '.[plot]'.  Nothing is run, and no MPI is needed.
 
-Exit code 0: done.  2: bad input, or nothing could be drawn.
+Exit code 0: done.  1: a check of some result failed.  2: bad input, or nothing could be drawn.
 """
 
 import argparse
 from collections.abc import Callable
 
-from a2d_mpi.experiments.candidates import add_problem
 from a2d_mpi.experiments.options import (
     PLANS_HELP,
+    SEED,
     Parser,
     add_options,
     add_trace,
@@ -27,11 +28,15 @@ from a2d_mpi.experiments.options import (
     tokens,
     whole,
 )
-from a2d_mpi.figures import grid_plots, mask_plots, schedule_plots
-from a2d_mpi.figures.plots import FIGURES, OTHERS, PHASES, plot
+
+# Plans of the table of masks.
+PARTITIONS = [
+    *(f"attention2d/{name}" for name in ("contiguous", "zigzag", "balanced")),
+    "ring/balanced",
+]
 
 
-def results(parser: Parser) -> None:
+def results(parser: Parser) -> Callable:
     """Draw figures of a file of bench.py, or of the other drivers below.
 
         python drivers/plot.py results data/results/scaling.h5 --output results/figures
@@ -46,16 +51,16 @@ def results(parser: Parser) -> None:
 
     Figures of the files of other drivers:
 
-    training     loss by tokens (train_gpt.py)
-    kernels      speed of kernels and of PyTorch's (bench_kernel.py)
-    steps        seconds of training steps by part, measured and predicted (bench_gpt.py train)
-    lengths      seconds of linear and exact attention by tokens (bench_gpt.py linear)
-    activations  memory by number of ranks (bench_gpt.py train)
-    strong       per cent of ideal scaling by number of ranks (simulate.py)
+    training     loss by tokens (train.py gpt)
+    kernels      speed of kernels and of PyTorch's (bench.py kernels)
+    steps        seconds of training steps by part, measured and predicted (bench.py train)
+    lengths      seconds of linear and exact attention by tokens (bench.py linear)
+    activations  memory by number of ranks (bench.py train)
+    strong       per cent of ideal scaling by number of ranks (plan.py simulate)
     weak         likewise, with the same number of tokens per rank
     slopes       time by number of ranks, with the power of the ranks that fits each method's times
-    exposed      share of the time that ranks wait (simulate.py)
-    winners      the fastest method by ranks and tokens (simulate.py)
+    exposed      share of the time that ranks wait (plan.py simulate)
+    winners      the fastest method by ranks and tokens (plan.py simulate)
     crossover    gain over the ring by computing over transfers (folder of jobs/study.sh crossover)
     trace        what every rank did when, and all messages (a file of any driver's --trace)
 
@@ -64,6 +69,8 @@ def results(parser: Parser) -> None:
     is full if ranks share the heads.  If the file has no data for a figure, the figure is left out
     and a line on stderr says so.
     """
+    from a2d_mpi.figures.plots import FIGURES, OTHERS, PHASES, plot
+
     text = "file of a driver, or of --trace, or a folder"
     parser.add_argument("results", type=path, help=text)
     add = parser.add_argument_group("figures").add_argument
@@ -86,9 +93,10 @@ def results(parser: Parser) -> None:
     add("--phase", choices=PHASES, default="both", help="phase to plot")
     text = "name of the run of the timeline; default: the fastest Attention2D"
     add("--run", metavar="NAME", help=text)
+    return plot
 
 
-def grid(parser: Parser) -> None:
+def grid(parser: Parser) -> Callable:
     """Draw who computes what: the attention matrix coloured by rank, and the process grid.
 
         python drivers/plot.py grid results/grid.png --rows 2 --cols 3 --mask causal
@@ -96,11 +104,13 @@ def grid(parser: Parser) -> None:
     Left: the visible pairs, query by key, in the colour of the rank that computes them.  Right:
     the ranks, their share of the work, and what they exchange.
     """
-    group = _add_picture(parser, tokens(most=grid_plots.LONGEST), 72)
-    add_options(group, "mask")
+    from a2d_mpi.figures import grid_plots
+
+    add_options(_add_picture(parser, grid_plots.LONGEST, 72), "mask")
+    return grid_plots.plot_grid
 
 
-def masks(parser: Parser) -> None:
+def masks(parser: Parser) -> Callable:
     """Draw masks, and who computes what with each of them on a process grid.
 
         python drivers/plot.py masks results/masks.png --rows 2 --cols 3
@@ -109,27 +119,29 @@ def masks(parser: Parser) -> None:
     in the colour of the rank that computes them: the rank in the row of the query's owner and the
     column of the key's owner.  Below: the distribution, and the largest area of a rank / mean.
     """
-    group = _add_picture(parser, tokens(most=mask_plots.LONGEST), 96)
-    add_options(group, "masks", default="all")
+    from a2d_mpi.figures import mask_plots
+
+    add_options(_add_picture(parser, mask_plots.LONGEST, 96), "masks", default="all")
+    return mask_plots.plot_masks
 
 
-def _add_picture(
-    parser: Parser, kind: Callable[[str], int], seqlen: int
-) -> argparse._ArgumentGroup:
+def _add_picture(parser: Parser, longest: int, seqlen: int) -> argparse._ArgumentGroup:
     """Add the options of both `grid` and `masks`; return their group."""
+    from a2d_mpi.figures.mask_plots import RANKS
+
     parser.add_argument("output", type=path, help="PNG, SVG or PDF file")
     group = parser.add_argument_group("what to draw")
-    ranks = whole(1, mask_plots.RANKS)
+    ranks = whole(1, RANKS)
     add_options(group, "rows", type=ranks, default=2, help="rows of the grid")
     add_options(group, "cols", type=ranks, default=3, help="columns of the grid")
     add_options(
         group, "distribution", help="distribution of tokens over ranks; default: the mask's own"
     )
-    add_options(group, "seqlen", type=kind, default=seqlen)
+    add_options(group, "seqlen", type=tokens(most=longest), default=seqlen)
     return group
 
 
-def schedule(parser: Parser) -> None:
+def schedule(parser: Parser) -> Callable:
     r"""Draw schedules: who computes what, who talks to whom, and what every rank does when.
 
         python drivers/plot.py schedule results/schedules.png --ranks 16 --seqlen 32K --nheads 32 \
@@ -143,6 +155,9 @@ def schedule(parser: Parser) -> None:
     neighbours share nodes, whose ranks have shades of one colour.  --trace FILE writes the same
     times for Perfetto, with all kernel calls and messages.
     """
+    from a2d_mpi.experiments.candidates import add_problem
+    from a2d_mpi.figures import schedule_plots
+
     parser.epilog = PLANS_HELP
     parser.add_argument("output", type=path, help="PNG, SVG or PDF file")
     add_problem(parser, schedule_plots.RANKS)
@@ -150,22 +165,88 @@ def schedule(parser: Parser) -> None:
     text = f"at most {schedule_plots.PLANS} plans, see the end of this help"
     add_options(group, "plans", default="auto:each", help=text)
     add_trace(group, "all plans with the predicted times, one after the other")
+    return schedule_plots.plot_schedule
 
 
-JOBS = {
-    "results": plot,
-    "grid": grid_plots.plot_grid,
-    "masks": mask_plots.plot_masks,
-    "schedule": schedule_plots.plot_schedule,
-}
+def study(parser: Parser) -> Callable:
+    """Print results of bench.py, as jobs/study.sh makes them.
+
+        python drivers/plot.py study data/results/ratio.h5
+        python drivers/plot.py study data/results/*.h5
+
+    Every workload of a file has a line for each plan, forward and forward with backward.  The
+    line has milliseconds of the slowest rank in the median trial, and their ratio to the planner's
+    pick.  Without a pick it is the ratio to the fastest plan.  Then come the wait, the time that
+    the model predicted, and the bytes that the busiest rank received.
+    The last lines say how far the model was off, and how many picks take at most 1.1 times the
+    fastest.
+    """
+    from a2d_mpi.experiments.study import print_study, read_measured
+
+    parser.add_argument("files", type=path, nargs="+", help="HDF5 files of bench.py")
+    return lambda args: print_study(args.files, read_measured)
+
+
+def scale(parser: Parser) -> Callable:
+    """Print results of plan.py simulate, as jobs/scale.sh makes them.
+
+        python drivers/plot.py scale data/results/scale/links.h5
+
+    The table has the columns of "study", with simulated times.  The wait is the mean over all
+    ranks.  Plans that do not fit in the memory of the ranks are left out.
+    """
+    from a2d_mpi.experiments.simulate import read_summaries
+    from a2d_mpi.experiments.study import print_study
+
+    parser.add_argument("files", type=path, nargs="+", help="HDF5 files of plan.py simulate")
+    return lambda args: print_study(args.files, read_summaries)
+
+
+def partitions(parser: Parser) -> Callable:
+    """Compare grids and the ring under many masks: bytes and balance.
+
+        python drivers/plot.py partitions --ranks 16 --seqlen 128K --masks all
+        python drivers/plot.py partitions --output table.csv --picture table.png
+
+    For each mask and plan, METHOD or METHOD/DISTRIBUTION, the grid of any shape whose busiest rank
+    moves the fewest bytes in a forward pass.  Entries of the table in --output are not computed
+    again.  --picture draws the whole table.
+    """
+    from a2d_mpi.experiments.mask_table import plan_text, print_table
+
+    group = parser.add_argument_group("masks and plans")
+    add = group.add_argument
+    add_options(group, "masks", default="all")
+    add("--ranks", type=whole(2, 1024), metavar="N", default=16, help="ranks")
+    add_options(group, "seqlen", type=tokens(most=1 << 22), default="128K")
+    text = "METHOD or METHOD/DISTRIBUTION"
+    add_options(group, "plans", type=listed(plan_text), default=",".join(PARTITIONS), help=text)
+    text = "seeds of masks that are drawn and name no seed: 0,1,2"
+    add("--seeds", type=listed(SEED), metavar="N,...", default="0", help=text)
+    group = parser.add_argument_group("output")
+    add_options(group, "output", help="CSV file with the table, which is completed")
+    group.add_argument("--picture", type=path, metavar="FILE", help="PNG, SVG or PDF file")
+
+    def table(args: argparse.Namespace) -> int:
+        if args.picture:
+            from a2d_mpi.figures.mask_plots import draw_table
+            from a2d_mpi.figures.pictures import check_picture, save
+
+            check_picture(args.picture)
+        known = print_table(args)
+        if args.picture:
+            save(draw_table(known), args.picture)
+        return 0
+
+    return table
 
 
 def build_parser() -> Parser:
     """Build the parser of this driver's options."""
     parser = Parser("plot.py", __doc__)
-    parser.add_commands(results, grid, masks, schedule)
+    parser.add_commands(results, grid, masks, schedule, study, scale, partitions)
     return parser
 
 
 if __name__ == "__main__":
-    run_serial(build_parser, lambda args: JOBS[args.command](args))
+    run_serial(build_parser)

@@ -109,7 +109,7 @@ def result_hash(losses, weights):
 
 def without_loss(options, ranges):
     """Return the hash of a training on one grid after the other; collective."""
-    args = parser_of("drivers/train_gpt.py").parse_args(options)
+    args = parser_of("drivers/train.py").parse_args(["gpt", *options])
     world, state = MPI.COMM_WORLD, None
     text, _, config = job._validated(args)
     for end, ranks, rows, cols in ranges:

@@ -1,11 +1,11 @@
 """Measure transfers that computing does not hide although it takes 1.5 times as long.
 
-    EMULATE_CORES=1 bash jobs/emulate.sh 2 1 200mbit -- python tests/exposed.py 200e6 [TRIALS [SLICES]]
+    EMULATE_CORES=1 bash jobs/emulate.sh 2 1 200mbit -- python tests/exposed.py 200e6 5 [SLICES]
 
 On all ranks of an emulated cluster whose links have the given bits per second.  For each plan and
 phase the sequence has the length at which the kernels take 1.5 times what the busiest rank's bytes
-take.  Exposed: seconds in MPI waits over seconds of the transfers, median of the trials.  SLICES is
-the number of slices of the heads; by default each plan chooses it.
+take.  Exposed: seconds in MPI waits over seconds of the transfers, median of so many trials.
+SLICES: slices of the heads; by default each plan chooses them.
 """
 
 import sys

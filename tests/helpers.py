@@ -228,9 +228,10 @@ def drive(
 
     `mpi` are options of mpiexec.
     """
-    path = str(DRIVERS / program)
+    name, *words = program.split()  # "bench.py train": with its subcommand
+    path = str(DRIVERS / name)
     source = SABOTAGE.format("" if numba else NO_NUMBA, sabotage, driver=path)
-    return launch(ranks, "-c", source, *options, timeout=timeout, options=mpi, code=code)
+    return launch(ranks, "-c", source, *words, *options, timeout=timeout, options=mpi, code=code)
 
 
 def drive_each(
@@ -257,7 +258,10 @@ def drive_each(
     list of (int, str)
         Of each the exit code, -1 if it was not said, and what was on stdout until then.
     """
-    each = [(str(DRIVERS / x), [*map(str, common)], [*more]) for x, common, more in cases]
+    each = []
+    for program, common, more in cases:
+        name, *words = program.split()
+        each.append((str(DRIVERS / name), [*words, *map(str, common)], [*more]))
     code = EACH.format("" if numba else NO_NUMBA, sabotage)
     done = launch(ranks, "-c", code, json.dumps(each), timeout=timeout, cwd=cwd)
     parts = re.split(r"^exit code (\d+)\n", done.stdout, flags=re.MULTILINE)

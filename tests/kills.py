@@ -136,7 +136,7 @@ def generated(_: Path) -> set:
 def checkpoints() -> Path:
     """Train a model for `generate.py`, once."""
     if not TRAINED.exists():
-        job = start(2, *TEXT, "--steps", 4, "--folder", TRAINED, program="train_gpt.py")
+        job = start(2, *TEXT, "--steps", 4, "--folder", TRAINED, program="train.py gpt")
         job.communicate(timeout=100)
     return TRAINED
 
@@ -146,7 +146,7 @@ def listed(done: Callable[[Path], set]) -> Callable[[Path, str], object]:
 
 
 CASES = {
-    "train_gpt.py": Case(
+    "train.py gpt": Case(
         40,
         lambda x: [*TEXT, "--steps", 150, "--every", 1, "--kernel", "numpy", "--resume",
                    "--folder", x / "checkpoints", "--output", x / "log.h5"],
@@ -159,7 +159,7 @@ CASES = {
                    "--resume", "--kernel", "numpy"],
         benched, bench_bits,
     ),
-    "bench_gpt.py train": Case(
+    "bench.py train": Case(
         12,
         lambda x: ["--output", x / "runs.h5", *MODEL, "--vocab", 16, "--seqlen", 64,
                    "--trials", 3, "--plans", "ring,attention2d:1x2,attention2d:2x1", "--resume"],
@@ -171,7 +171,7 @@ CASES = {
                    "--kernel", "numpy", "--output", x / "out.h5", "--save-outputs"],
         outputs, listed(outputs),
     ),
-    "bench_gpt.py decode": Case(
+    "bench.py decode": Case(
         8,
         lambda x: ["--output", x / "decode.h5", "--width", 32, "--nheads", 4, "--contexts",
                    "64,128", "--trials", 3],

@@ -34,17 +34,17 @@ DECODE = ["decode", "--layers", 1, "--width", 16, "--nheads", 2, "--contexts", 2
 CASES = {
     "apart": ("generate.py", 3, ["{model}", *PROMPTS, "--attention-ranks", 2, "--ffn-ranks", 1]),
     "generate": ("generate.py", 2, ["{model}", *PROMPTS]),
-    "train": ("train_gpt.py", 2, [*TEXT, "--steps", 2, "--folder", "{}", "--output", "{}/log.h5",
+    "train": ("train.py gpt", 2, [*TEXT, "--steps", 2, "--folder", "{}", "--output", "{}/log.h5",
                                   "--trace", "{}/trace.json"]),
     "attention": ("attention.py", 2, [SAMPLE, "--seqlen", 64, "--backward", "--trials", 2,
                                       "--output", "{}/out.h5", "--save-outputs"]),
     "bench": ("bench.py", 2, ["--output", "{}/bench.h5", "--nheads", 2, "--headdim", 8,
                               "--trials", 1, "--seqlens", 64, "--plans", "ring,attention2d:1x2"]),
-    "decode": ("bench_gpt.py", 3, [*DECODE, "--ranks", "1,2", "--apart", "1+1,2+1",
+    "decode": ("bench.py", 3, [*DECODE, "--ranks", "1,2", "--apart", "1+1,2+1",
                                    "--output", "{}/decode.h5"]),
-    "steps": ("bench_gpt.py", 2, ["train", "--output", "{}/runs.h5", *MODEL, "--vocab", 16,
+    "steps": ("bench.py", 2, ["train", "--output", "{}/runs.h5", *MODEL, "--vocab", 16,
                                   "--seqlen", 32, "--trials", 2, "--plans", "ring"]),
-    "linear": ("bench_gpt.py", 2, ["linear", "--output", "{}/linear.h5", "--nheads", 2,
+    "linear": ("bench.py", 2, ["linear", "--output", "{}/linear.h5", "--nheads", 2,
                                    "--headdim", 8, "--seqlens", 64, "--trials", 2]),
 }  # fmt: skip
 SABOTAGE = "sys.path.insert(0, {!r}); import raises; raises.arm(rank, *{!r})"
@@ -96,7 +96,7 @@ def main(argv=None) -> int:
     draw, bad, verdicts = random.Random(args.seed), False, Counter()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
-        drive("train_gpt.py", 1, *TEXT, "--steps", 1, "--folder", model)
+        drive("train.py gpt", 1, *TEXT, "--steps", 1, "--folder", model)
         for case in args.only:
             began = time.monotonic()
             done, calls = run(case, model, 100, -1, "", 0, "")

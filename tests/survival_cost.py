@@ -28,7 +28,7 @@ def step_seconds(ranks, steps, mpi, more):
         path = Path(folder, "out.h5")
         options = ["LICENSE", "--preset", "tiny", "--seqlen", 256, "--steps", steps]
         options += ["--separator", r"\n\n", "--every", steps, "--folder", folder, "--output", path]
-        command = DRIVERS / "train_gpt.py", *options, *more
+        command = DRIVERS / "train.py", "gpt", *options, *more
         launch(ranks, *command, timeout=300, cwd=ROOT, options=mpi)
         with h5py.File(path) as file:
             return float(np.median(file["seconds/total"][5:]))

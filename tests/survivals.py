@@ -74,8 +74,9 @@ def survive(program, folder, stages, *options, timeout=90):
     notes.mkdir(parents=True)
     code = f"sys.path.insert(0, {str(DYING.parent)!r}); import dying; " \
            f"dying.arm({str(notes)!r}, {stages!r})"  # fmt: skip
-    code = SABOTAGE.format(NO_NUMBA, code, driver=str(DRIVERS / program))
-    words = "-c", code, *options, "--survive"
+    name, *command = program.split()
+    code = SABOTAGE.format(NO_NUMBA, code, driver=str(DRIVERS / name))
+    words = "-c", code, *command, *options, "--survive"
     return launch(6, *words, timeout=timeout, options=ULFM, code=None)
 
 
@@ -143,8 +144,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--jobs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    programs = {"train_gpt.py": (TRAINING, ENDING), "generate.py": (DECODING, ENDING[1:])}
-    parser.add_argument("--program", choices=programs, default="train_gpt.py")
+    programs = {"train.py gpt": (TRAINING, ENDING), "generate.py": (DECODING, ENDING[1:])}
+    parser.add_argument("--program", choices=programs, default="train.py gpt")
     parser.add_argument("--end", action="store_true", help="kill ranks at the end of jobs only")
     args = parser.parse_args()
     phases = programs[args.program][args.end]
@@ -153,7 +154,7 @@ def main():
         top, answers, options = Path(top), {}, ()
         if args.program == "generate.py":
             folder = top / "model"
-            command = DRIVERS / "train_gpt.py", *OPTIONS, "--folder", folder
+            command = DRIVERS / "train.py", "gpt", *OPTIONS, "--folder", folder
             launch(2, *command, timeout=100)
             options = (folder, "--tokens", TOKENS, "--temperature", 0.8, "--arrive", "0,0,9,15",
                        *(y for x in PROMPTS for y in ("--prompt", x)))  # fmt: skip
@@ -162,7 +163,7 @@ def main():
         for number in range(args.jobs):
             choice, folder = random.Random(f"{args.seed} {number}"), top / str(number)
             stages = end_of(choice, phases) if args.end else stages_of(choice, phases)
-            if args.program == "train_gpt.py":
+            if args.program == "train.py gpt":
                 options = *OPTIONS, "--folder", folder / "checkpoints"
                 options += "--output", folder / "out.h5"
             try:

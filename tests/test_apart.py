@@ -385,7 +385,7 @@ def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     (folder / "text").write_bytes(b"to be or not to be " * 20)
     sizes = ["--preset", "mfa-tiny", "--layers", 2, "--seqlen", 64, "--steps", 3]
-    drive("train_gpt.py", 2, folder / "text", "--folder", folder, *sizes, "--separator", "")
+    drive("train.py gpt", 2, folder / "text", "--folder", folder, *sizes, "--separator", "")
     return folder
 
 
@@ -430,7 +430,7 @@ def test_bench(tmp_path):
     sizes = ["--layers", 1, "--width", 16, "--nheads", 4, "--nheads-kv", 1, "--headdim", 10]
     sizes += ["--contexts", "40", "--trials", 2, "--ranks", 1, "--apart", "1+1,1+2"]
     output, trace = tmp_path / "decode.h5", tmp_path / "trace.json"
-    drive("bench_gpt.py", 3, "decode", *sizes, "--output", output, "--trace", trace)
+    drive("bench.py", 3, "decode", *sizes, "--output", output, "--trace", trace)
     with h5py.File(output) as file:
         assert list(file["runs"]) == ["1", "1+1", "1+2"]
         seconds, sent = file["runs/1+2/40/seconds"][:], file["runs/1+2/40"].attrs["sent_bytes"]
@@ -447,12 +447,12 @@ import a2d_mpi.gpt.apart as apart
 right = apart.step_traffic_apart
 apart.step_traffic_apart = lambda *of: (right(*of)[0] + 1, right(*of)[1])
 """
-    done = drive("bench_gpt.py", 2, "decode", *sizes[:-1], "1+1", sabotage=wrong, code=1)
+    done = drive("bench.py", 2, "decode", *sizes[:-1], "1+1", sabotage=wrong, code=1)
     assert "FAILED 1+1 ranks, 40 tokens, traffic" in done.stdout
-    done = drive("bench_gpt.py", 2, "decode", *sizes, code=2)
+    done = drive("bench.py", 2, "decode", *sizes, code=2)
     assert "at most 2 together" in done.stderr
     sizes = ["--nheads", 4, "--head-ranks", 3, "--ranks", 3, "--contexts", "40"]
-    done = drive("bench_gpt.py", 4, "decode", *sizes, code=2)
+    done = drive("bench.py", 4, "decode", *sizes, code=2)
     assert "--head-ranks 3: 3 does not divide 4 heads" in done.stderr
 
 

@@ -304,7 +304,7 @@ def test_kernels_on_one_core(tmp_path):
     path = tmp_path / "tiles.h5"
     options = ["--shapes", "40x2x8", "--trials", "2", "--output", path, "--name", "here"]
     done = helpers.drive(
-        "bench_kernel.py", 0, *options, "--masks", "full,sliding_window:3,3", numba=True
+        "bench.py kernels", 0, *options, "--masks", "full,sliding_window:3,3", numba=True
     )
     assert done.stdout.count("of the full mask's") == 4
     found = read_entries(path, SCHEMA, "figures")["here"]
@@ -327,7 +327,7 @@ def test_wrong_results_are_seen():
 
 
 def test_study(finished, results, tmp_path):
-    done = helpers.drive("report.py", 0, "study", finished[0])
+    done = helpers.drive("plot.py", 0, "study", finished[0])
     row = r"  (\S.*) (forward|both) +[\d.]+ +([\d.]+) +[\d.]+ +[\d.]+ +\d* +passed(.*)"
     rows = re.findall(row, done.stdout)  # plan, phase, ratio, whether it is the pick
     assert len(rows) == 2 * len(results) and {x[1] for x in rows} == {"forward", "both"}
@@ -335,7 +335,7 @@ def test_study(finished, results, tmp_path):
     assert "1.00" in {x[2] for x in rows if "picked" in x[3]}
     assert f"worst of {len(results)})" in done.stdout
     assert re.search(r"of the fastest: \d of 4\n", done.stdout)
-    done = helpers.drive("report.py", 0, "study", tmp_path / "none.h5", code=2)
+    done = helpers.drive("plot.py", 0, "study", tmp_path / "none.h5", code=2)
     assert_refused(done, "none.h5")
 
 

@@ -157,7 +157,7 @@ def test_refusals(tmp_path):
         ([*train, "--resume", "--anew"], "not allowed with argument"),
     ]  # fmt: skip
     assert_each_refused([
-        *(("train_gpt.py", options, [], told) for options, told in cases),
+        *(("train.py gpt", options, [], told) for options, told in cases),
         ("generate.py", [path, "--prompt", "x"], [], f"cannot read {path} as HDF5: it is damaged"),
     ], 2)  # fmt: skip
     assert contents(tmp_path) == before
@@ -169,10 +169,10 @@ def test_says_what_computed_which_steps(tmp_path):
     log = tmp_path / "log.h5"
     other = ["--rows", "2", "--kernel", "numpy", "--output", log]
     done, found = drive_each([
-        ("train_gpt.py", [*train, "--until", "4"], []),
-        ("train_gpt.py", [*train, "--until", "6", "--resume"], []),
-        ("train_gpt.py", [*train, "--resume", *other], []),
-        ("train_gpt.py", [*train, "--anew", "--rate", "1e6"], []),
+        ("train.py gpt", [*train, "--until", "4"], []),
+        ("train.py gpt", [*train, "--until", "6", "--resume"], []),
+        ("train.py gpt", [*train, "--resume", *other], []),
+        ("train.py gpt", [*train, "--anew", "--rate", "1e6"], []),
     ], 2)  # fmt: skip
     assert [code for code, _ in found] == [0, 0, 0, 1], done.stderr
     assert done.stderr.count("rows was 1, now 2; cols was 2, now 1") == 1

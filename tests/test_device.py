@@ -323,14 +323,14 @@ def test_benchmark_of_kernels(monkeypatch, tmp_path):
     sizes = ["--device", "gpu", "--shapes", "40x2x8", "--nheads-kv", "1", "--trials", "3"]
     sizes += ["--output", tmp_path / "gpu.h5", "--name", "here", "--masks"]
     masks = ["full", "sliding_window_causal:4", "causal_document:0,9,17,20,29,40"]
-    done = drive(monkeypatch, "bench_kernel.py", 0, *sizes, ",".join(masks), sabotage=CPU_TORCH)
+    done = drive(monkeypatch, "bench.py kernels", 0, *sizes, ",".join(masks), sabotage=CPU_TORCH)
     assert done.stdout.count("of the full mask's") == 4
     assert "causal_document:0,9,17,20,29,40" in done.stdout and "torch has no GPU" in done.stdout
     found = read_entries(tmp_path / "gpu.h5", SCHEMA, "figures")["here"]
     assert {x.split("/")[1] for x in found.arrays} == set(masks)
     assert found.attributes["device"] == "emulated GPU" and found.attributes["right"]
     assert all((x > 0).all() and len(x) == 3 for x in found.arrays.values())
-    done = drive(monkeypatch, "bench_kernel.py", 0, *sizes, "full,causal_document:0,99", code=2)
+    done = drive(monkeypatch, "bench.py kernels", 0, *sizes, "full,causal_document:0,99", code=2)
     assert_refused(done, "the last document ends at 99, the sequence at 40")
     assert "FLOP/s" not in done.stdout
 

@@ -367,7 +367,7 @@ def test_help_is_printed_once():
 def test_options_of_other_drivers():
     number = (["--trials", "0"], [], "--trials must be at least 1, got 0")
     huge = (["--shapes", "99999999999x4x128"], [], "seqlen must be at most 2147483648, got 99")
-    assert_all_refused("bench_kernel.py", 0, [
+    assert_all_refused("bench.py kernels", 0, [
         number,
         huge,
         (["--shapes", "1x2"], [], "got '1x2'"),

@@ -50,7 +50,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-TRAINING = "train_gpt.py text --folder c"
+TRAINING = "train.py gpt text --folder c"
 CASES = [
     f"{TRAINING} --grid auto --profile p.toml --output p.toml",
     f"{TRAINING} --profile p.toml --output link.toml",
@@ -60,10 +60,10 @@ CASES = [
     "attention.py text --mask-file b.h5 --output ./b.h5",
     "attention.py b.h5 --import own.py --output own.py",
     "bench.py --profile p.toml --output link.toml --resume",
-    "bench_gpt.py train --profile p.toml --output p.toml",
-    "simulate.py --profile text,p.toml --output p.toml",
+    "bench.py train --profile p.toml --output p.toml",
+    "plan.py simulate --profile text,p.toml --output p.toml",
     "plot.py schedule p.toml --profile p.toml --ranks 4 --seqlen 4 --nheads 2",
-    "report.py masks --output new.csv --picture ../NAME/new.csv",
+    "plot.py partitions --output new.csv --picture ../NAME/new.csv",
 ]
 
 
@@ -91,13 +91,13 @@ def test_drivers_replace_nothing_else(tmp_path):
     cases = [
         (program, [*options, "--output", path], [], "another kind of file")
         for program, options in (
-            ("attention.py", [sample]), ("train_gpt.py", train), ("bench_gpt.py", ["decode"]),
+            ("attention.py", [sample]), ("train.py gpt", train), ("bench.py", ["decode"]),
         )
         for path in (text, other)
     ]  # fmt: skip
     cases += [
         ("calibrate.py", ["--output", text], [], "another kind of file"),
-        ("train_gpt.py", [*train, "--grid", "auto", "--profile", profile, "--output", profile],
+        ("train.py gpt", [*train, "--grid", "auto", "--profile", profile, "--output", profile],
          [], "it is the input"),
     ]  # fmt: skip
     assert_each_refused(cases, 2)

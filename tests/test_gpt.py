@@ -183,7 +183,7 @@ def test_text(tmp_path):
 
 
 def trainer_of(comm, grid, config, text, weights, device=HOST, **options):
-    """A trainer at its first step; `options`: of drivers/train_gpt.py."""
+    """A trainer at its first step; `options`: of drivers/train.py gpt."""
     args = Namespace(**{"rate": 1e-2, "warmup": 5, "steps": 60, "seqlen": config.seqlen, "seed": 0,
                         "separator": b"\n", "method": "attention2d", "dtype": "float64",
                         "threads": 1, "kernel": "auto", "transfers": "auto",
@@ -263,7 +263,7 @@ def test_goes_on(tmp_path):
     text, whole, parts = ROOT / "LICENSE", tmp_path / "whole", tmp_path / "parts"
 
     def trained(folder, *more):
-        done = drive("train_gpt.py", 2, text, "--folder", folder, *OPTIONS, *more)
+        done = drive("train.py gpt", 2, text, "--folder", folder, *OPTIONS, *more)
         return done.stderr
 
     trained(whole, "--output", tmp_path / "log.h5")
@@ -287,7 +287,7 @@ def test_goes_on(tmp_path):
     with pytest.raises(OSError, match="its checksum does not match"):
         load(whole / "step-000000009.h5")
     assert latest(whole)[0].step == 8
-    assert_all_refused("train_gpt.py", 2, [
+    assert_all_refused("train.py gpt", 2, [
         ([text, "--folder", parts, *OPTIONS], [], "has checkpoints; --resume continues"),
         ([text, "--folder", parts, *OPTIONS, "--resume", "--rate", "1"], [],
          "rate was 0.001, now 1.0"),

@@ -118,7 +118,7 @@ def test_benchmark(tmp_path):
     options = ["--output", output, *OPTIONS, "--profile", ROOT / "data/results/16x1.toml"]
     again = [*options, "--resume", "--recompute"]
     refused = [*options, "--preset", "tiny"]
-    cases = [("bench_gpt.py", ["train", *x], []) for x in (options, again, refused)]
+    cases = [("bench.py", ["train", *x], []) for x in (options, again, refused)]
     done, found = drive_each(cases, 2)
     assert [code for code, _ in found] == [0, 0, 2], done.stderr
     assert "exists" in done.stderr
@@ -143,7 +143,7 @@ bench_train._Textbook.forward = wrong
 """
     output = tmp_path / "step.h5"
     options = ["train", "--output", output, *OPTIONS]
-    done = drive("bench_gpt.py", 1, *options, sabotage=sabotage, code=FAILED_CHECK)
+    done = drive("bench.py", 1, *options, sabotage=sabotage, code=FAILED_CHECK)
     assert "FAILED" in done.stdout
 
 

@@ -260,7 +260,7 @@ def test_driver(tmp_path):
     sizes = ["--layers", 1, "--width", 8, "--nheads", 2, "--seqlen", 64, "--steps", 3]
     text = tmp_path / "text"
     text.write_bytes(b"to be or not to be " * 20)
-    drive("train_gpt.py", 2, text, "--folder", tmp_path / "run", *sizes, "--separator", "")
+    drive("train.py gpt", 2, text, "--folder", tmp_path / "run", *sizes, "--separator", "")
     options = ["--prompt", "to be", "--prompt", "or", "--tokens", 20, "--kv-block", 4]
     shown = []
     for ranks in (1, 2):
@@ -278,7 +278,7 @@ def test_bench(tmp_path):
     """The benchmark reports a wrong result."""
     sizes = ["--layers", 1, "--width", 16, "--nheads", 4, "--contexts", "40,90", "--trials", 2]
     output = tmp_path / "decode.h5"
-    drive("bench_gpt.py", 2, "decode", *sizes, "--output", output)
+    drive("bench.py", 2, "decode", *sizes, "--output", output)
     with h5py.File(output) as file:
         runs = {x: [dict(y.attrs) for y in of.values()] for x, of in file["runs"].items()}
         assert file["runs/2/90/seconds"].shape == (2, 2, 5)
@@ -290,7 +290,7 @@ import a2d_mpi.gpt.steps as steps
 right = steps.attention
 steps.attention = lambda q, k, v: tuple(1.001 * x for x in right(q, k, v))
 """
-    done = drive("bench_gpt.py", 2, "decode", *sizes, sabotage=wrong, code=1)
+    done = drive("bench.py", 2, "decode", *sizes, sabotage=wrong, code=1)
     assert "FAILED 2 ranks, 90 tokens, out" in done.stdout, done.stderr
-    done = drive("bench_gpt.py", 2, "decode", *sizes, "--ranks", 3, code=2)
+    done = drive("bench.py", 2, "decode", *sizes, "--ranks", 3, code=2)
     assert "at most 2, got [3]" in done.stderr

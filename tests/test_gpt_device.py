@@ -102,7 +102,7 @@ def test_drivers(monkeypatch, tmp_path):
     gpu = ["--device", "gpu", "--transfers", "host"]
     shown = []
     for more in (["--until", 2, *gpu], ["--resume"]):
-        drive(monkeypatch, "train_gpt.py", 2, *options, *more)
+        drive(monkeypatch, "train.py gpt", 2, *options, *more)
     for more in ([], gpu):
         options = ["--prompt", "to be", "--prompt", "or", "--tokens", 6, "--arrive", "0,2"]
         done = drive(monkeypatch, "generate.py", 2, folder, *options, *more)

@@ -98,10 +98,10 @@ def test_driver(tmp_path):
     train = [ROOT / "LICENSE", *sizes, "--layer-pattern"]
     folder = ["--folder", tmp_path / "run"]
     cases = [
-        ("train_gpt.py", [*train, "LLLN", *folder, "--separator", ""], []),
+        ("train.py gpt", [*train, "LLLN", *folder, "--separator", ""], []),
         ("generate.py", [tmp_path / "run", "--prompt", "x"], []),
-        ("train_gpt.py", [*train, "LLLN", "--folder", tmp_path / "other"], []),
-        ("train_gpt.py", [*train, "LQ", "--folder", tmp_path / "other"], []),
+        ("train.py gpt", [*train, "LLLN", "--folder", tmp_path / "other"], []),
+        ("train.py gpt", [*train, "LQ", "--folder", tmp_path / "other"], []),
     ]
     done, found = drive_each(cases, 2)
     assert [code for code, _ in found] == [0, 2, 2, 2], done.stderr

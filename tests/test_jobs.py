@@ -26,8 +26,8 @@ PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 # A program and the rest of its command.
 PROGRAM = re.compile(r"\b((?:drivers|data|jobs)/\w+\.(?:py|sh))([^\n;|&)]*)")
 PASS_ON = {"jobs/local.sh": "drivers/attention.py", "jobs/gpu_local.sh": "drivers/attention.py",
-           "jobs/train.sh": "drivers/train_gpt.py",
-           "jobs/simulate.sh": "drivers/simulate.py"}  # fmt: skip
+           "jobs/train.sh": "drivers/train.py gpt",
+           "jobs/simulate.sh": "drivers/plan.py simulate"}  # fmt: skip
 OPTION = re.compile(r"(?<!\S)--[a-z][\w-]*")
 
 

@@ -165,10 +165,10 @@ def files(folder):
 def test_training_killed_at_any_moment(tmp_path):
     """The launcher and all ranks, again and again, before and after any step."""
     options = [*TRAINING, "--steps", "150", "--every", "3"]
-    drive("train_gpt.py", 2, *options, *files(tmp_path / "whole"))
+    drive("train.py gpt", 2, *options, *files(tmp_path / "whole"))
     folder, moments, seen = tmp_path / "killed", random.Random(0), []
     for _ in range(2):
-        job = start(2, *options, *files(folder), "--resume", program="train_gpt.py")
+        job = start(2, *options, *files(folder), "--resume", program="train.py gpt")
         try:
             deadline = time.monotonic() + 60
             before = step_of(folder)
@@ -182,7 +182,7 @@ def test_training_killed_at_any_moment(tmp_path):
         seen.append(step_of(folder))
         assert not (folder / "log.h5").exists()
     assert seen == sorted(set(seen)) and seen[-1] < 150
-    drive("train_gpt.py", 2, *options, *files(folder), "--resume")
+    drive("train.py gpt", 2, *options, *files(folder), "--resume")
     assert ended(folder) == ended(tmp_path / "whole")
 
 
@@ -212,12 +212,12 @@ def test_training_killed_while_writing(tmp_path):
     ):
         case = *options, *files(tmp_path / name)
         code = None if sabotage else 0
-        done = drive("train_gpt.py", 1, *case, "--every", "2", sabotage=sabotage, code=code)
+        done = drive("train.py gpt", 1, *case, "--every", "2", sabotage=sabotage, code=code)
         with named(name):
             assert step_of(tmp_path / name) == step
             if sabotage:
                 assert done.returncode not in (0, 1, 2), done.stderr
-                done = drive("train_gpt.py", 1, *case, "--every", "5", "--resume")
+                done = drive("train.py gpt", 1, *case, "--every", "5", "--resume")
             assert done.returncode == 0, done.stderr
             found = ended(tmp_path / name)
             assert found == (expected := expected or found)

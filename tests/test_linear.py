@@ -333,7 +333,7 @@ def test_committed_run():
 def test_driver(tmp_path):
     """Both kinds of plans are checked, timed and counted; a wrong result is reported."""
     sizes = ["linear", "--nheads", 2, "--headdim", 8, "--seqlens", "40,90", "--trials", 2]
-    path, program = tmp_path / "linear.h5", "bench_gpt.py"
+    path, program = tmp_path / "linear.h5", "bench.py"
     others = ["--feature-map", "random", "--norm", "denominator", "--decay", 0.9]
     done, found = drive_each([
         (program, [*sizes, "--output", path], []),

@@ -1,4 +1,4 @@
-"""drivers/train_llama.py, and what docs/pytorch.md shows.
+"""drivers/train.py llama, and what docs/pytorch.md shows.
 
 Needs the extra `torch`: `bash jobs/test.sh torch`.
 """
@@ -22,7 +22,7 @@ def test_driver(tmp_path):
     files = [tmp_path / "grid.h5", tmp_path / "ring.h5"]
     ways = ["--rows", "2"], ["--method", "ring", "--unchecked"]
     options = [TEXT, *SMALL, "--separator", r"\n", "--dtype", "float64"]
-    cases = [("train_llama.py", [*options, *x, "--output", y], []) for x, y in zip(ways, files)]
+    cases = [("train.py llama", [*options, *x, "--output", y], []) for x, y in zip(ways, files)]
     done, found = drive_each(cases, 4, timeout=200)
     assert [code for code, _ in found] == [0, 0], done.stdout + done.stderr
     assert [text.count("(passed, bound 1e-10)") for _, text in found] == [2, 0]
@@ -49,7 +49,7 @@ def start(self):
     real(self)
 gradients.GradientHooks._start = start
 """
-    done = drive("train_llama.py", 2, TEXT, *SMALL, "--separator", "", sabotage=sabotage, code=1)
+    done = drive("train.py llama", 2, TEXT, *SMALL, "--separator", "", sabotage=sabotage, code=1)
     assert "loss: error" in done.stdout and "(FAILED, bound 1e-05)" in done.stdout
 
 
@@ -64,11 +64,11 @@ def test_driver_refuses():
         (["/none"], [], "/none"),
         ([TEXT, "--seqlen", "16000000"], [], "(--unchecked)"),
     ]
-    done, found = drive_each([("train_llama.py", *case[:2]) for case in cases], 2)
+    done, found = drive_each([("train.py llama", *case[:2]) for case in cases], 2)
     assert [code for code, _ in found] == [2] * len(cases), done.stdout + done.stderr
     assert_one_line_each(done, [case[2] for case in cases])
     without = "sys.modules['torch'] = None"
-    done = drive("train_llama.py", 2, TEXT, sabotage=without, code=2)
+    done = drive("train.py llama", 2, TEXT, sabotage=without, code=2)
     assert_one_line_each(done, ["pip install a2d_mpi[torch]"])
 
 

@@ -69,7 +69,7 @@ def test_planner_and_pictures_of_schedules(tmp_path):
 def test_table(tmp_path):
     """The table has the bytes of each partition, and the balance of its distribution."""
     sizes = ["--ranks", "4", "--seqlen", "512"]
-    done = drive("report.py", 0, "masks", *sizes, "--masks", "full,causal")
+    done = drive("plot.py", 0, "partitions", *sizes, "--masks", "full,causal")
     head, full, causal = (x.split(" | ") for x in done.stdout.splitlines()[2:])
     assert len(head) == len(full) == len(causal) == 5
     # 2 x 2: a quarter of q and of out from another rank, and of k and v; lse is 2 / 128 of out.
@@ -93,13 +93,13 @@ def test_table_is_completed(tmp_path):
     """Missing entries are added to a table; other files are refused."""
     path, picture = tmp_path / "table.csv", tmp_path / "table.png"
     options = ["masks", "--ranks", "2", "--seqlen", "64", "--output", path, "--masks"]
-    drive("report.py", 0, *options, "full,causal_document", "--seeds", "1,2")
+    drive("plot.py", 0, *options, "full,causal_document", "--seeds", "1,2")
     text = path.read_text().replace(
         "full,ring/balanced,2x1,1.0000,1", "full,ring/balanced,2x1,1.0000,9"
     )
     assert "9.00000" in text
     path.write_text(text)
-    done = drive("report.py", 0, *options, "full,causal", "--picture", picture)
+    done = drive("plot.py", 0, *options, "full,causal", "--picture", picture)
     assert "9.0000 (1.000, 2x1)" in done.stdout, done.stderr
     table = read_table(path)
     assert {x[2] for x in table} == {
@@ -109,14 +109,14 @@ def test_table_is_completed(tmp_path):
     }
     assert len(table) == 4 * 4 and picture.read_bytes().startswith(b"\x89PNG")
     path.write_text("not a table")
-    assert_all_refused("report.py", 0, [([*options, "full"], [], "is not a table of masks")])
+    assert_all_refused("plot.py", 0, [([*options, "full"], [], "is not a table of masks")])
     assert path.read_text() == "not a table"
 
 
 @pytest.mark.thorough
 def test_study_of_masks():
     """The numbers of docs/masks.md are from the committed results."""
-    done = drive("report.py", 0, "study", ROOT / "data" / "results" / "masks" / "16x1.h5")
+    done = drive("plot.py", 0, "study", ROOT / "data" / "results" / "masks" / "16x1.h5")
     assert "picks within 10 % of the fastest: 4 of 4" in done.stdout
     picks = re.findall(r"  (\S.*) both +([\d.]+) .*picked", done.stdout)
     assert sorted((x.strip(), round(float(ms) / 1e3, 2)) for x, ms in picks) == [

@@ -170,7 +170,7 @@ def simulated(fake, tmp_path):
 
     def run(*options):
         args = [str(x) for x in (*common, *options)]
-        assert job.simulate_all(parser_of("drivers/simulate.py").parse_args(args)) == 0
+        assert job.simulate_all(parser_of("drivers/plan.py").parse_args(["simulate", *args])) == 0
         return output
 
     return run

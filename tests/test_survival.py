@@ -5,7 +5,7 @@ import re
 import h5py
 import pytest
 from helpers import DRIVERS, drive, launch
-from survivals import OPTIONS, PROMPTS, lines_of, problem_of, survive, trained_badly
+from survivals import OPTIONS, PROMPTS, TEXT, lines_of, problem_of, survive, trained_badly
 from test_ulfm import ULFM
 
 from a2d_mpi.experiments.benchmark import read_benchmark
@@ -50,8 +50,8 @@ def test_training_goes_on(tmp_path, stages, ranks):
     """A training has the bits of one on the same grids in the same steps."""
     folder = tmp_path / "run"
     options = *OPTIONS, "--folder", folder / "checkpoints", "--output", folder / "out.h5"
-    done = survive("train_gpt.py", folder, stages, *options)
-    assert problem_of("train_gpt.py", folder, done, stages, {}) == "", done.stdout + done.stderr
+    done = survive("train.py gpt", folder, stages, *options)
+    assert problem_of("train.py gpt", folder, done, stages, {}) == "", done.stdout + done.stderr
     left = re.findall(r"continues without .*: (\d+) ranks", done.stderr)
     assert int(left[-1]) == ranks and "continues after step" in done.stderr
     with h5py.File(folder / "out.h5") as file:
@@ -82,7 +82,7 @@ def test_some_go_on_at_first(tmp_path, owner, name, when):
     options = *OPTIONS, "--folder", tmp_path / "checkpoints", "--output", tmp_path / "out.h5"
     options += "--trace", tmp_path / "trace.json", "--survive"
     sabotage = UNEVEN.format(owner, when, name=name)
-    done = drive("train_gpt.py", 4, *options, sabotage=sabotage, timeout=90, mpi=ULFM)
+    done = drive("train.py gpt", 4, *options, sabotage=sabotage, timeout=90, mpi=ULFM)
     assert "continues without rank 3" in done.stderr
     assert trained_badly(tmp_path) == ""
     assert (tmp_path / "trace.json").exists() == (name != "measured")
@@ -124,7 +124,7 @@ def test_who_dies_at_the_end_changes_nothing(tmp_path, moment, victims):
     """A finished job ends with exit code 0."""
     options = *OPTIONS, "--folder", tmp_path / "checkpoints", "--output", tmp_path / "out.h5"
     sabotage = END.format(moment, victims)
-    done = drive("train_gpt.py", 3, *options, "--survive", sabotage=sabotage, timeout=90, mpi=ULFM)
+    done = drive("train.py gpt", 3, *options, "--survive", sabotage=sabotage, timeout=90, mpi=ULFM)
     assert "Traceback" not in done.stderr and "continues" not in done.stderr
     assert trained_badly(tmp_path) == ""
 
@@ -132,7 +132,7 @@ def test_who_dies_at_the_end_changes_nothing(tmp_path, moment, victims):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    launch(2, DRIVERS / "train_gpt.py", *OPTIONS, "--folder", folder, timeout=60)
+    launch(2, DRIVERS / "train.py", "gpt", *OPTIONS, "--folder", folder, timeout=60)
     return folder
 
 
@@ -189,8 +189,8 @@ def test_benchmark_that_was_written_is_not_lost(tmp_path):
 @pytest.mark.launches
 def test_refused_where_jobs_end(tmp_path, model):
     """--survive is refused before any output if MPI ends jobs."""
-    for program, first in (("train_gpt.py", DRIVERS / "train_gpt.py"), ("generate.py", model)):
-        more = ["--folder", tmp_path / "new"] if program == "train_gpt.py" else ["--prompt", "a"]
+    for program, first in (("train.py gpt", TEXT), ("generate.py", model)):
+        more = ["--folder", tmp_path / "new"] if program == "train.py gpt" else ["--prompt", "a"]
         done = drive(program, 2, first, *more, "--survive", code=2)
         assert "needs Open MPI with ULFM" in done.stderr
         assert done.stderr.count("error:") == 1
@@ -205,5 +205,5 @@ def test_without_the_option_the_job_ends(tmp_path):
     sabotage = "from a2d_mpi.experiments.train_gpt import Trainer\n" \
                f"def step(*args):\n    if rank == 1:\n        {KILLED}\n    return old(*args)\n" \
                "old, Trainer.step = Trainer.step, step"  # fmt: skip
-    done = drive("train_gpt.py", 3, *options, sabotage=sabotage, mpi=ULFM, code=70)
+    done = drive("train.py gpt", 3, *options, sabotage=sabotage, mpi=ULFM, code=70)
     assert "continues" not in done.stderr

@@ -328,7 +328,7 @@ def test_drivers(tmp_path):
         ("attention.py", [SAMPLE, "--backward", *small, *files["attention"]], []),
         ("bench.py", ["--output", tmp_path / "b.h5", "--plans", "attention2d:2x2,ring", *small[:4],
                       "--seqlens", "61", *files["bench"]], []),
-        ("train_gpt.py", [TEXT, "--folder", tmp_path / "run", *train, *files["train"]], []),
+        ("train.py gpt", [TEXT, "--folder", tmp_path / "run", *train, *files["train"]], []),
     ], 4)  # fmt: skip
     assert [code for code, _ in found] == [0, 0, 0], done.stderr
     events = {x: read_trace(tmp_path / f"{x}.json") for x in files}
@@ -355,7 +355,7 @@ def test_bad_paths(tmp_path):
     cases = [("attention.py", [SAMPLE, *output, "--trace", x], [], text) for x, text in paths]
     cases += [
         ("bench.py", [*output, "--trace", paths[1][0]], [], paths[1][1]),
-        ("train_gpt.py", [*train, "--trace", paths[1][0]], [], paths[1][1]),
+        ("train.py gpt", [*train, "--trace", paths[1][0]], [], paths[1][1]),
     ]
     assert_each_refused(cases, 2)
     assert json.loads(other.read_text()) == {"kept": True}

@@ -118,7 +118,7 @@ def test_grid_auto(tmp_path, profile):
         "default": [],
     }
     files = {x: ["--folder", tmp_path / x, "--output", tmp_path / f"{x}.h5"] for x in chosen}
-    cases = [("train_gpt.py", [*options, *files[x], *chosen[x]], []) for x in chosen]
+    cases = [("train.py gpt", [*options, *files[x], *chosen[x]], []) for x in chosen]
     done, found = drive_each(cases, 2)
     assert [code for code, _ in found] == [0, 0, 0], done.stderr
     states, grids = [], []
@@ -136,7 +136,7 @@ def test_refusals(tmp_path, profile):
     (text := tmp_path / "text").write_bytes(TEXT.read_bytes())
     common = [text, "--folder", tmp_path / "run", *SMALL]
     auto = [*common, "--grid", "auto", "--profile"]
-    assert_all_refused("train_gpt.py", 2, [
+    assert_all_refused("train.py gpt", 2, [
         (options, [], message)
         for options, message in (
             ([*common, "--grid", "auto"], "--grid auto needs --profile, and"),
@@ -160,7 +160,7 @@ def test_refusals(tmp_path, profile):
     (tmp_path / "othertext").write_bytes(text.read_bytes() + b"more")
     sabotage = "import pathlib, a2d_mpi.gpt.text as t; read = t.read_regular\n"
     sabotage += f"t.read_regular = lambda _: read('{name}')"
-    done = drive("train_gpt.py", 2, *common, sabotage=sabotage, code=2)
+    done = drive("train.py gpt", 2, *common, sabotage=sabotage, code=2)
     assert_refused(done, "ranks disagree on the text: a file with SHA-256 ")
 
 
@@ -168,9 +168,9 @@ def test_options_that_cannot_be(tmp_path):
     """Impossible sizes, NaN and pipes are refused before any work."""
     os.mkfifo(pipe := tmp_path / "pipe")
     new = tmp_path / "new"
-    train = "train_gpt.py", [TEXT, "--folder", new]
-    steps = "bench_gpt.py", ["train", "--output", new, "--preset", "tiny"]
-    decode = "bench_gpt.py", ["decode"]
+    train = "train.py gpt", [TEXT, "--folder", new]
+    steps = "bench.py", ["train", "--output", new, "--preset", "tiny"]
+    decode = "bench.py", ["decode"]
     text = "generate.py", [new, "--prompt", "x"]
     assert_each_refused([
         (program, [*common, *options], [], message)
@@ -179,7 +179,7 @@ def test_options_that_cannot_be(tmp_path):
             (train, ["--seqlen", 1 << 31], "2147483648 tokens (--seqlen)"),
             (train, ["--layers", 1 << 20], "--layers must be at most 4096, got 1048576"),
             (train, ["--layers", 4096, "--width", 8192], "GiB for 2 ranks"),
-            (("train_gpt.py", [pipe, "--folder", new]), [], f"{pipe} is not a regular file"),
+            (("train.py gpt", [pipe, "--folder", new]), [], f"{pipe} is not a regular file"),
             (train, ["--output", ""], "--output must be a path, got ''"),
             (steps, ["--seqlen", "2G"], "2147483648 tokens (--seqlen): steps on one rank take"),
             (steps, ["--seqlen", "64K"], "65536 tokens (--seqlen): arrays of the check"),
@@ -202,7 +202,7 @@ def test_options_that_cannot_be(tmp_path):
 
 def test_options_of_one_process(tmp_path):
     (binary := tmp_path / "binary").write_bytes(b"\xff\x00\n\x80")
-    table = "report.py", ["masks", "--ranks", 2, "--seqlen", 64]
+    table = "plot.py", ["partitions", "--ranks", 2, "--seqlen", 64]
     assert_each_refused([
         (program, [*common, *options], [], message)
         for (program, common), options, message in (
@@ -210,7 +210,7 @@ def test_options_of_one_process(tmp_path):
             (table, ["--masks", ","], "--masks must name a mask, got ','"),
             (table, ["--plans", "ring/even"], "--plans must be one of contiguous, "),
             (table, ["--output", binary], f"{binary} is not a table of masks: 'utf-8' codec"),
-            (("simulate.py", ["--output", "x"]), ["--timeout", "nan"], "--timeout must be at"),
+            (("plan.py simulate", ["--output", "x"]), ["--timeout", "nan"], "--timeout must be"),
             (("plot.py", ["grid", "x.png"]), ["--rows", "0"], "--rows must be at least 1, got 0"),
         )
     ], 0)  # fmt: skip

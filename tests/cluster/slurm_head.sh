@@ -95,7 +95,7 @@ else
     sleep 1
   done
   echo "a rank is killed at $(date --utc +%H:%M:%S.%3N)"
-  kill -9 "$(pgrep -f "python drivers/train_gpt.py" | tail -n 1)"
+  kill -9 "$(pgrep -f "python drivers/train.py gpt" | tail -n 1)"
   for _ in {1..30}; do
     ! grep -aq "continues after step" "$dir/$id.out" || break
     sleep 1

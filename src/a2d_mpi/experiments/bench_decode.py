@@ -1,4 +1,4 @@
-"""The program of `drivers/bench_gpt.py decode`: seconds, bytes and messages of a decoding step."""
+"""The program of `drivers/bench.py decode`: seconds, bytes and messages of a decoding step."""
 
 from __future__ import annotations
 

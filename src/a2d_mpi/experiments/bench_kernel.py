@@ -1,4 +1,4 @@
-"""The table of drivers/bench_kernel.py: kernels and torch's attention side by side."""
+"""The program of `drivers/bench.py kernels`: kernels and torch's attention side by side."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from itertools import product
 from types import ModuleType
 
 import numpy as np
+from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 from a2d_mpi.core.config import PHASES, AttentionConfig
@@ -20,7 +21,9 @@ from a2d_mpi.core.sizes import flops, parse_count
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import SCHEMA, Entry, kernel_speeds, write_entries
+from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.hdf5 import check_output
+from a2d_mpi.experiments.measure import open_device
 from a2d_mpi.experiments.options import FAILED_CHECK, BadOption
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.streams import progress
@@ -54,8 +57,18 @@ def shape(text: str) -> tuple[int, int, int]:
     return seqlen, nheads, headdim
 
 
-def bench_kernel(args: argparse.Namespace) -> int:
+def bench_kernel(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Print a line for each shape, mask, phase and kernel; return the exit code."""
+    together(comm, lambda: _check_alone(comm))
+    return together(comm, lambda: _bench_kernel(args))
+
+
+def _check_alone(comm: MPI.Intracomm) -> None:
+    if comm.size > 1:
+        raise ValueError(f"kernels are timed in one process, got {comm.size}")
+
+
+def _bench_kernel(args: argparse.Namespace) -> int:
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -111,10 +124,6 @@ def bench_kernel(args: argparse.Namespace) -> int:
 def _device(name: str) -> Device:
     """Return the GPU, or the host, after binding this process to one core."""
     if name == "gpu":
-        from mpi4py import MPI
-
-        from a2d_mpi.experiments.measure import open_device
-
         return open_device(MPI.COMM_SELF, name)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})

@@ -1,4 +1,4 @@
-"""The program of `drivers/bench_gpt.py linear`: check and time linear and exact attention.
+"""The program of `drivers/bench.py linear`: check and time linear and exact attention.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The program of `drivers/bench_gpt.py train`: check and time training steps by several plans.
+"""The program of `drivers/bench.py train`: check and time training steps by several plans.
 
 The file::
 

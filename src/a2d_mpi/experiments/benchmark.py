@@ -5,7 +5,7 @@
     /                 attributes: schema, schema_version
     /settings         attributes that all results share (trials, seed, ...)
     /runs/<name>      laid out as the root of a result file; see `a2d_mpi.experiments.results`
-    /figures/<name>   written by bench_kernel.py.  Attributes: origin, options, "tflop/<call>":
+    /figures/<name>   written by bench.py kernels.  Attributes: origin, options, "tflop/<call>":
                       TFLOP of a call, ...
         <call>        (trials,) seconds of each call
 
@@ -166,7 +166,7 @@ def read_entries(
 
 
 def kernel_speeds(times: Entry) -> dict[str, dict[str, float]]:
-    """Compute median TFLOP/s of bench_kernel.py, by mask and phase, then by implementation.
+    """Compute median TFLOP/s of bench.py kernels, by mask and phase, then by implementation.
 
     The masks and phases with the least work come first.
     """

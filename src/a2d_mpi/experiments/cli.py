@@ -168,10 +168,10 @@ def arguments(
 def run(
     comm: MPI.Intracomm,
     build_parser: Callable[[MPI.Intracomm], Parser],
-    body: Callable[[MPI.Intracomm, argparse.Namespace], int],
+    body: Callable[[MPI.Intracomm, argparse.Namespace], int] | None = None,
     apart: Container[str] = (),
 ) -> NoReturn:
-    """Run a program with its options, and exit with its code on all ranks.
+    """Run a program, or its subcommand, with its options, and exit with its code on all ranks.
 
     Options in `apart` may differ between the ranks.  A CollectiveError is printed once, on rank 0,
     and the exit code is 2.  Any other exception, and Ctrl-C, may have happened on one rank only.
@@ -196,7 +196,7 @@ def run(
         args = arguments(comm, parser, apart)
         together(comm, lambda: check_files(args))
         with holding(comm, *files_written(args)):
-            code = body(comm, args)
+            code = (body or parser.body)(comm, args)
     except SystemExit as end:  # --help, on all ranks
         code = end.code
     except CollectiveError as error:

@@ -1,4 +1,4 @@
-"""Result files of drivers/train_gpt.py and drivers/bench_gpt.py; no MPI import."""
+"""Result files of drivers/train.py gpt and drivers/bench.py; no MPI import."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Losses:
 def write_losses(
     path: str | os.PathLike[str], run: Losses, root: Entry, others: Mapping[str, Entry]
 ) -> None:
-    """Write a file of drivers/train_gpt.py or drivers/train_llama.py.
+    """Write a file of drivers/train.py gpt or drivers/train.py llama.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ class Steps(Entry):
 
 
 def read_steps(path: str | os.PathLike[str]) -> list[Steps]:
-    """Read a file of `drivers/bench_gpt.py train`.
+    """Read a file of `drivers/bench.py train`.
 
     Raises
     ------

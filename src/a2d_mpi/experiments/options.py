@@ -315,6 +315,9 @@ def add_options(to: argparse._ActionsContainer, *names: str, **changes: object) 
         to.add_argument(f"--{name}", **{**OPTIONS[name], **changes})
 
 
+_ABOUT = "-h", "--help", "--version"  # options of a program before its subcommand
+
+
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
     """Show docstrings, and each option with its default or "(required)".
 
@@ -358,8 +361,8 @@ class Parser(argparse.ArgumentParser):
 
     Attributes
     ----------
-    commands : dict of str to Parser
-        The subcommands, by name.
+    body : callable or None
+        What the subcommand of the parsed options runs.
     """
 
     def __init__(
@@ -381,30 +384,53 @@ class Parser(argparse.ArgumentParser):
         version = f"%(prog)s of a2d_mpi {__version__}"
         self.add_argument("--version", action="version", version=version)
         self._comm = comm
-        self.commands: dict[str, Parser] = {}
+        self.body: Callable[..., int] | None = None
+        self._commands: dict[str, Parser] = {}
+        self._builders: dict[str, Callable[[Parser], Callable[..., int]]] = {}
+        self._default: list[str] = []
 
-    def add_commands(self, *builders: Callable[[Parser], None]) -> None:
-        """Add a subcommand for each function, which adds the options of the subcommand.
+    def add_commands(
+        self, *builders: Callable[[Parser], Callable[..., int]], default: str | None = None
+    ) -> None:
+        """Add a subcommand for each function, which adds its options and returns its body.
 
-        The function's name is the subcommand, and its docstring is the help.  The subcommand that
-        the user chose is `command` of the parsed options.
+        The function's name is the subcommand, and its docstring is the help.  A function is called
+        only if its subcommand is needed, and then imports what this needs.  The subcommand that
+        the user chose, or the default, is `command` of the parsed options.
         """
+        text = "one of the following; COMMAND --help lists its options"
         commands = self.add_subparsers(
             dest="command", metavar="COMMAND", required=True, title="commands",
-            help="one of the following; COMMAND --help lists its options",
+            help=text + f"; default: {default}" * bool(default),
         )  # fmt: skip
+        self._default = [default] if default else []
         for build in builders:
             name, doc = build.__name__, inspect.getdoc(build)
             first = doc.partition("\n")[0]
             new = commands.add_parser(name, description=doc, help=first, comm=self._comm)
-            build(new)
-            self.commands[name] = new
+            self._builders[name], self._commands[name] = build, new
+
+    def command(self, name: str) -> Parser:
+        """Return the parser of a subcommand."""
+        new = self._commands[name]
+        if new.body is None:
+            new.body = self._builders[name](new)
+        return new
+
+    @property
+    def commands(self) -> dict[str, Parser]:
+        """The parsers of all subcommands, by name."""
+        return {name: self.command(name) for name in self._commands}
 
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         """Run the files of --import, and parse the options."""
         namespace, others = self._imports.parse_known_args(args, namespace)
+        if self._default and others[:1] not in [[x] for x in (*self._commands, *_ABOUT)]:
+            others = self._default + others
+        if self._commands.keys() & set(others[:1]):
+            self.body = self.command(others[0]).body
         return super().parse_args(others, namespace)
 
     def _print_message(self, message: str, file=None) -> None:
@@ -445,9 +471,9 @@ def add_workloads(parser: Parser) -> argparse._ArgumentGroup:
 
 
 def run_serial(
-    build_parser: Callable[[], Parser], body: Callable[[argparse.Namespace], int]
+    build_parser: Callable[[], Parser], body: Callable[[argparse.Namespace], int] | None = None
 ) -> NoReturn:
-    """Run a program of one process on its options and exit with its code.
+    """Run a program of one process, or its subcommand, on its options and exit with its code.
 
     It is 2, with one line, if the program raises ValueError, OSError or MemoryError, or if output
     is lost, and 130 after Ctrl-C.
@@ -460,7 +486,7 @@ def run_serial(
         with ExitStack() as stack:
             for path in files_written(args):
                 stack.enter_context(held(path))
-            code = body(args)
+            code = (body or parser.body)(args)
     except (ValueError, OSError, MemoryError) as error:
         print(f"{parser.prog}: error: {reason(error)}", file=sys.stderr)
         code = BAD_INPUT

@@ -1,4 +1,4 @@
-"""The program of drivers/simulate.py: replay plans x ranks x lengths x networks; no MPI import.
+"""The program of `drivers/plan.py simulate`: replay plans on networks; no MPI import.
 
 The file::
 

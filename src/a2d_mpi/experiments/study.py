@@ -1,4 +1,4 @@
-"""The tables of `drivers/report.py study`; no MPI import."""
+"""The tables of `drivers/plot.py study`; no MPI import."""
 
 from __future__ import annotations
 

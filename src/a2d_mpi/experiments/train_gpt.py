@@ -1,4 +1,4 @@
-"""The program of drivers/train_gpt.py: train a GPT on a text, by all ranks together."""
+"""The program of drivers/train.py gpt: train a GPT on a text, by all ranks together."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     # No warnings: each step checks that its numbers are finite.
     finite = np.errstate(over="ignore", invalid="ignore")
     with threadpool_limits(args.threads), finite:
-        code = surviving("train_gpt.py", grid, work, args.survive, args.method)
+        code = surviving("train.py", grid, work, args.survive, args.method)
     if code is not None:
         if trainer.rank == 0 and code == 0:
             _report(trainer, text)
@@ -125,7 +125,7 @@ def _finish(
 def _say(comm: MPI.Intracomm, text: str) -> None:
     """Print a line on stderr, on rank 0."""
     if comm.rank == 0:
-        print(f"train_gpt.py: {text}", file=sys.stderr, flush=True)
+        print(f"train.py: {text}", file=sys.stderr, flush=True)
 
 
 class Trainer:
@@ -136,7 +136,7 @@ class Trainer:
     comm : Intracomm
     grid : ProcessGrid
     args : Namespace
-        Options of drivers/train_gpt.py.
+        Options of drivers/train.py gpt.
     text : Text
     state : State
         State at the start.  Its arrays are on the host; the trainer takes them over.

@@ -1,4 +1,4 @@
-"""The program of drivers/train_llama.py: train a Llama of transformers, by all ranks together."""
+"""The program of drivers/train.py llama: train a Llama of transformers, by all ranks together."""
 
 from __future__ import annotations
 

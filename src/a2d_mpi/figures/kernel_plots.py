@@ -1,4 +1,4 @@
-"""The figure of files of bench_kernel.py; no MPI import."""
+"""The figure of files of bench.py kernels; no MPI import."""
 
 from __future__ import annotations
 

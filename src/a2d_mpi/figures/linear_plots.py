@@ -1,4 +1,4 @@
-"""The figure of a file of `drivers/bench_gpt.py linear`; no MPI import."""
+"""The figure of a file of `drivers/bench.py linear`; no MPI import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figure of a file of drivers/train_gpt.py; no MPI import."""
+"""The figure of a file of drivers/train.py gpt; no MPI import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pictures of masks of drivers/plot.py and drivers/report.py; no MPI import."""
+"""The pictures of masks of drivers/plot.py; no MPI import."""
 
 from __future__ import annotations
 

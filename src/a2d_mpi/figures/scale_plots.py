@@ -1,4 +1,4 @@
-"""Figures of the files of drivers/simulate.py, which say how plans scale; no MPI import."""
+"""Figures of the files of drivers/plan.py simulate, which say how plans scale; no MPI import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of a file of `drivers/bench_gpt.py train`; no MPI import."""
+"""The figures of a file of `drivers/bench.py train`; no MPI import."""
 
 from __future__ import annotations
 

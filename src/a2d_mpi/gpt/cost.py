@@ -2,7 +2,7 @@
 
 The planner (`a2d_mpi.planning`) predicts attention.  Other products of matrices are assumed to run
 at the rate of the attention kernel's large blocks.  All other operations are converted to copies
-of elements, by factors that were measured with NumPy.  ``drivers/bench_gpt.py train`` prints the
+of elements, by factors that were measured with NumPy.  ``drivers/bench.py train`` prints the
 errors of these predictions.
 """
 

@@ -15,7 +15,7 @@ from a2d_mpi.masks.intervals import Interval, Intervals, queries_per_key
 
 ALIGN = 32  # cache blocks without mask begin and end at multiples of ALIGN keys, if possible
 
-SLICES = 8  # slices of the keys below a diagonal (bench_kernel.py --masks: 4 are slower by 5 %)
+SLICES = 8  # slices of the keys below a diagonal (bench.py kernels --masks: 4 are slower by 5 %)
 NARROWEST = 64  # fewest keys of a slice (32 are slower by 5 % for 256 queries, 128 by 8 %)
 SHARED = 16  # fewest rows with a common end of intervals for which a slice ends there
 ROOM = 1 << 24  # most bytes of hidden pairs that are kept
