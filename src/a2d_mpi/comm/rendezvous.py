@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
+from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpi4py import MPI
 
-from a2d_mpi.comm.agreement import Call, CollectiveError
+from a2d_mpi.comm.agreement import Call, CollectiveError, text_of
 from a2d_mpi.comm.watch import by_text
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class PlanCall(Call):
         self.watch.doing = self.text  # not the call, which would keep the plan alive
         # Reduce a buffer, not an object.  mpi4py would reduce objects up a tree and send the
         # result down again, and the ranks would begin the call one after the other.
-        own = [*self.stamp, self.problem is not None, *flags]
+        own = [*self.stamp, _digest(same), self.problem is not None, *flags]
         reduced = array("q", [*own, *(-1 - x for x in own)])
         with self.watch.waiting("to begin"):
             self.comm.Allreduce(MPI.IN_PLACE, reduced, MPI.BOR)
@@ -121,12 +122,20 @@ class PlanCall(Call):
             calls = by_text(enumerate(self.comm.allgather(self.text)))
             listed = "; ".join(f"{text} on {ranks}" for text, ranks in calls.items())
             raise CollectiveError(f"ranks disagree on the call: {listed}")
-        if said[3] or same:
+        if differ[3] or said[4]:
             with self.watch.waiting("to agree"):
                 super().agree(same)
-        if others := [text for text, differs in zip(_SAME, differ[4:]) if differs]:
+        if others := [text for text, differs in zip(_SAME, differ[5:]) if differs]:
             raise CollectiveError(f"ranks disagree on {others[0]}")
         _, self._plan._number, self._plan._calls = self.stamp
         self._plan._interrupted = True  # an exception from here on leaves messages under way
         self._grid.plans = max(self._grid.plans, self._plan._number)
-        return Flags(*map(bool, said[4:]))
+        return Flags(*map(bool, said[5:]))
+
+
+def _digest(same: Mapping[str, object]) -> int:
+    """Return a number of 56 bits that says whether values have the same texts."""
+    if not same:
+        return 0
+    texts = "\n".join(f"{name} {text_of(x)}" for name, x in same.items())
+    return int.from_bytes(blake2b(texts.encode(), digest_size=7).digest(), "big")
