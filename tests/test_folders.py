@@ -1,5 +1,6 @@
 """Imports between folders, names of methods, parts that work without MPI, protocols of folders."""
 
+import ast
 import inspect
 import shutil
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, execute, launch
 
+import a2d_mpi
 from a2d_mpi.attention.methods import plan_class
 from a2d_mpi.comm.device_transport import DeviceTransport
 from a2d_mpi.comm.transport import HostTransport, Transport
@@ -132,3 +134,15 @@ def test_a_registry_names_each_method_once():
     functions = [(method.forward, method.backward, method.distribution, method.shape(Layout(2, 2)),
                   method.knows_nodes) for method in METHODS.values()]  # fmt: skip
     assert len(set(functions)) == len(METHODS)
+
+
+def test_editors_see_the_public_names():
+    """The stub that type checkers read imports each name from the module that has it."""
+    tree = ast.parse((ROOT / "src/a2d_mpi/__init__.pyi").read_text())
+    found = {
+        x.name: node.module
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for x in node.names
+    }
+    assert found == a2d_mpi._HOMES and sorted(found) == a2d_mpi.__all__

@@ -12,39 +12,37 @@ from a2d_mpi.core.openblas import name_core_type
 
 name_core_type()  # OpenBLAS reads the type of the CPU when NumPy is imported
 
-_HOMES = {
-    "Attention2D": "a2d_mpi.attention.methods",
-    "BlockCausal": "a2d_mpi.masks.windows",
-    "BlockCausalDocuments": "a2d_mpi.masks.documents",
-    "Causal": "a2d_mpi.masks.mask",
-    "CausalBlockwise": "a2d_mpi.masks.documents",
-    "check_mask": "a2d_mpi.masks.check",
-    "Distribution": "a2d_mpi.sharding.distribution",
-    "Documents": "a2d_mpi.masks.documents",
-    "DoubleRingAttention": "a2d_mpi.attention.methods",
-    "Full": "a2d_mpi.masks.mask",
-    "GlobalSlidingWindow": "a2d_mpi.masks.windows",
-    "Intersection": "a2d_mpi.masks.mask",
-    "IntervalMask": "a2d_mpi.masks.mask",
-    "LinearAttention": "a2d_mpi.linear.plan",
-    "make_mask": "a2d_mpi.masks.patterns",
-    "Mask": "a2d_mpi.masks.mask",
-    "merge": "a2d_mpi.devices.merging",
-    "NodeAwareAttention": "a2d_mpi.attention.methods",
-    "PrefixLM": "a2d_mpi.masks.windows",
-    "PrefixLMDocuments": "a2d_mpi.masks.documents",
-    "ProcessGrid": "a2d_mpi.comm.grid",
-    "RanksLost": "a2d_mpi.comm.failures",
-    "register_kernel": "a2d_mpi.kernels",
-    "register_mask": "a2d_mpi.masks.patterns",
-    "register_method": "a2d_mpi.schedules",
-    "RingAttention": "a2d_mpi.attention.methods",
-    "SharedQuestion": "a2d_mpi.masks.documents",
-    "SlidingWindow": "a2d_mpi.masks.windows",
-    "TriangleAttention": "a2d_mpi.attention.methods",
+# The public names by module.  Type checkers and editors read `__init__.pyi`.
+_PUBLIC = {
+    "a2d_mpi.attention.methods": [
+        "Attention2D",
+        "DoubleRingAttention",
+        "NodeAwareAttention",
+        "RingAttention",
+        "TriangleAttention",
+    ],
+    "a2d_mpi.comm.failures": ["RanksLost"],
+    "a2d_mpi.comm.grid": ["ProcessGrid"],
+    "a2d_mpi.devices.merging": ["merge"],
+    "a2d_mpi.kernels": ["register_kernel"],
+    "a2d_mpi.linear.plan": ["LinearAttention"],
+    "a2d_mpi.masks.check": ["check_mask"],
+    "a2d_mpi.masks.documents": [
+        "BlockCausalDocuments",
+        "CausalBlockwise",
+        "Documents",
+        "PrefixLMDocuments",
+        "SharedQuestion",
+    ],
+    "a2d_mpi.masks.mask": ["Causal", "Full", "Intersection", "IntervalMask", "Mask"],
+    "a2d_mpi.masks.patterns": ["make_mask", "register_mask"],
+    "a2d_mpi.masks.windows": ["BlockCausal", "GlobalSlidingWindow", "PrefixLM", "SlidingWindow"],
+    "a2d_mpi.schedules": ["register_method"],
+    "a2d_mpi.sharding.distribution": ["Distribution"],
 }
+_HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
 
-__all__ = list(_HOMES)
+__all__ = sorted(_HOMES)
 
 try:
     __version__ = version("a2d_mpi")

@@ -1,0 +1,60 @@
+"""The public names, for type checkers and editors; see `__init__.py`."""
+
+from a2d_mpi.attention.methods import (
+    Attention2D,
+    DoubleRingAttention,
+    NodeAwareAttention,
+    RingAttention,
+    TriangleAttention,
+)
+from a2d_mpi.comm.failures import RanksLost
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.devices.merging import merge
+from a2d_mpi.kernels import register_kernel
+from a2d_mpi.linear.plan import LinearAttention
+from a2d_mpi.masks.check import check_mask
+from a2d_mpi.masks.documents import (
+    BlockCausalDocuments,
+    CausalBlockwise,
+    Documents,
+    PrefixLMDocuments,
+    SharedQuestion,
+)
+from a2d_mpi.masks.mask import Causal, Full, Intersection, IntervalMask, Mask
+from a2d_mpi.masks.patterns import make_mask, register_mask
+from a2d_mpi.masks.windows import BlockCausal, GlobalSlidingWindow, PrefixLM, SlidingWindow
+from a2d_mpi.schedules import register_method
+from a2d_mpi.sharding.distribution import Distribution
+
+__version__: str
+__all__ = [
+    "Attention2D",
+    "BlockCausal",
+    "BlockCausalDocuments",
+    "Causal",
+    "CausalBlockwise",
+    "Distribution",
+    "Documents",
+    "DoubleRingAttention",
+    "Full",
+    "GlobalSlidingWindow",
+    "Intersection",
+    "IntervalMask",
+    "LinearAttention",
+    "Mask",
+    "NodeAwareAttention",
+    "PrefixLM",
+    "PrefixLMDocuments",
+    "ProcessGrid",
+    "RanksLost",
+    "RingAttention",
+    "SharedQuestion",
+    "SlidingWindow",
+    "TriangleAttention",
+    "check_mask",
+    "make_mask",
+    "merge",
+    "register_kernel",
+    "register_mask",
+    "register_method",
+]
