@@ -182,7 +182,7 @@ def accounts(plan, backward, calls=1):
         if counted != expected:
             bad.append(f"{counted} {what} but predicted {expected}")
     held = buffers(*sizes, backward)
-    counts = plan.problem.shards.counts
+    counts = plan.problem.queries.counts
     if plan.buffer_bytes > held or (min(counts) > 1 and plan.buffer_bytes < held):
         bad.append(f"{plan.buffer_bytes} bytes of buffers but predicted {held}")
     return bad

@@ -34,7 +34,7 @@ def main(profile: str, tokens: int, ranks_per_node: int | None) -> None:
         for side in (2, 4, 8):
             layout = Layout(side, side)
             problem = problem_of("attention2d", layout, work, mask)
-            default = problem.shards.name
+            default = problem.queries.name
             names = (default, "balanced")
             if mask.default_distribution == "balanced":
                 names = CHOICES

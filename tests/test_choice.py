@@ -59,11 +59,11 @@ def test_why():
         (SlidingWindow(8), "contiguous", "the default of SlidingWindow"),
         (work.mask, "contiguous", "least predicted time (of the busiest rank: work over the mean"),
     ):
-        shards = problem_of("attention2d", Layout(2, 2), work, mask).shards
+        shards = problem_of("attention2d", Layout(2, 2), work, mask).queries
         assert shards.name == name and shards.why.startswith(why)
-    asked = problem_of("attention2d", Layout(2, 2), work, mask, "balanced").shards
+    asked = problem_of("attention2d", Layout(2, 2), work, mask, "balanced").queries
     assert asked.why == "asked for" and asked.name == "balanced"
-    assert problem_of("striped ring", Layout(4, 1), work, mask).shards.name == "striped"
+    assert problem_of("striped ring", Layout(4, 1), work, mask).queries.name == "striped"
 
 
 def test_planner_tries_all():

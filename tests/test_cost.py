@@ -26,7 +26,7 @@ def traffic_2d(sizes, rows, cols, rank):
 
 
 def traffic_ring(sizes, rank):
-    return cost.traffic("ring", Layout(len(sizes.shards.counts), 1), sizes, rank)
+    return cost.traffic("ring", Layout(len(sizes.queries.counts), 1), sizes, rank)
 
 
 def traffic_double_ring(sizes, outer, inner, rank):

@@ -207,7 +207,7 @@ def test_memory():
         layout = Layout(3, 1, 2)
         sizes = problem_of(method, layout, job, job.mask)
         forward, backward = (peak_memory(method, layout, sizes, 0, x) for x in (False, True))
-        own = sizes.shards.counts[0] * sum(map(job.nbytes, ("q", "k", "v", "out", "lse")))
+        own = sizes.queries.counts[0] * sum(map(job.nbytes, ("q", "k", "v", "out", "lse")))
         assert own < forward < backward
     # Gathering all keys needs more room than a ring.
     sizes = problem_of("ring", Layout(16, 1), job, job.mask, "zigzag")

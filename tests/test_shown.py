@@ -90,7 +90,7 @@ def test_balance_of_the_tutorials_mask():
     code, names = blocks("tutorial", "python")[-1][0], {}
     exec(code.partition("register_mask(")[0], names)
     config = AttentionConfig(512, 12, 32)
-    shards = problem_of("attention2d", Layout(2, 2), config, names["LaterHalf"]()).shards
+    shards = problem_of("attention2d", Layout(2, 2), config, names["LaterHalf"]()).queries
     assert "contiguous 1.50, 1.00 N; zigzag 1.25, 1.00 N; balanced 1.00, 1.00 N" in shards.why
     assert "1.25 with a zigzag distribution and 1.5 with a contiguous one" in " ".join(
         read("tutorial").split()

@@ -41,7 +41,7 @@ def test_bytes_of_grids(mask, name):
         layout = Layout(rows, cols)
         sizes = problem("attention2d", layout, MASKS[mask], name)
         owner = (
-            owners_of([sizes.shards.runs(p) for p in range(RANKS)], SEQLEN)
+            owners_of([sizes.queries.runs(p) for p in range(RANKS)], SEQLEN)
             if (name != "striped")
             else np.arange(SEQLEN) % RANKS
         )
@@ -63,7 +63,7 @@ def test_nothing_is_received_in_vain(mask, method):
     """
     layout, mask, grids = Layout(2, 3), MASKS[mask], ("attention2d", "node aware")
     sizes = problem(method, layout, mask, METHODS[method].distribution or "zigzag")
-    seen = {p: mask.dense(sizes.shards.tokens(p), np.arange(SEQLEN)) for p in range(RANKS)}
+    seen = {p: mask.dense(sizes.queries.tokens(p), np.arange(SEQLEN)) for p in range(RANKS)}
     for phase in ("forward", "backward"):
         for rank in range(RANKS):
             (program,) = write(method, phase, layout, sizes, rank)
@@ -81,7 +81,7 @@ def test_nothing_is_received_in_vain(mask, method):
                     assert np.any([seen[p][:, tokens].any(axis=0) for p in others], axis=0).all()
                 elif kind in ("q", "qd"):
                     column = (rank % 3, rank % 3 + 3) if method in grids else range(RANKS)
-                    keys = np.sort(np.concatenate([sizes.shards.tokens(p) for p in column]))
+                    keys = np.sort(np.concatenate([sizes.queries.tokens(p) for p in column]))
                     assert mask.dense(tokens, keys).any(axis=1).all()
 
 
@@ -122,7 +122,7 @@ def test_tokens_on_nodes(shape, node, seqlen_kv, distribution):
     ):
         sizes = problem_of(method, layout, config, mask, distribution)
         owners = [np.empty(x, int) for x in (n, seqlen_kv)]
-        for owner, shards in zip(owners, (sizes.shards, sizes.shards_kv)):
+        for owner, shards in zip(owners, (sizes.queries, sizes.keys)):
             for p in range(layout.size):
                 owner[shards.tokens(p)] = p
         visible = sizes.mask.dense(i, np.arange(seqlen_kv))
@@ -162,7 +162,7 @@ def test_required_rows_are_the_definition(data):
     mask = data.draw(st.sampled_from([drawn, Causal(), documents(heavy_tailed(n, 1, 3))]))
     config = AttentionConfig(n, 1, 1)
     name = data.draw(st.sampled_from(NAMES))
-    shards = problem_of("attention2d", Layout(1, ranks), config, mask, name).shards
+    shards = problem_of("attention2d", Layout(1, ranks), config, mask, name).queries
     found = visibility(mask, shards, shards)
     tokens = [shards.tokens(p) for p in range(ranks)]
     visible = mask.dense(np.arange(n), np.arange(n))
@@ -178,6 +178,6 @@ def test_required_rows_are_the_definition(data):
 
 
 def test_all_rows_are_required_under_a_full_mask():
-    shards = problem("attention2d", Layout(2, 3), Full(), "contiguous").shards
+    shards = problem("attention2d", Layout(2, 3), Full(), "contiguous").queries
     found = visibility(Full(), shards, shards)
     assert all(size(found.required(True, p, (0,))) == shards.counts[p] for p in range(RANKS))

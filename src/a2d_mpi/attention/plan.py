@@ -198,7 +198,7 @@ class AttentionPlan(Caller):
                     **config.arguments,
                     "mask": f"{type(mask).__name__} (digest {digest})",
                     "distribution": self.distribution.name,
-                    "distribution of the keys": self.problem.shards_kv.name,
+                    "distribution of the keys": self.problem.keys.name,
                     "kernel": kernel,
                     "overlap": overlap,
                     "slices": self.slices,
@@ -210,14 +210,16 @@ class AttentionPlan(Caller):
 
     def _describe(self, problem: Problem) -> None:
         """Set the attributes that need no communication."""
-        self.problem, self.config, self.distribution = problem, problem.config, problem.shards
+        self.problem, self.config, self.distribution = problem, problem.config, problem.queries
         config, rank = problem.config, self.grid.comm.rank
         self.seqlen, self.nheads, self.nheads_kv = config.seqlen, config.nheads, config.nheads_kv
         self.headdim, self.headdim_v = config.headdim, config.headdim_v
         self.softmax_scale, self.logit_softcap = config.softmax_scale, config.logit_softcap
         self.dtype, self.compute_dtype = config.dtype_of("q"), config.compute_dtype
-        self.tokens = problem.shards.tokens(rank)  # (n,)
-        self.tokens_kv = self.tokens if problem.keys is None else problem.keys.tokens(rank)  # (m,)
+        self.tokens = problem.queries.tokens(rank)  # (n,)
+        self.tokens_kv = (
+            self.tokens if problem.other_keys is None else problem.keys.tokens(rank)
+        )  # (m,)
 
     def _connected(self) -> dict[str, Channel]:
         """Make the channels of all programs, by name; collective over the ranks of the grid."""
@@ -369,7 +371,7 @@ class AttentionPlan(Caller):
         ValueError
             As in `scatter`.
         """
-        return scatter(self, self.problem.shards_kv, x, root)
+        return scatter(self, self.problem.keys, x, root)
 
     def gather(self, x: Array, root: int = 0) -> Array | None:
         """Join the shards of all ranks on one rank: the opposite of `scatter`.

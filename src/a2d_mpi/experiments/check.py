@@ -197,7 +197,7 @@ def _reference(
     # A plan with `wire` may have partial results of these pieces of this rank's tokens.
     pieces, group = [slice(None)], 1
     if widens:
-        cuts = segment_begins(plan.problem.shards)
+        cuts = segment_begins(plan.problem.queries)
         ends = [0, *np.searchsorted(plan.tokens, cuts).tolist(), len(plan.tokens)]
         pieces, group = [slice(a, b) for a, b in pairwise(ends)], plan.nheads // plan.nheads_kv
 

@@ -82,7 +82,7 @@ class Task:
             "slow_port": self.network.slow_port,
         }
         problem = problem_of(what.method, layout, work, work.mask)
-        entry["distribution"] = problem.shards.name
+        entry["distribution"] = problem.queries.name
         entry["memory"] = most_memory(what.method, layout, problem, work.backward)
         entry["room"] = np.inf
         if self.machine.memory is not None:

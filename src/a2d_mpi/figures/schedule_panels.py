@@ -80,7 +80,7 @@ def panels(
         method, layout, replace(work, seqlen=drawn, seqlen_kv=drawn, mask=mask)
     )
     computes = np.where(computes < 0, -1, world[computes])
-    name = f"{method} {shape}{order}, {problem.shards.name}"
+    name = f"{method} {shape}{order}, {problem.queries.name}"
     if layout.slices not in (None, (1, 1)):
         name += f", {'x'.join(map(str, layout.slices[: len(work.phases)]))} slices"
     return Panels(name, computes, received, spans)

@@ -269,7 +269,7 @@ def _tape_of(
 
 def _opening_bytes(problem: Problem, rank: int, backward: bool) -> int:
     """Return the bytes read to compute delta and, twice, to round tensors for the wire."""
-    config, own = problem.config, (problem.shards.counts[rank], problem.shards_kv.counts[rank])
+    config, own = problem.config, (problem.queries.counts[rank], problem.keys.counts[rank])
     names = ("q", "k", "v", "dout") if backward else ("q", "k", "v")
     rounded = (own[x in OF_KEYS] * config.nbytes(x) * config.rounds(x) for x in names)
     return 2 * sum(rounded) + 2 * own[0] * config.nbytes("out") * backward

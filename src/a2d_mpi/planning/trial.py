@@ -278,7 +278,7 @@ class Trial:
             name = METHODS[method].distribution or layout.distribution
             name = name or work.mask.default_distribution
             return Candidate(method, layout, name, self.seconds, self.memory, self.fits)
-        layout, name = self._layout, self._problem.shards.name
+        layout, name = self._layout, self._problem.queries.name
         received, crossing, messages = self._sums.max(axis=1).astype(np.int64).tolist()
         over = _over_bound(int(self._sums[0].sum()), layout, work, self._problem)
         return Candidate(

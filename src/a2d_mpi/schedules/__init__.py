@@ -288,9 +288,9 @@ class _Groups:
     """All context-parallel groups and Ulysses groups of a layout, for a slice of their heads."""
 
     def __init__(self, method: str, layout: Layout, problem: Problem, slices: int) -> None:
-        if problem.shards.nshards != layout.size:
+        if problem.queries.nshards != layout.size:
             raise ValueError(
-                f"need a shard for each of {layout.size} ranks, got {problem.shards.nshards}"
+                f"need a shard for each of {layout.size} ranks, got {problem.queries.nshards}"
             )
         chosen, u, config = _lookup(method), layout.heads, problem.config
         rows, cols = chosen.shape(layout)

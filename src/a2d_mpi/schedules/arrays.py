@@ -93,10 +93,10 @@ class ProgramArrays:
     def rows_within(self, name: str, begin: int, end: int) -> Rows:
         """Return the rows of the tokens in ``[begin, end)``, of all owners."""
         array = self.arrays[name]
-        shards, pieces = self.group.shards(array.of_keys), zip(array.offsets, array.pieces)
+        owners, pieces = self.group.distribution(array.of_keys), zip(array.offsets, array.pieces)
         if not array.by_token:
             wanted = ((begin, end),)
-            return _rows_at(name, ((i, held, shards.places(x, wanted)) for i, (x, held) in pieces))
+            return _rows_at(name, ((i, held, owners.places(x, wanted)) for i, (x, held) in pieces))
         tokens = self.tokens(self.rows(name))
         first, last = np.searchsorted(tokens, (begin, end)).tolist()
         return Rows(name, (range(first, last),) if first < last else ())
@@ -134,9 +134,9 @@ class ProgramArrays:
             array = self.arrays[rows.array]
             if array.by_token and rows.count < array.length:
                 return progressions(self.tokens(rows))
-            shards = self.group.shards(array.of_keys)
+            owners = self.group.distribution(array.of_keys)
             pieces = array.pieces if rows.count == array.length else self.pieces(rows)
-            runs = [r for owner, places in pieces for r in shards.at(owner, places)]
+            runs = [r for owner, places in pieces for r in owners.at(owner, places)]
             self._token_runs[rows] = runs
         return self._token_runs[rows]
 
@@ -179,8 +179,8 @@ class ProgramArrays:
         """Return the rows of every piece of an array by token."""
         if name not in self._by_token:
             array = self.arrays[name]
-            shards = self.group.shards(array.of_keys)
-            self._by_token[name] = ranks_among([shards.at(*piece) for piece in array.pieces])
+            owners = self.group.distribution(array.of_keys)
+            self._by_token[name] = ranks_among([owners.at(*piece) for piece in array.pieces])
         return self._by_token[name]
 
 

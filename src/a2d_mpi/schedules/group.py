@@ -46,7 +46,7 @@ class Group:
     _bytes: dict[tuple, list[int]] = field(default_factory=dict, repr=False, compare=False)
 
     def __hash__(self) -> int:
-        return hash((self.rows, self.cols, self.problem.shards))  # nodes may be many
+        return hash((self.rows, self.cols, self.problem.queries))  # nodes may be many
 
     def elements(self, *tensors: str) -> int:
         """Return the elements of one token in `tensors`, over all heads of the group."""
@@ -88,13 +88,13 @@ class Group:
             return False
         return self.row_bytes(replace(array, wire=True)) != self.row_bytes(array)
 
-    def shards(self, of_keys: bool) -> Distribution:
+    def distribution(self, of_keys: bool) -> Distribution:
         """Return the distribution of the keys, or of the queries."""
-        return self.problem.shards_kv if of_keys else self.problem.shards
+        return self.problem.keys if of_keys else self.problem.queries
 
     def all_places(self, of_keys: bool, owner: int) -> Runs:
         """Return the places of all tokens of a shard."""
-        count = self.shards(of_keys).counts[owner]
+        count = self.distribution(of_keys).counts[owner]
         return ((0, count),) if count else ()
 
     def required(self, of_keys: bool, owner: int, others: Collection[int]) -> Runs:

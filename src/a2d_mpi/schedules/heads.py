@@ -74,7 +74,7 @@ def _kinds(p: Program, first: bool, last: bool, together: str, *apart: str) -> t
 
     Slices that share KV heads take them once, and put their gradients once.
     """
-    if first and last and p.group.problem.keys is None:
+    if first and last and p.group.problem.other_keys is None:
         return (together,)
     return apart
 

@@ -18,29 +18,29 @@ class Problem:
     Parameters
     ----------
     config : AttentionConfig
-    shards : Distribution
-        Shards of the queries by grid rank, before any exchange of heads.  The U ranks of a Ulysses
+    queries : Distribution
+        Owners of the queries by grid rank, before any exchange of heads.  The U ranks of a Ulysses
         group are consecutive.
     mask : Mask
         A mask from `a2d_mpi.masks.mask.Mask.aligned`.
-    keys : Distribution, optional
-        Shards of the keys, if they belong to another sequence.  Default: `shards`.
+    other_keys : Distribution, optional
+        Owners of the keys, if they are not those of the queries (cross-attention).
     """
 
     config: AttentionConfig
-    shards: Distribution
+    queries: Distribution
     mask: Mask = field(default_factory=Full)
-    keys: Distribution | None = None
+    other_keys: Distribution | None = None
 
     @property
-    def shards_kv(self) -> Distribution:
-        """Shards of the keys."""
-        return self.shards if self.keys is None else self.keys
+    def keys(self) -> Distribution:
+        """Owners of the keys."""
+        return self.queries if self.other_keys is None else self.other_keys
 
     @cached_property
     def visibility(self) -> Visibility:
         """Tokens of each shard that other shards require."""
-        return visibility(self.mask, self.shards, self.shards_kv)
+        return visibility(self.mask, self.queries, self.keys)
 
     def cp_group(self, heads: int) -> Problem:
         """Return the problem of a context-parallel group: all tokens, 1/`heads` of the heads.
@@ -50,15 +50,14 @@ class Problem:
         ValueError
             If the heads cannot be divided among `heads` ranks.
         """
-        keys = None if self.keys is None else _positions(self.keys, heads)
-        return Problem(
-            self.config.cp_group(heads), _positions(self.shards, heads), self.mask, keys
-        )
+        keys = None if self.other_keys is None else _positions(self.other_keys, heads)
+        queries = _positions(self.queries, heads)
+        return Problem(self.config.cp_group(heads), queries, self.mask, keys)
 
     def of(self, owners: range) -> Problem:
         """Return the problem of the ranks `owners`: their tokens, numbered from 0, and no mask."""
-        keys = None if self.keys is None else self.keys.among(owners)
-        return Problem(self.config, self.shards.among(owners), keys=keys)
+        keys = None if self.other_keys is None else self.other_keys.among(owners)
+        return Problem(self.config, self.queries.among(owners), other_keys=keys)
 
 
 _positions = lru_cache(maxsize=64)(Distribution.positions)  # it caches the runs of its shards

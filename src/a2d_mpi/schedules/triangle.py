@@ -48,7 +48,7 @@ class TriangleLines:
     """
 
     def __init__(self, p: Program, kind: str, by_query: bool) -> None:
-        self.p, (i, j), shards = p, triangle.pair(p.rank), p.group.problem.shards
+        self.p, (i, j), shards = p, triangle.pair(p.rank), p.group.problem.queries
         self._shards, self._pair, self._t = shards, (i, j), triangle.segments(shards.nshards)
         # The places in an owner's shard of its tokens in [begin, end).
         self._places = cache(lambda owner, *bounds: shards.places(owner, (bounds,)))

@@ -65,8 +65,8 @@ def use_in_transformers(plan: AttentionPlan) -> str:
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if 0 in plan.problem.shards.counts:
-        rank = plan.problem.shards.counts.index(0)
+    if 0 in plan.problem.queries.counts:
+        rank = plan.problem.queries.counts.index(0)
         raise ValueError(
             f"rank {rank} has none of the {plan.seqlen} tokens, but models need at least one token"
         )
