@@ -260,7 +260,7 @@ def drive_each(
     """
     each = []
     for program, common, more in cases:
-        name, *words = program.split()
+        name, *words = [program] if isinstance(program, Path) else program.split()
         each.append((str(DRIVERS / name), [*words, *map(str, common)], [*more]))
     code = EACH.format("" if numba else NO_NUMBA, sabotage)
     done = launch(ranks, "-c", code, json.dumps(each), timeout=timeout, cwd=cwd)
