@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 output=${1:?usage: figures.sh FOLDER}
 source jobs/env.sh
 use_env any plot
-mkdir -p "$output"/{64x1,partitions,scale,scaling}
+mkdir -p "$output"/{partitions,scale}
 
 python drivers/plot.py grid "$output"/grid.png --rows 2 --cols 3
 python drivers/plot.py masks "$output"/masks.png --distribution balanced
@@ -21,31 +21,21 @@ python drivers/plot.py schedule "$output"/schedules.png --plans "attention2d:4x4
 python drivers/plot.py schedule "$output"/slices.png --plans "attention2d:2x2*1,attention2d:2x2*4" \
   --profile data/machines/h100-64x1.toml --ranks 4 --seqlen 32K --nheads 8 --mask causal
 
-# Draw each partition for a problem for which the planner predicts it to be the fastest.
-python drivers/plot.py schedule "$output"/partitions/grid.png --plans attention2d:3x4,ring \
-  --profile data/machines/h100-64x1.toml --ranks 12 --seqlen 32K --nheads 5 --mask full
+# Draw partitions for problems for which the planner predicts them to be the fastest.
 python drivers/plot.py schedule "$output"/partitions/triangle.png --plans triangle:10x1,attention2d:2x5 \
   --profile data/machines/h100-64x1.toml --ranks 10 --seqlen 48K --nheads 7 --mask causal
 python drivers/plot.py schedule "$output"/partitions/node_aware.png \
   --plans "node aware:8x2@rcu/4x1,attention2d:4x4@cru" \
   --profile data/machines/a100-4-1nic.toml --ranks 16 --seqlen 32K --nheads 9 --mask full
-python drivers/plot.py schedule "$output"/partitions/ring.png --plans ring,attention2d:2x6 \
-  --profile data/machines/h100-64x1.toml --ranks 12 --seqlen 512K --nheads 1 --mask full
-python drivers/plot.py schedule "$output"/partitions/double_ring.png --plans "double ring:3x4,ring" \
-  --profile data/machines/a100-16x4.toml --ranks 12 --seqlen 24K --nheads 23 --mask full
 python drivers/plot.py schedule "$output"/partitions/heads.png --plans attention2d:1x1x12,attention2d:4x3@cru \
   --profile data/machines/a100-4-1nic.toml --ranks 12 --seqlen 24K --nheads 24 --mask full
 
-python drivers/plot.py results data/results/64x1.h5 --output "$output"/64x1 --what phases,model --format png \
-  --workload causal-n768-h16-kv16-d16-float32-backward
-python drivers/plot.py results data/results/scaling.h5 --output "$output"/scaling --what scaling,bytes --format png
 python drivers/plot.py results data/results/tiles.h5 --output "$output" --what kernels --format png
 python drivers/plot.py results data/results/trace.json --output "$output" --what trace --format png
 python drivers/plot.py results data/results/gpt/step.h5 --output "$output" --what steps --format png
 python drivers/plot.py results data/results/gpt/memory.h5 --output "$output" --what activations --format png
 python drivers/plot.py results data/results/linear/16x1.h5 --output "$output" --what lengths --format png
 python drivers/plot.py results data/results/gpt/tiny.h5 --output "$output" --what training --format png
-python drivers/plot.py results data/results/scale/scale.h5 --output "$output"/scale \
-  --what winners,strong,weak,exposed --format png
+python drivers/plot.py results data/results/scale/scale.h5 --output "$output"/scale --what winners --format png
 python drivers/plot.py results data/results/scale/links.h5 --output "$output"/scale --what slopes --format png
 python drivers/plot.py results data/results/crossover --output "$output" --what crossover --format png

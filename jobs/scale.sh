@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Simulate the study of docs/scale.md: plans for 64 to 4096 ranks of three machines, by SimGrid.
+# Simulate what docs/study.md says of scale: plans for 64 to 4096 ranks of three machines, by SimGrid.
 #
 #   bash jobs/scale.sh results/scale                  all of it, four hours on one core
 #   bash jobs/scale.sh results/scale 64 picks         some of it

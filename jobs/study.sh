@@ -3,7 +3,7 @@
 #
 #   bash jobs/study.sh results/study                      all of it, 85 minutes on two cores
 #   bash jobs/study.sh results/study 64x1 scaling         some of it
-#   bash jobs/study.sh results/study triangle nodes       the two partitions of docs/partitions.md
+#   bash jobs/study.sh results/study triangle nodes       the triangle and the node-aware grid
 #   bash jobs/study.sh results/study masks                four masks of docs/masks.md
 #   bash jobs/study.sh results/study large                large messages, 40 minutes
 #   bash jobs/study.sh results/study crossover            the ratio of computing to transfers, 40 minutes

@@ -3,7 +3,7 @@
 # emulated nodes.
 #
 #   bash jobs/wire.sh FOLDER errors     real activations, and the same with logits of 50; a minute
-#   bash jobs/wire.sh FOLDER seconds    needs root, see docs/emulated-cluster.md; five minutes
+#   bash jobs/wire.sh FOLDER seconds    needs root, see docs/benchmarks.md; five minutes
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 (($# == 2)) && [[ $2 == errors || $2 == seconds ]] || {

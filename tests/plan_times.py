@@ -1,4 +1,4 @@
-"""CPU seconds of the planner on machines, ranks and workloads: the table of docs/planning.md.
+"""CPU seconds of the planner on machines, ranks and workloads: docs/planning.md has their range.
 
 python tests/plan_times.py 64 1024
 """

@@ -2,7 +2,7 @@
 
 A comment above a table names a function of this file and the results that the table is made of::
 
-    <!-- large(data/results/large.h5) -->
+    <!-- crossover(data/results/crossover) -->
 
 ``python tests/tables.py`` prints these tables, and ``--write`` puts their rows into the pages.
 A comment ``<!-- no file: COMMAND -->`` stands above a table of numbers that no file holds.
@@ -19,7 +19,7 @@ import numpy as np
 
 from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.gpt_files import read_losses, read_steps
-from a2d_mpi.experiments.simulate import read_simulations, read_summaries, seconds
+from a2d_mpi.experiments.simulate import read_summaries
 from a2d_mpi.experiments.summary import summarise
 from a2d_mpi.planning.profile import read_machine
 
@@ -59,9 +59,9 @@ def busiest(path, x, phases):
     return total
 
 
-def gain(path, slow, fast, phases, moved=busiest):
+def gain(path, slow, fast, phases):
     """Ratio of the seconds of two plans, and in brackets of their bytes."""
-    of_bytes = ratio(moved(path, slow, phases), moved(path, fast, phases))
+    of_bytes = ratio(busiest(path, slow, phases), busiest(path, fast, phases))
     return f"{ratio(slow.seconds, fast.seconds)} ({of_bytes})"
 
 
@@ -140,28 +140,6 @@ def ring_against_grid(*paths):
             yield [f"{nodes} x 1", str(ring.config["seqlen"]), f"{rate}", mask, *cells]
 
 
-def shared_link(path):
-    """Time of the ring over time of each plan, on nodes of four ranks."""
-    for kv, phases in product((16, 2), (FORWARD, BOTH)):
-        xs = read(path, phases, nheads_kv=kv)
-        ring, pick = one(xs, "64x1x1", method="ring").seconds, one(xs)
-        plans = [one(xs, "8x8x1", method=x) for x in ("attention2d", "node aware")]
-        gains = [ratio(ring, x.seconds) for x in (*plans, pick)]
-        gains[-1] += f" ({named(pick)})" * (phases == FORWARD)
-        yield [f"{kv}", " + ".join(phases), *gains]
-
-
-def large(path):
-    """Seconds of the ring and of the square grid with large messages."""
-    for nodes, mask, phases in product((16, 64), ("causal", "full"), (FORWARD, BOTH)):
-        xs = read(path, phases, mask=mask, ranks=nodes)
-        for ring, grid in zip(*([x for x in xs if x.method == y] for y in RIVALS)):
-            times = (f"{x.seconds:.2f} s" for x in (ring, grid))
-            moved = (busiest(path, x, phases) for x in (ring, grid))
-            ratios = ratio(ring.seconds, grid.seconds), ratio(*moved)
-            yield [f"{nodes} x 1", mask, " + ".join(phases), *times, *ratios]
-
-
 def picks(*paths):
     """Times of other plans over the time of the planner's pick, forward and backward."""
     for path, mask, kv in product(paths, ("causal", "full"), (16, 2)):
@@ -175,44 +153,28 @@ def picks(*paths):
                *(ratio(x, pick.seconds) for x in others)]  # fmt: skip
 
 
-def kernels(path, model):
-    """Median GFLOP/s of kernels, and the median over trials of torch's seconds over ours."""
-    for shape, mask, phase, trials, gflop in tiles(path, model):
-        speeds = (f"{gflop / np.median(trials[x]):.3g}" for x in ("torch", "numpy", "numba"))
-        ratios = (f"{over_torch(trials, x):.2f}" for x in ("numpy", "numba", "general"))
-        yield [", ".join(shape.split("x")), mask, phase, *speeds, *ratios]
-
-
 def tiles(path, model):
-    """Shape, mask, phase, seconds by kernel, GFLOP: large tiles of a CPU, then small ones."""
+    """Shape, phase and seconds by kernel of the tiles of a CPU."""
     with h5py.File(ROOT / path) as file:
         for size in ("large", "small"):
             group = file[f"figures/AMD EPYC (family 25, model {model}), {size} tiles"]
-            shapes = sorted(group, key=lambda x: int(x.split("x")[0]))
-            for shape, mask, phase in product(shapes, ("full", "causal"), BOTH):
-                name = f"{shape}/{mask}/{phase}"
-                trials = {x: y[()] for x, y in group[name].items()}
-                yield shape, mask, phase, trials, 1e3 * group.attrs[f"tflop/{name}"]
-
-
-def over_torch(trials, name):
-    return np.median(trials["torch"] / trials[name])
+            for shape, mask, phase in product(group, ("full", "causal"), BOTH):
+                trials = group[f"{shape}/{mask}/{phase}"]
+                yield shape, phase, {x: y[()] for x, y in trials.items()}
 
 
 def kernel_ranges(path):
-    """Ranges of `kernels`, by kernel and CPU: large tiles forward and backward, then small."""
+    """Torch's seconds over ours, by kernel and CPU: large tiles both ways, then small ones."""
     for cpu, kernel, models in (
         ("Zen 3", "numba", (1,)), ("Zen 4", "numba", (17,)), ("Zen 3 and 4", "numpy", (1, 17)),
     ):  # fmt: skip
         ratios = {}
-        for shape, _, phase, trials, _ in (x for model in models for x in tiles(path, model)):
+        for shape, phase, trials in (x for model in models for x in tiles(path, model)):
             is_small = int(shape.split("x")[0]) < 4096
-            ratios.setdefault((is_small, phase), []).append(over_torch(trials, kernel))
+            over_torch = np.median(trials["torch"] / trials[kernel])
+            ratios.setdefault((is_small, phase), []).append(over_torch)
         cells = (ratios[x] for x in product((False, True), BOTH))
         yield [f"AMD {cpu}", f"`{kernel}`", *(f"{min(x):.2f} to {max(x):.2f}" for x in cells)]
-
-
-# docs/partitions.md
 
 
 def triangles(folder):
@@ -233,31 +195,6 @@ def triangles(folder):
         plans = (x.removesuffix("x1") for x in (grid_shape, shape.replace("x1x1", "x1")))
         yield [f"{nodes}", f"{rate}", " / ".join(x.removesuffix("x1") for x in plans), *cells,
                shape_of(pick), ratio(best, pick.seconds)]  # fmt: skip
-
-
-def node_aware(path):
-    """Time of the plain grid over time of the node-aware grid, and the busiest nodes' bytes."""
-    for kv in (16, 2):
-        cells = []
-        for phases in (FORWARD, BOTH):
-            xs = read(path, phases, nheads_kv=kv)
-            plans = (one(xs, "8x8x1", method=x) for x in ("attention2d", "node aware"))
-            cells.append(gain(path, *plans, phases, busiest_node))
-        yield [f"{kv}", *cells]
-
-
-def busiest_node(path, x, phases):
-    """Bytes that the busiest of 16 nodes receives from other nodes, each with half of a row."""
-    result = benchmark(path)[x.name]
-    nodes = np.array(result.config["nodes"].split(), int)
-    received = np.zeros(len(nodes))
-    for key, moved in result.traffic.items():
-        phase, channel = key.split("/")
-        if phase in phases and not channel.endswith("node"):
-            # In the plain grid three of the seven others of a row are on the rank's own node.
-            is_mixed = channel == "row" and x.method == "attention2d"
-            received += moved["received"] * (4 / 7 if is_mixed else 1)
-    return np.bincount(nodes, received).max()
 
 
 # docs/masks.md
@@ -283,7 +220,7 @@ def masks(*paths):
             label = ""
 
 
-# docs/scale.md
+# docs/study.md, at scale
 
 MACHINES = {
     "A100": "16 nodes of four A100",
@@ -349,113 +286,6 @@ def slopes(path):
             yield [f"{SHORT.get(method, method)}, {per_node} per node",
                    *("" if x is None else one_decimal(x, 1000) for x in cells),
                    f"**{fit:+.2f}**"]  # fmt: skip
-
-
-def triangles_at_scale(path):
-    """Milliseconds of triangles and grids by machine and tokens; bold: the fastest."""
-    found = simulated(path)
-    for (name, machine), (length, tokens) in product(MACHINES.items(), TOKENS.items()):
-        xs = [x for x in found if x.config["machine"] == machine]
-        xs, cells = [x for x in xs if x.config["seqlen"] == tokens], []
-        for plans in (
-            (("triangle", 66), ("attention2d", 66)), (("triangle", 253), ("attention2d", 253)),
-            (("attention2d", 256),),
-        ):  # fmt: skip
-            times = [x.seconds for y in plans for x in xs if (x.method, x.ranks) == y]
-            texts = [one_decimal(1e3 * x) for x in times]
-            if len(plans) > 1:
-                texts[int(np.argmin(times))] = f"**{texts[int(np.argmin(times))]}**"
-            cells.append(", ".join(texts))
-        comma = "," * (len(cells) > 0)
-        yield [f"{name}{comma} {length}", *cells]
-
-
-NETWORKS = {
-    "one switch, fat tree": ("switch", 1, 1, ""),
-    "fat tree, oversubscribed 2 : 1": ("fat tree:2", 1, 1, ""),
-    "fat tree, oversubscribed 4 : 1": ("fat tree:4", 1, 1, ""),
-    "dragonfly": ("dragonfly", 1, 1, ""),
-    "the first rank at half speed": ("switch", 2, 1, ""),
-    "the first NIC at half speed": ("switch", 1, 2, ""),
-    "latency x 10": ("switch", 1, 1, ", latency x 10"),
-}
-
-
-def networks(path):
-    """Milliseconds of six plans on 256 A100 by tokens and network."""
-    found = summaries(path)
-    plans = (("attention2d", True), ("node aware", False), ("attention2d", False),
-             ("ring", True), ("double ring", False), ("ring", False))  # fmt: skip
-    for (length, tokens), (label, of) in product(TOKENS.items(), NETWORKS.items()):
-        network, slow_rank, slow_port, latency = of
-        here = {
-            "seqlen": tokens, "network": network, "slow_rank": slow_rank, "slow_port": slow_port,
-            "machine": MACHINES["A100"] + latency,
-        }  # fmt: skip
-        xs = [x for x in found if here.items() <= x.config.items()]
-        cells = [[x for x in xs if (x.method, x.config["heads"] > 1) == y] for y in plans]
-        prefix = f"{length} tokens: " * (label == next(iter(NETWORKS)))
-        yield [prefix + label, *(one_decimal(1e3 * x.seconds) for [x] in cells)]
-
-
-def picks_at_scale(path):
-    """How many picks are the fastest plan, and by how much the others are slower, by ranks."""
-    workloads = {}
-    for x in simulated(path):
-        workload = (x.config["machine"], x.workload.split("-backward")[0])
-        workloads.setdefault((x.ranks, workload), []).append(x)
-    for ranks in (64, 256, 1024):
-        slower = []
-        for (here, _), xs in workloads.items():
-            picked = [x.seconds for x in xs if x.picked]
-            if here == ranks and picked:
-                slower.append(min(picked) / min(x.seconds for x in xs) - 1)
-        behind = sorted(100 * x for x in slower if x > 5e-4)
-        text = f"{len(slower) - len(behind)} of {len(slower)}"
-        text = text if behind else f"**{text}**"
-        others = " and ".join(f"{x:.1f}" for x in behind)
-        yield [f"{ranks}", text, f"{others} % slower" * bool(behind)]
-
-
-@cache
-def replays(path):
-    """All simulations that ended in time, also of plans that do not fit, without faults."""
-    return [
-        x for x in read_simulations(ROOT / path).values()
-        if "timeout" not in x and x["slow_rank"] == x["slow_port"] == 1
-    ]  # fmt: skip
-
-
-def simulator_errors(path):
-    """How far the model of that time is off SimGrid, by ranks."""
-    found = [x for x in replays(path) if x["network"] in ("switch", "fat tree")]
-    for ranks in (64, 256, 1024, 4096):
-        times = [[seconds(x, y) for y in ("predicted", "simulated")]
-                 for x in found if x["ranks"] == ranks]  # fmt: skip
-        off = [100 * abs(x / y - 1) for x, y in times]
-        yield [f"{ranks}", f"{len(off)}", f"{np.median(off):.1f} %", f"{max(off):.1f} %"]
-
-
-def simulation_costs(*paths):
-    """Median seconds and memory of SimGrid's process, by ranks and plans."""
-    found = [x for path in paths for x in replays(path)]
-    for ranks in (64, 256, 1024, 4096):
-        cells = []
-        for method, with_heads, is_gather in (
-            ("attention2d", False, False), ("attention2d", True, False), ("ring", True, None),
-            ("ring", False, None), ("attention2d", False, True),
-        ):  # fmt: skip
-            xs = [x for x in found if (x["ranks"], x["method"]) == (ranks, method)]
-            xs = [x for x in xs if (x["heads"] > 1) == with_heads]
-            if is_gather is not None:
-                xs = [x for x in xs if (1 in (x["rows"], x["cols"])) == is_gather]
-            costs = [[x[f"cost {y}"] for y in ("seconds", "memory")] for x in xs]
-            if xs:
-                spent, memory = np.median(costs, axis=0)
-                cells.append(f"{one_decimal(spent, 10)} s, {memory / 1e6:.0f} MB")
-            else:
-                cells.append("not tried")
-        yield [f"{ranks}", *cells]
 
 
 # docs/gpt.md

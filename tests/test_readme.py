@@ -22,7 +22,7 @@ from a2d_mpi.planning import cost
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import problem_of
 
-DOCS, START = ROOT / "docs", "docs/getting-started.md"
+DOCS, START = ROOT / "docs", "docs/tutorial.md"
 PAGES = ["README.md", "data/README.md", *(f"docs/{x.name}" for x in sorted(DOCS.glob("*.md")))]
 DRIVERS = [f"drivers/{x.name}" for x in sorted((ROOT / "drivers").glob("*.py"))]
 PROGRAMS = [*DRIVERS, "data/make_sample.py", "data/make_text.py"]
@@ -145,12 +145,12 @@ def test_glossary():
     assert [x for x in terms if x.replace("_", " ").lower() not in used] == []
 
 
-def test_results_page_has_all_names():
+def test_page_of_results_has_all_names():
     """Attributes of the root, parts and communicators of result files."""
     traffic = read("tests/traffic.json")
     names = set(re.findall(r'"(?:forward|backward)/([\w ]+)"', traffic)) | {*PARTS, "total"}
     names |= provenance("none", ["host"]).keys()
-    assert [x for x in sorted(names) if f"`{x}`" not in read("docs/results.md")] == []
+    assert [x for x in sorted(names) if f"`{x}`" not in read("docs/benchmarks.md")] == []
 
 
 @pytest.mark.launches
@@ -164,11 +164,12 @@ def test_library_example(tmp_path):
 
 
 @pytest.mark.launches
-def test_getting_started(tmp_path):
-    example = tmp_path / "example.py"
-    example.write_text("\n".join(blocks("docs/getting-started.md", "python")))
-    done = launch(4, example, timeout=60)
-    assert done.stdout.count("(250, 8, 32)") == 4
+def test_arguments_of_the_tutorial(tmp_path):
+    """Its blocks run, the first ones too; that of a mask is a file of its own."""
+    code = [x for x in blocks(START, "python") if "register_mask(" not in x]
+    (tmp_path / "tutorial.py").write_text("\n".join(code))
+    done = launch(4, tmp_path / "tutorial.py", "Attention2D", timeout=60)
+    assert done.stdout.count("(256, 8, 32)") == 4
 
 
 @pytest.mark.launches
@@ -223,5 +224,5 @@ def test_reading_a_result(tmp_path):
         "attention.py", 4, SAMPLE, "--backward", "--seqlen", "64",
         "--output", tmp_path / "results" / "local.h5",
     )  # fmt: skip
-    printed = run("\n".join(blocks("docs/results.md", "python")), tmp_path)
+    printed = run("\n".join(blocks("docs/benchmarks.md", "python")), tmp_path)
     assert len(re.findall("True$", printed, re.MULTILINE)) == 8

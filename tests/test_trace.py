@@ -287,7 +287,7 @@ def test_predicted(method, layout):
 
 
 def test_committed(tmp_path):
-    """The trace of docs/traces.md has the messages of its plan."""
+    """The trace of docs/benchmarks.md has the messages of its plan."""
     path = ROOT / "data" / "results" / "trace.json"
     events, layout = read_trace(path), Layout(2, 2)
     assert wrong(events, 4) == []

@@ -1,4 +1,4 @@
-"""Spack's recipe of a2d_mpi, for Spack 1.0 and newer; docs/packaging.md says how to use it.
+"""Spack's recipe of a2d_mpi, for Spack 1.0 and newer; docs/clusters.md says how to use it.
 
 The project has no public address yet, so the recipe names no source: `spack develop` gives it a
 checkout.  With an address, fill in `homepage` and `git`, and the commit of the version.

@@ -125,9 +125,10 @@ def lower_bound(problem: Problem, area: float, tokens: float, backward: bool = F
     mask hides ``t (t-1) / 2`` of the ``nq nk`` pairs: a query among the t tokens with a later key.
     Hence ``nq nk >= area + t (t-1) / 2``.  The rank owns at most ``tokens + t`` of the queries and
     keys together, and at most ``tokens`` of each.  Let a query cost a bytes and a key b bytes.
-    The bytes are at least ``2 sqrt(a b (area + t (t-1) / 2)) - max(a, b) tokens - min(a, b) t``
-    for the t that makes this least.  docs/planning.md has the proof.  Under other masks no pair is
-    assumed to be hidden.
+    All of them cost ``a nq + b nk >= 2 sqrt(a b nq nk)``, and the own ones save at most
+    ``max(a, b) tokens + min(a, b) t``.  So the bytes are at least
+    ``2 sqrt(a b (area + t (t-1) / 2)) - max(a, b) tokens - min(a, b) t`` for the t that makes this
+    least.  Under other masks no pair is assumed to be hidden.
 
     Parameters
     ----------
