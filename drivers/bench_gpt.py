@@ -81,7 +81,7 @@ def decode(parser: Parser) -> None:
     group.add_argument("--requests", type=whole(1, 1 << 16), metavar="N", default=4, help=text)
     text = "numbers of ranks; default: 1, 2, 4, ... times --head-ranks"
     group.add_argument("--ranks", type=listed(whole(1)), metavar="N,...", help=text)
-    text = "also run with separate attention ranks and FFN ranks, see docs/afd.md: 2+2,3+1"
+    text = "also run with separate attention ranks and FFN ranks, see docs/models.md: 2+2,3+1"
     kind = listed(pair("+", "ATTENTION+FFN ranks"))
     group.add_argument("--apart", type=kind, metavar="A+F,...", help=text)
     text = "micro-batches of a step, with --apart"

@@ -41,10 +41,6 @@ python drivers/plot.py results data/results/64x1.h5 --output "$output"/64x1 --wh
 python drivers/plot.py results data/results/scaling.h5 --output "$output"/scaling --what scaling,bytes --format png
 python drivers/plot.py results data/results/tiles.h5 --output "$output" --what kernels --format png
 python drivers/plot.py results data/results/trace.json --output "$output" --what trace --format png
-python drivers/plot.py results data/results/gpt/step.h5 --output "$output" --what steps --format png
-python drivers/plot.py results data/results/gpt/memory.h5 --output "$output" --what activations --format png
-python drivers/plot.py results data/results/linear/16x1.h5 --output "$output" --what lengths --format png
-python drivers/plot.py results data/results/gpt/tiny.h5 --output "$output" --what training --format png
 python drivers/plot.py results data/results/scale/scale.h5 --output "$output"/scale \
   --what winners,strong,weak,exposed --format png
 python drivers/plot.py results data/results/scale/links.h5 --output "$output"/scale --what slopes --format png
