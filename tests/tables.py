@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 
 from a2d_mpi.experiments.benchmark import read_benchmark
-from a2d_mpi.experiments.gpt_files import read_losses, read_steps
+from a2d_mpi.experiments.gpt_files import read_steps
 from a2d_mpi.experiments.simulate import read_simulations, read_summaries, seconds
 from a2d_mpi.experiments.summary import summarise
 from a2d_mpi.planning.profile import read_machine
