@@ -5,7 +5,7 @@ r"""Generate text from a checkpoint of train.py gpt, with the KV cache spread ov
 
 Keys and values of all requests lie in blocks on all ranks.  --room limits the blocks of each rank;
 a rank without room borrows room from others.  Requests that do not fit are queued.
-With --attention-ranks and --ffn-ranks, MLPs are on ranks of their own (docs/afd.md).
+With --attention-ranks and --ffn-ranks, MLPs are on ranks of their own (docs/models.md).
 
 Exit code 0: all prompts were answered.  1: a request was refused, because it fits nowhere.
 2: bad input.

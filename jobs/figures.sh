@@ -32,10 +32,6 @@ python drivers/plot.py schedule "$output"/partitions/heads.png --plans attention
 
 python drivers/plot.py results data/results/tiles.h5 --output "$output" --what kernels --format png
 python drivers/plot.py results data/results/trace.json --output "$output" --what trace --format png
-python drivers/plot.py results data/results/gpt/step.h5 --output "$output" --what steps --format png
-python drivers/plot.py results data/results/gpt/memory.h5 --output "$output" --what activations --format png
-python drivers/plot.py results data/results/linear/16x1.h5 --output "$output" --what lengths --format png
-python drivers/plot.py results data/results/gpt/tiny.h5 --output "$output" --what training --format png
 python drivers/plot.py results data/results/scale/scale.h5 --output "$output"/scale --what winners --format png
 python drivers/plot.py results data/results/scale/links.h5 --output "$output"/scale --what slopes --format png
 python drivers/plot.py results data/results/crossover --output "$output" --what crossover --format png

@@ -7,7 +7,7 @@
 #   bash jobs/study.sh results/study masks                four masks of docs/masks.md
 #   bash jobs/study.sh results/study large                large messages, 40 minutes
 #   bash jobs/study.sh results/study crossover            the ratio of computing to transfers, 40 minutes
-#   bash jobs/study.sh results/study train                training steps of docs/gpt.md
+#   bash jobs/study.sh results/study train                training steps of docs/models.md
 #
 # Each cluster is calibrated first.  Then it runs all methods and the planner's picks.  Each cluster
 # has a profile and a file of results.  Runs that a file holds already are not run again.  Afterwards

@@ -2,7 +2,7 @@
 
     python tests/survival_cost.py --ranks 4 --rounds 7
 
-Trains the model of docs/gpt.md's first command by the same Open MPI: without and with its fault
+Trains the model of docs/models.md's first command by the same Open MPI: without and with its fault
 tolerance, and with --survive.  Prints the median step of each, and the median and range of the
 ratios of the rounds.
 """

@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 
 from a2d_mpi.experiments.benchmark import read_benchmark
-from a2d_mpi.experiments.gpt_files import read_losses, read_steps
+from a2d_mpi.experiments.gpt_files import read_steps
 from a2d_mpi.experiments.simulate import read_summaries
 from a2d_mpi.experiments.summary import summarise
 from a2d_mpi.planning.profile import read_machine
@@ -288,7 +288,7 @@ def slopes(path):
                    f"**{fit:+.2f}**"]  # fmt: skip
 
 
-# docs/gpt.md
+# docs/models.md
 
 
 def training_steps(path):
@@ -300,87 +300,6 @@ def training_steps(path):
         pairs += [(run.operator, run.attributes["predicted/operator"])]
         name = run.plan + " (pick)" * bool(run.attributes["picked"])
         yield [name, *(f"{x:.2f} ({y:.2f})" for x, y in pairs)]
-
-
-def training_memory(path):
-    """MB of the rank that holds the most, by ranks."""
-    runs = {(x.attributes["ranks"], x.attributes["recompute"]): x for x in read_steps(ROOT / path)}
-    for label, name, recompute in (
-        ("activations", "activations", False),
-        ("activations, `--recompute`", "activations", True),
-        ("buffers of attention", "buffers", False),
-    ):
-        most = (runs[x, recompute].arrays[name].max() / 1e6 for x in (1, 2, 4, 8))
-        yield [label, *(f"{x:.1f}" if x else "0" for x in most)]
-
-
-def training_run(path):
-    """Documents, entropies and losses of a run."""
-    run = read_losses(ROOT / path)
-    both = run.text, run.held_out
-    yield ["documents, bytes", *(f"{x['documents']}, {x['bytes']}" for x in both)]
-    yield ["unigram entropy", *(f"{x['unigram_entropy']:.3f}" for x in both)]
-    mean = f"{run.loss[-50:].mean():.3f} (mean of the last 50 steps)"
-    yield ["loss", mean, f"{run.held_out['loss']:.3f}"]
-
-
-def training_traffic(path):
-    """MB that the busiest rank received in a step, by phase and communicator."""
-    with h5py.File(ROOT / path) as file:
-        steps = len(file["seconds/wait"])
-        names = [f"{x}/{y}" for x in BOTH for y in ("row", "col")] + ["gradients/all"]
-        received = (file[f"traffic/{x}/received"][()].max() / steps for x in names)
-        yield [f"{x / 1e6:.2f}" for x in received]
-
-
-def decoding(path):
-    """Milliseconds of a decoding step / of attention's CPU time, by context and ranks."""
-    with h5py.File(ROOT / path) as file:
-        runs = [file[f"runs/{x}"] for x in (1, 2, 4)]
-        for context in ("1024", "4096", "16384", "65536"):
-            cells = []
-            for run in runs:
-                seconds = run[f"{context}/seconds"][()]  # (trials, ranks, parts)
-                step = 1e3 * np.median(seconds[..., :3].sum(axis=2).max(axis=1))
-                cpu = 1e3 * np.median(seconds[..., 3].mean(axis=1))
-                cells.append(f"{step:.1f} / {cpu:.1f}")
-            yield [context, *cells]
-        for label, name in (("bytes sent", "sent_bytes"), ("messages", "sent_messages")):
-            yield [label, *(f"{run['1024'].attrs[name]}" for run in runs)]
-
-
-# docs/afd.md
-
-
-def afd(path):
-    """Milliseconds of a step / shares of waiting, and attention's CPU time, by context."""
-    with h5py.File(ROOT / path) as file:
-        runs = file["runs"]
-        names = sorted(runs, key=lambda x: ("+" in x, x))
-        for context in sorted(runs[names[0]], key=int):
-            cells, cpus = [], []
-            for name in names:
-                run = runs[name][context]
-                seconds = run["seconds"][()]  # (trials, ranks, parts)
-                step = seconds[..., :3].sum(axis=2)
-                shares = np.median(seconds[..., 4] / step, axis=0)
-                first = run.attrs["attention_ranks"]
-                kinds = [x for x in (shares[:first], shares[first:]) if len(x)]
-                waits = " + ".join(f"{100 * x.mean():.0f}" for x in kinds)
-                cells.append(f"{1e3 * np.median(step.max(axis=1)):.0f} / {waits}")
-                cpus.append(f"{digits(1e3 * np.median(seconds[:, :first, 3].mean(axis=1)))}")
-            yield [context, *cells, *(cpus if len(names) > 2 else [])]
-        if len(names) > 2:
-            for label, key in (("bytes sent", "sent_bytes"), ("messages", "sent_messages")):
-                yield [label, *(f"{runs[x]['1024'].attrs[key]}" for x in names), "", "", ""]
-
-
-def digits(x):
-    """Two digits, or all of a larger whole number."""
-    return f"{x:.0f}" if x >= 10 else f"{x:#.2g}"
-
-
-# docs/linear.md
 
 
 def linear(path, lengths=(2048, 4096, 8192, 16384)):
@@ -401,6 +320,11 @@ def linear(path, lengths=(2048, 4096, 8192, 16384)):
 FORMATS = ("none", "bfloat16", "mxfp8", "mxfp4")
 LOGITS = {"22": "sample", "50": "logits50"}
 TENSORS = ("out", "lse", "dq", "dk", "dv")
+
+
+def digits(x):
+    """Two digits, or all of a larger whole number."""
+    return f"{x:.0f}" if x >= 10 else f"{x:#.2g}"
 
 
 def short(x):
@@ -430,30 +354,6 @@ def wire_errors(folder):
         yield [logits, "float32" if wire == "none" else f"`{wire}`",
                "1" if logits else f"{moved / whole:.3f}",
                *(short(x.get("as_given", x["error"])) for x in errors)]  # fmt: skip
-
-
-def wire_bounds(folder):
-    """Errors by the rounding of partial results, and their bounds, by logits and format."""
-    for logits, wire, file in wire_checks(folder):
-        if wire == "none":
-            first = logits
-            continue
-        checks = (file[f"checks/{x}"].attrs for x in TENSORS)
-        errors = (f"{short(x['error'])} of {short(x['bound'])}" for x in checks)
-        yield [first, f"`{wire}`", *errors]
-        first = ""
-
-
-def wire_seconds(path):
-    """Seconds of a phase by plan and format, and the gain over float32."""
-    for label, method in (("attention2d 4x4", "attention2d"), ("ring of 16", "ring")):
-        for phase in BOTH:
-            xs = read(path, (phase,), method=method)
-            seconds = {x.config.get("wire", "none"): x.seconds for x in xs}
-            first, *others = (seconds[x] for x in FORMATS)
-            gains = (f"{x:.2f} ({first / x:.2f})" for x in others)
-            yield [label, phase, f"{first:.2f}", *gains]
-            label = ""
 
 
 # Tables in pages

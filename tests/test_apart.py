@@ -457,7 +457,7 @@ apart.step_traffic_apart = lambda *of: (right(*of)[0] + 1, right(*of)[1])
 
 
 def test_the_committed_runs():
-    """The runs of docs/afd.md passed all checks, and equal work keeps both kinds busy."""
+    """The runs of docs/models.md passed all checks, and equal work keeps both kinds busy."""
     folder = ROOT / "data" / "results" / "afd"
     waits = {}
     for path in sorted(folder.glob("*.h5")):

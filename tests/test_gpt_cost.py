@@ -169,7 +169,7 @@ def test_plan_of_steps():
 
 
 def test_activations_fall_as_ranks_grow():
-    """In the runs of docs/gpt.md activations fall as 1 / P, as predicted."""
+    """In the runs of docs/models.md activations fall as 1 / P, as predicted."""
     runs = read_steps(ROOT / "data/results/gpt/memory.h5")
     assert len(runs) == 8 and all(run.attributes["passed"] for run in runs)
     first = {run.attributes["recompute"]: run for run in runs if run.attributes["ranks"] == 1}
@@ -185,7 +185,7 @@ def test_activations_fall_as_ranks_grow():
 
 
 def test_steps_of_emulated_nodes():
-    """In the runs of docs/gpt.md the pick is the fastest, and as fast as predicted."""
+    """In the runs of docs/models.md the pick is the fastest, and as fast as predicted."""
     runs = read_steps(ROOT / "data/results/gpt/step.h5")
     assert all(run.attributes["passed"] and run.attributes["ranks"] == 16 for run in runs)
     fastest = min(runs, key=lambda run: run.seconds)

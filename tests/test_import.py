@@ -23,7 +23,16 @@ from a2d_mpi.planning.planner import candidates
 from a2d_mpi.schedules import METHODS, Method, problem_of
 
 FILES = {"mask": "sinks.py", "method": "gather.py", "kernel": "plain.py"}
-# Appended to the commands of the guides: what makes them short.
+GUIDE = "docs/extending.md"
+# Commands that the guide does not show.
+MORE = """\
+python $A2D/drivers/plan.py --import sinks.py --mask sinks:4,window=1024 --nheads 8 \\
+    --profile $A2D/data/machines/a100-16x4.toml
+python $A2D/drivers/plot.py results gather.h5 --output figures --what bytes
+mpiexec -n 4 python $A2D/drivers/bench.py --import plain.py --kernel plain --output plain.h5 \\
+    --plans attention2d --nheads 4 --nheads-kv 2 --headdim 16 --backward
+"""
+# Appended to the commands of the guide: what makes them short.
 SMALL = {
     "attention.py": ["--seqlen", "70", "--trials", "1", "--warmup", "0"],
     "bench.py": ["--seqlens", "70", "--trials", "1"],
@@ -34,15 +43,15 @@ SMALL = {
 METHOD = "gather kv"
 
 
-def example(page):
-    """Return the file that a guide tells its reader to save."""
-    code = readme.blocks(f"docs/adding-a-{page}.md", "python")
-    return "\n".join(code[:2] if page == "method" else code)
+def example(name):
+    """Return the file that the guide tells its reader to save."""
+    code = readme.blocks(GUIDE, "python")
+    return "\n".join({"method": code[:2], "mask": code[3:4], "kernel": code[4:]}[name])
 
 
-def commands(page):
-    """Return (ranks, driver, options) of a guide's commands."""
-    text = "".join(x for x in readme.blocks(f"docs/adding-a-{page}.md", "bash") if "A2D=" in x)
+def commands():
+    """Return (ranks, driver, options) of the guide's commands, and of some more."""
+    text = "".join(readme.blocks(GUIDE, "bash")) + MORE
     variables = {}
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
@@ -63,10 +72,10 @@ def commands(page):
 
 
 def test_guides(tmp_path):
-    """All commands of the guides run in a fresh folder."""
-    for page, name in FILES.items():
-        (tmp_path / name).write_text(example(page))
-    found = [x for page in FILES for x in commands(page)]
+    """All commands of the guide run in a fresh folder."""
+    for part, name in FILES.items():
+        (tmp_path / name).write_text(example(part))
+    found = list(commands())
     assert {driver for _, driver, _ in found} == set(SMALL) and len(found) == 9
     of_files = (x for _, driver, x in found if driver != "plot.py results")
     assert all("--import" in options for options in of_files)
@@ -85,10 +94,10 @@ def test_guides(tmp_path):
 
 @pytest.fixture
 def registered():
-    """Register the examples of the guides, and remove them afterwards."""
+    """Register the examples of the guide, and remove them afterwards."""
     there = [(x, set(x)) for x in (METHODS, KERNELS, PATTERNS)]
-    for page in FILES:
-        exec(example(page), {"__name__": "example"})
+    for part in FILES:
+        exec(example(part), {"__name__": "example"})
     yield
     for known, names in there:
         for name in set(known) - names:
@@ -125,7 +134,7 @@ class TestOfOnesOwn:
 
     def test_lines(self):
         """A method is written in at most 35 lines of code."""
-        code = ast.parse(readme.blocks("docs/adding-a-method.md", "python")[0])
+        code = ast.parse(readme.blocks(GUIDE, "python")[0])
         lines = set()
         for x in ast.walk(code):
             if isinstance(x, ast.stmt) and not (

@@ -314,7 +314,7 @@ def test_lost_ranks(states):
 
 
 def test_committed_run():
-    """The run of docs/linear.md is checked, with equal bytes and times for all lengths."""
+    """The run of docs/models.md is checked, with equal bytes and times for all lengths."""
     path = ROOT / "data" / "results" / "linear" / "16x1.h5"
     lengths = 2048, 4096, 8192, 16384
     plans, seconds, sent = ("lasp2", "lasp", "attention2d"), {}, {}

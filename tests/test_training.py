@@ -236,7 +236,7 @@ def test_the_committed_run():
 
 def test_checkpoints_as_documented(tmp_path, monkeypatch):
     """The code of the page runs, and its table has all names in the file."""
-    config, page = GPTConfig(7, 1, 8, 2, 5), (ROOT / "docs" / "gpt.md").read_text()
+    config, page = GPTConfig(7, 1, 8, 2, 5), (ROOT / "docs" / "models.md").read_text()
     flat, none = initial(config, 0, "float32"), np.zeros(3)
     (folder := tmp_path / "results" / "tiny").mkdir(parents=True)
     path = save(folder, State(config, {}, 3, flat, np.zeros((2, len(flat)), "f4"), none, none))
