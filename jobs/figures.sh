@@ -14,7 +14,7 @@ mkdir -p "$output"/{partitions,scale}
 
 python drivers/plot.py grid "$output"/grid.png --rows 2 --cols 3
 python drivers/plot.py masks "$output"/masks.png --distribution balanced
-python drivers/report.py masks --ranks 16 --seeds 0,1,2,3,4,5,6,7,8,9 \
+python drivers/plot.py partitions --ranks 16 --seeds 0,1,2,3,4,5,6,7,8,9 \
   --output data/results/masks.csv --picture "$output"/mask_table.png
 python drivers/plot.py schedule "$output"/schedules.png --plans "attention2d:4x4,ring,double ring:4x4" \
   --profile data/machines/a100-16x4.toml --ranks 16 --seqlen 32K --nheads 32 --nheads-kv 8 --mask causal
