@@ -84,7 +84,9 @@ def named(x):
     """A plan in short, as in tables: `2D 8x4x2@ruc`."""
     order = "" if x.config["order"] == "rcu" else f"@{x.config['order']}"
     shape = shape_of(x).removesuffix("x1") if x.config["heads"] == 1 else shape_of(x)
-    return f"`{SHORT.get(x.method, x.method)} {shape}{order}`"
+    slices = x.config.get("slices", "1x1")  # older files have none
+    cut = "" if slices == "1x1" else f"*{slices}"
+    return f"`{SHORT.get(x.method, x.method)} {shape}{order}{cut}`"
 
 
 def ratio(x, y):
@@ -120,11 +122,13 @@ def crossover(folder):
 
 
 def crossover_gains(folder):
-    """Seconds by rate, and in brackets the gain over the ring."""
-    for rate, balance, (ring, *plans) in crossover_runs(folder):
-        cells = [f"{x.seconds:.1f} ({ratio(ring.seconds, x.seconds)})" for x in plans]
-        cells[-1] += f" {named(plans[-1])}"
-        yield [rate, balance, f"{ring.seconds:.1f}", *cells]
+    """Seconds by rate, and the gain of the pick over the ring and over USP."""
+    for rate, balance, plans in crossover_runs(folder):
+        ring, _, usp, pick = plans
+        cells = [f"{x.seconds:.1f}" for x in plans]
+        cells[-1] += f" {named(pick)}"
+        gains = (ratio(x.seconds, pick.seconds) for x in (ring, usp))
+        yield [rate, balance, *cells, *gains]
 
 
 def ring_against_grid(*paths):
