@@ -53,13 +53,7 @@ def results(parser: Parser) -> Callable:
 
     training     loss by tokens (train.py gpt)
     kernels      speed of kernels and of PyTorch's (bench.py kernels)
-    steps        seconds of training steps by part, measured and predicted (bench.py train)
-    lengths      seconds of linear and exact attention by tokens (bench.py linear)
-    activations  memory by number of ranks (bench.py train)
-    strong       per cent of ideal scaling by number of ranks (plan.py simulate)
-    weak         likewise, with the same number of tokens per rank
     slopes       time by number of ranks, with the power of the ranks that fits each method's times
-    exposed      share of the time that ranks wait (plan.py simulate)
     winners      the fastest method by ranks and tokens (plan.py simulate)
     crossover    gain over the ring by computing over transfers (folder of jobs/study.sh crossover)
     trace        what every rank did when, and all messages (a file of any driver's --trace)

@@ -14,14 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from a2d_mpi.experiments.benchmark import SCHEMA, read_benchmark, read_entries
-from a2d_mpi.experiments.gpt_files import read_losses, read_steps
+from a2d_mpi.experiments.gpt_files import read_losses
 from a2d_mpi.experiments.results import TIMED_PARTS as SPAN_PARTS
 from a2d_mpi.experiments.results import Result, phases_of
 from a2d_mpi.experiments.summary import PARTS, Summary, best_of_families, in_order, summarise
 from a2d_mpi.experiments.trace import read_trace
 from a2d_mpi.figures.crossover_plots import draw_crossover, read_crossover
 from a2d_mpi.figures.kernel_plots import draw_kernels
-from a2d_mpi.figures.linear_plots import draw_lengths, read_lengths
 from a2d_mpi.figures.loss_plots import draw_losses
 from a2d_mpi.figures.pictures import (
     SETTINGS,
@@ -37,7 +36,6 @@ from a2d_mpi.figures.pictures import (
     workload_title,
 )
 from a2d_mpi.figures.scale_plots import AT_SCALE, draw_by_ranks, efficiency, read_scale
-from a2d_mpi.figures.step_plots import DRAWN
 from a2d_mpi.figures.trace_plots import draw_trace
 from a2d_mpi.schedules import METHODS
 
@@ -256,8 +254,6 @@ FILE_KINDS: list[tuple[Callable, dict[str, Callable]]] = [
     (Choice, FIGURES),
     (lambda args: read_losses(args.results), {"training": draw_losses}),
     (lambda args: read_entries(args.results, SCHEMA, "figures"), {"kernels": draw_kernels}),
-    (lambda args: read_steps(args.results), DRAWN),
-    (lambda args: read_lengths(args.results), {"lengths": draw_lengths}),
     (lambda args: read_scale(args.results, args.workload), AT_SCALE),
     (read_crossover, {"crossover": draw_crossover}),
     (lambda args: read_trace(args.results), {"trace": draw_trace}),

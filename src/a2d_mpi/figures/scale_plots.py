@@ -53,16 +53,12 @@ class Scale:
             of_family[place] = min(of_family.get(place, x), x, key=lambda y: y.seconds)
         return {y: {name: x[name] for name in in_order(x)} for y, x in panels.items()}
 
-    def lines(self, chosen: Callable[[int, int], bool] | None = None) -> dict[str, Lines]:
-        """Find the fastest plans of each family by ranks, for each machine and network.
-
-        `chosen` tells whether a number of ranks and a length are shown.  Default: `seqlen` is.
-        """
-        chosen = chosen or (lambda ranks, seqlen: seqlen == self.seqlen)
+    def lines(self) -> dict[str, Lines]:
+        """Find the fastest plans of each family by ranks, for each machine and network."""
         panels: dict[str, dict[str, list[Summary]]] = {}
         for panel, best in self.best().items():
             for name, of_family in best.items():
-                if xs := [of_family[x] for x in sorted(of_family) if chosen(*x)]:
+                if xs := [of_family[x] for x in sorted(of_family) if x[1] == self.seqlen]:
                     panels.setdefault(panel, {})[name] = xs
         return panels
 
@@ -105,25 +101,6 @@ def _seqlen(x: Summary) -> int:
     return int(x.config["seqlen"])
 
 
-def draw_strong(plt, scale: Scale):
-    """Draw per cent of ideal scaling from the fastest plan on the fewest ranks."""
-    figure = draw_by_ranks(plt, efficiency(scale.lines()), "speed, % of ideal")
-    return finish(figure, _title(scale, scale.seqlen))
-
-
-def draw_weak(plt, scale: Scale):
-    """Draw per cent of ideal scaling with the same number of tokens for each rank.
-
-    The work of a rank grows with the number of ranks.
-    """
-    places = {(x.ranks, _seqlen(x)) for x in scale.entries}
-    each = Counter(n // ranks for ranks, n in places if n % ranks == 0)
-    usual = max(each, key=lambda x: (each[x], -x))
-    lines = scale.lines(lambda ranks, n: n == usual * ranks)
-    figure = draw_by_ranks(plt, efficiency(lines, 1), "speed, % of ideal")
-    return finish(figure, _title(scale, usual) + " a rank")
-
-
 def draw_slopes(plt, scale: Scale):
     """Draw time by number of ranks, and at the end of each line the fitted power of the ranks."""
     times = _points(scale, lambda x: 1e3 * x.seconds)
@@ -134,13 +111,6 @@ def draw_slopes(plt, scale: Scale):
                 text = f"  P^{power(of_family):.2f}"
                 axes.annotate(text, max(of_family.items()), va="bottom")
         axes.set_xlim(right=4 * axes.get_xlim()[1])
-    return finish(figure, _title(scale, scale.seqlen))
-
-
-def draw_exposed(plt, scale: Scale):
-    """Draw the mean share of the time in which ranks wait for messages."""
-    shares = _points(scale, lambda x: 100 * x.parts["wait"] / x.seconds)
-    figure = draw_by_ranks(plt, shares, "waiting, % of the time")
     return finish(figure, _title(scale, scale.seqlen))
 
 
@@ -175,15 +145,11 @@ def draw_winners(plt, scale: Scale):
     return finish(figure, f"{scale.title}; {kinds}")
 
 
-_DRAWN = (draw_strong, draw_weak, draw_slopes, draw_exposed, draw_winners)
-AT_SCALE = {draw.__name__.removeprefix("draw_"): draw for draw in _DRAWN}
+AT_SCALE = {"slopes": draw_slopes, "winners": draw_winners}
 
 
-def efficiency(panels: Mapping[str, Lines], exponent: int = -1) -> Points:
-    """Compute per cent of ideal scaling from the fastest plan on the fewest ranks.
-
-    Ideal times are proportional to the number of ranks to the power of `exponent`.
-    """
+def efficiency(panels: Mapping[str, Lines]) -> Points:
+    """Compute per cent of ideal scaling from the fastest plan on the fewest ranks."""
     points: dict[str, dict[str, dict[int, float]]] = {}
     for title, lines in panels.items():
         first = min((x for xs in lines.values() for x in xs), key=lambda x: (x.ranks, x.seconds))
@@ -193,7 +159,7 @@ def efficiency(panels: Mapping[str, Lines], exponent: int = -1) -> Points:
         points[name] = {family: {} for family in lines}
         for family, xs in lines.items():
             for x in xs:
-                ideal = first.seconds * (x.ranks / first.ranks) ** exponent
+                ideal = first.seconds * first.ranks / x.ranks
                 points[name][family][x.ranks] = 100 * ideal / x.seconds
     return points
 
