@@ -22,7 +22,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 source jobs/env.sh
 source jobs/gpu.sh
 
-use_gpu pytest,pytest_mpi,hypothesis || exit
+use_gpu pytest,pytest_mpi,hypothesis test || exit
 folder=${1:-results/gpu-$(date -u +%Y%m%dT%H%M%S)}
 [[ ! -e $folder/gpu.h5 ]] || { echo "gpu_all.sh: $folder/gpu.h5 exists" >&2 && exit 2; }
 mkdir -p "$folder" || exit
