@@ -7,7 +7,7 @@ The first command runs about 220 small configurations by the public interface.  
 configuration it writes a digest of every result and the traffic of every rank.  Results differ
 between CPUs in their bits.  Traffic is the same on all machines: `tests/traffic.json` holds it,
 and `test_net.py` compares it with the predictions.  The second command lists the differences
-between the files then*.json and now*.json of a folder.  `python jobs/run.py net COMMIT` makes both.
+between the files then*.json and now*.json of a folder, which `python jobs/run.py net` makes.
 """
 
 from __future__ import annotations
