@@ -56,7 +56,7 @@ def results(parser: Parser) -> None:
     slopes       time by number of ranks, with the power of the ranks that fits each method's times
     exposed      share of the time that ranks wait (simulate.py)
     winners      the fastest method by ranks and tokens (simulate.py)
-    crossover    gain over the ring by computing over transfers (folder of jobs/study.sh crossover)
+    crossover    gain over the ring by computing over transfers (folder of run.py study, crossover)
     trace        what every rank did when, and all messages (a file of any driver's --trace)
 
     Each figure is written as PNG and as SVG, at most 16 cm wide.  The fastest plan of a method at

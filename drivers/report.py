@@ -34,7 +34,7 @@ PLANS = [
 
 
 def study(parser: Parser) -> None:
-    """Print results of bench.py, as jobs/study.sh makes them.
+    """Print results of bench.py, as `jobs/run.py study` makes them.
 
         python drivers/report.py study data/results/ratio.h5
         python drivers/report.py study data/results/*.h5
@@ -50,7 +50,7 @@ def study(parser: Parser) -> None:
 
 
 def scale(parser: Parser) -> None:
-    """Print results of simulate.py, as jobs/scale.sh makes them.
+    """Print results of simulate.py, as `jobs/run.py scale` makes them.
 
         python drivers/report.py scale data/results/scale/links.h5
 
