@@ -2,7 +2,8 @@
 
 It shows the times of plans by the ratio of computing to transfers.  The folder crossover of
 `jobs/run.py study` has one workload on emulated clusters whose links differ, with a profile beside
-each file of results.  The same plans on real machines are simulated for many lengths of the sequence.
+each file of results.  The same plans on real machines are simulated for many lengths of the
+sequence.
 """
 
 from __future__ import annotations
