@@ -96,12 +96,14 @@ _make_env() {
   local venv=$1 stamp=$2 extras=$3 made
   if _is_made "$@"; then return; fi
   made=$(cat "$venv/stamp" 2>/dev/null || true)
-  if [[ $made == "$stamp "* ]]; then extras=$(tr , '\n' <<<"${made##* },$extras" | sort -u | paste -sd ,); fi
-  echo "installing a2d_mpi[$extras] in ${venv##*/}" >&2
   # An environment that runs but has no stamp was made by hand: keep its packages.
   if ! _runs_here "$venv" || [[ -n $made && $made != "$stamp "* ]]; then
+    echo "making ${venv##*/}" >&2
     _make_venv "$venv" || return
+  elif [[ -n $made ]]; then
+    extras=$(tr , '\n' <<<"${made##* },$extras" | sort -u | paste -sd , -)
   fi
+  echo "installing a2d_mpi[$extras] in ${venv##*/}" >&2
   echo unfinished >"$venv/stamp"
   if command -v uv >/dev/null; then
     uv pip install --quiet --python "$venv/bin/python" -e ".[$extras]"

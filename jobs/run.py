@@ -231,9 +231,8 @@ gathers scale 256 64K,1M attention2d:256x1,attention2d:1x256,attention2d:32x1x8
 picks scale 64|256|1024 64K,256K,1M,4M auto:each --nheads-kv 8,32|8,32|32 {three}
 all all 256 64K all,auto --profile {a100} --coarse 1e-4
 # Triangles have 66 and 253 ranks.
-partitions partitions 66 64K,1M triangle:66x1,attention2d:6x11 {three}
-partitions partitions 253 64K,1M triangle:253x1,attention2d:11x23 {three}
-partitions partitions 256 64K,1M attention2d:16x16 {three}
+partitions partitions 66|253|256 64K,1M
+    triangle:66x1,attention2d:6x11|triangle:253x1,attention2d:11x23|attention2d:16x16 {three}
 networks networks {worse} --networks switch,fat_tree,fat_tree:2,fat_tree:4,dragonfly
 networks networks {worse} --slow-rank|--slow-port|--latency 2|2|10
 # A ring of 4096 ranks has 50 million messages.
@@ -365,11 +364,10 @@ def study(folder, *parts):
         output = Path(folder, file.replace("*", stem) + ".h5")
         if output.parent not in made:
             yield f"mkdir -p {quote(str(output.parent))}"
-        start = f"run_mpi {cluster} 900"
-        if "x" in cluster:
-            start = f"EMULATE_CORES={cores} " if cores else ""
-            start += "EMULATE_TIMEOUT=3000 bash jobs/emulate.sh"
-            start += f" {cluster.replace('x', ' ')} {rate} --"
+        start = f"bash jobs/emulate.sh {cluster.replace('x', ' ')} {rate} --"
+        start = f"{f'EMULATE_CORES={cores} ' if cores else ''}EMULATE_TIMEOUT=3000 {start}"
+        if "x" not in cluster:
+            start = f"run_mpi {cluster} 900"
         options = f"--output {quote(str(output))}"
         if "auto" in command:  # the planner needs a profile
             profile = output.with_name(f"{stem}.toml")
