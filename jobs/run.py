@@ -204,51 +204,53 @@ train 16x1 10mbit - step drivers/bench_gpt.py train --resume --preset gpt3-175b-
 """
 STUDIED = "16x1", "64x1", "16x4", "ratio", "scaling", "overlap"  # if no part is named
 
-# File of results; ranks; tokens; plans; options.  The plans have no head axis, 8 ranks that share
-# the heads, or 32.
+# The plans have no head axis, 8 ranks that share the heads, or 32.
 SCALE = """
-64 scale 64 {tokens} ring,ring:8x1x8,double_ring:16x4,double_ring:2x4x8,attention2d:8x8,
-    attention2d:2x4x8,node_aware:8x8,node_aware:2x4x8 --nheads-kv 8,32 {three}
-64 scale 64 {tokens} ring:2x1x32,attention2d:1x2x32,attention2d:2x1x32 --nheads-kv 32 {three}
-256 scale 256 {tokens} ring,ring:32x1x8,double_ring:64x4,double_ring:8x4x8,attention2d:16x16,
-    attention2d:4x8x8,node_aware:16x16,node_aware:4x8x8 --nheads-kv 8,32 {three}
-256 scale 256 {tokens} ring:8x1x32,double_ring:2x4x32,attention2d:2x4x32 --nheads-kv 32 {three}
-1024 scale 1024 {tokens} ring:32x1x32,attention2d:4x8x32,ring:128x1x8,attention2d:8x16x8
-    --nheads-kv 32 {three}
-1024 scale 1024 64K,256K,1M,4M|64K,1M ring:128x1x8,attention2d:32x32,attention2d:8x16x8,
-    node_aware:32x32 --nheads-kv 32|8 {three}
+64 {scale} 64 --seqlens {tokens} --nheads-kv 8,32 {three} --plans ring,ring:8x1x8,double_ring:16x4,
+    double_ring:2x4x8,attention2d:8x8,attention2d:2x4x8,node_aware:8x8,node_aware:2x4x8
+64 {scale} 64 --seqlens {tokens} --nheads-kv 32 {three}
+    --plans ring:2x1x32,attention2d:1x2x32,attention2d:2x1x32
+256 {scale} 256 --seqlens {tokens} --nheads-kv 8,32 {three} --plans ring,ring:32x1x8,
+    double_ring:64x4,double_ring:8x4x8,attention2d:16x16,attention2d:4x8x8,node_aware:16x16,
+    node_aware:4x8x8
+256 {scale} 256 --seqlens {tokens} --nheads-kv 32 {three}
+    --plans ring:8x1x32,double_ring:2x4x32,attention2d:2x4x32
+1024 {scale} 1024 --seqlens {tokens} --nheads-kv 32 {three}
+    --plans ring:32x1x32,attention2d:4x8x32,ring:128x1x8,attention2d:8x16x8
+1024 {scale} 1024 --seqlens 64K,256K,1M,4M|64K,1M --nheads-kv 32|8 {three}
+    --plans ring:128x1x8,attention2d:32x32,attention2d:8x16x8,node_aware:32x32
 # The best by the model, or nearly the best.
-4096 scale 4096 256K,1M,4M ring:128x1x32,double_ring:32x4x32@ruc,attention2d:8x16x32@cur
-    --profile {a100},{h100}
-4096 scale 4096 1M,4M ring:128x1x32@cur,attention2d:8x16x32@cur --profile {one_nic}
-4096 scale 4096 1M double_ring:64x2x32@urc,double_ring:32x4x32@ruc --profile {one_nic}
+4096 {scale} 4096 --seqlens 256K,1M,4M --profile {a100},{h100}
+    --plans ring:128x1x32,double_ring:32x4x32@ruc,attention2d:8x16x32@cur
+4096 {scale} 4096 --profile {one_nic} --seqlens 1M,4M|1M --plans ring:128x1x32@cur,
+    attention2d:8x16x32@cur|double_ring:64x2x32@urc,double_ring:32x4x32@ruc
 # Exact to six in a thousand, because they take long.
-gathers scale 64 64K,256K,1M,4M attention2d:64x1,attention2d:1x64,attention2d:8x1x8
-    --nheads-kv 32 {three} --coarse 1e-3
-gathers scale 256 64K,1M attention2d:256x1,attention2d:1x256,attention2d:32x1x8
-    --nheads-kv 32 {three} --coarse 1e-3
+gathers {scale} 64 --seqlens 64K,256K,1M,4M --nheads-kv 32 {three} --coarse 1e-3
+    --plans attention2d:64x1,attention2d:1x64,attention2d:8x1x8
+gathers {scale} 256 --seqlens 64K,1M --nheads-kv 32 {three} --coarse 1e-3
+    --plans attention2d:256x1,attention2d:1x256,attention2d:32x1x8
 # The planner's pick of each method.
-picks scale 64|256|1024 64K,256K,1M,4M auto:each --nheads-kv 8,32|8,32|32 {three}
-all all 256 64K all,auto --profile {a100} --coarse 1e-4
+picks {scale} 64|256|1024 --seqlens 64K,256K,1M,4M --nheads-kv 8,32|8,32|32 {three}
+    --plans auto:each
+all {replay}/all.h5 --ranks 256 --seqlens 64K --profile {a100} --coarse 1e-4 --plans all,auto
 # Triangles have 66 and 253 ranks.
-partitions partitions 66|253|256 64K,1M
-    triangle:66x1,attention2d:6x11|triangle:253x1,attention2d:11x23|attention2d:16x16 {three}
-networks networks {worse} --networks switch,fat_tree,fat_tree:2,fat_tree:4,dragonfly
-networks networks {worse} --slow-rank|--slow-port|--latency 2|2|10
+partitions {replay}/partitions.h5 --ranks 66|253|256 --seqlens 64K,1M {three} --plans
+    triangle:66x1,attention2d:6x11|triangle:253x1,attention2d:11x23|attention2d:16x16
+# Networks that are worse than one switch.
+networks {networks} --networks switch,fat_tree,fat_tree:2,fat_tree:4,dragonfly
+networks {networks} --slow-rank|--slow-port|--latency 2|2|10
 # A ring of 4096 ranks has 50 million messages.
-links links 64,256,1024,4096 1M attention2d,ring --links-alone --profile {single}
-links links 64,256,1024 1M attention2d,ring,node_aware --links-alone --profile {a100}
-links links 4096 1M attention2d,node_aware --links-alone --profile {a100}
+links {links} --ranks 64,256,1024,4096 --plans attention2d,ring --profile {single}
+links {links} --ranks 64,256,1024 --plans attention2d,ring,node_aware --profile {a100}
+links {links} --ranks 4096 --plans attention2d,node_aware --profile {a100}
 """
 
-BENCH = "drivers/bench.py --nheads 16 --headdim 16 --seqlens 768 --trials 3 --resume"
-PICKS = "auto:4,auto:each,ring"
-MACHINES = {
-    "a100": "data/machines/a100-16x4.toml", "one_nic": "data/machines/a100-4-1nic.toml",
-    "h100": "data/machines/h100-8.toml", "single": "data/machines/h100-64x1.toml",
-}  # fmt: skip
+# Each may have names before it, and the folder.
 NAMES = {
-    **MACHINES,
+    "a100": "data/machines/a100-16x4.toml",
+    "one_nic": "data/machines/a100-4-1nic.toml",
+    "h100": "data/machines/h100-8.toml",
+    "single": "data/machines/h100-64x1.toml",
     "sample": "data/minilm_l3_1536.h5",
     # Multiplies q by a number, so that the largest causal logit is 50.
     "logits_50": quote("""
@@ -267,26 +269,27 @@ with h5py.File(sys.argv[1]) as given, h5py.File(sys.argv[2], "w") as to:
     f" --output results/gpu-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}.h5",
     "plot_schedule": "python drivers/plot.py schedule {folder}",
     "plot_results": "python drivers/plot.py results --format png data/results",
-    "bench": BENCH,
-    "both": f"{BENCH} --nheads-kv 16,2 --spans picked",
-    "seven": f"{BENCH} --trials 7 --backward --spans none",
-    "triangle": f"{BENCH} --trials 7 --backward --spans none --masks causal --seqlens 960"
-    " --plans auto:2",
-    "masks": f"{BENCH} --nheads 2 --headdim 64 --backward --spans none --masks causal,"
+    "bench": "drivers/bench.py --nheads 16 --headdim 16 --seqlens 768 --trials 3 --resume",
+    "both": "{bench} --nheads-kv 16,2 --spans picked",
+    "seven": "{bench} --trials 7 --backward --spans none",
+    "triangle": "{seven} --masks causal --seqlens 960 --plans auto:2",
+    "masks": "{bench} --nheads 2 --headdim 64 --backward --spans none --masks causal,"
     "causal_document,share_question,sliding_window_causal --plans auto:2,auto:each",
-    "picks": PICKS,
-    "on_16x1": f"{PICKS},attention2d:4x4,attention2d:16x1,attention2d:1x16,attention2d:1x1x16,"
+    "picks": "auto:4,auto:each,ring",
+    "on_16x1": "{picks},attention2d:4x4,attention2d:16x1,attention2d:1x16,attention2d:1x1x16,"
     "attention2d:2x2x4,ring:4x1x4,double_ring:4x4,double_ring:2x2x4",
-    "on_64x1": f"{PICKS},attention2d:8x8,attention2d:64x1,attention2d:1x64,attention2d:4x4x4,"
+    "on_64x1": "{picks},attention2d:8x8,attention2d:64x1,attention2d:1x64,attention2d:4x4x4,"
     "attention2d:2x2x16,ring:4x1x16,double_ring:8x8,double_ring:2x2x16",
     # Also with each axis inside a node.
-    "on_16x4": f"{PICKS},attention2d:8x8,attention2d:4x4x4,attention2d:2x2x16@urc,"
+    "on_16x4": "{picks},attention2d:8x8,attention2d:4x4x4,attention2d:2x2x16@urc,"
     "ring:4x1x16@urc,double_ring:16x4,double_ring:2x2x16@urc",
     "tokens": "64K,256K,1M,4M,16M",
-    "three": "--profile {a100},{one_nic},{h100}".format(**MACHINES),
-    # Networks that are worse than one switch.
-    "worse": "256 64K,1M ring,ring:32x1x8,double_ring:64x4,attention2d:16x16,attention2d:4x8x8,"
-    "node_aware:16x16 --profile {a100},{h100}".format(**MACHINES),
+    "three": "--profile {a100},{one_nic},{h100}",
+    "replay": "python drivers/simulate.py --resume --backward --nheads 32 --output {folder}",
+    "scale": "{replay}/scale.h5 --ranks",
+    "networks": "{replay}/networks.h5 --ranks 256 --seqlens 64K,1M --profile {a100},{h100} --plans"
+    " ring,ring:32x1x8,double_ring:64x4,attention2d:16x16,attention2d:4x8x8,node_aware:16x16",
+    "links": "{replay}/links.h5 --seqlens 1M --links-alone",
 }
 
 
@@ -297,7 +300,8 @@ class Refused(Exception):
 def lines_of(table, folder="", options=()):
     """Return the rows of a table as single lines, with all names filled in."""
     names = {"folder": quote(folder), "options": shlex.join(options)}
-    names |= {name: text.replace("{folder}", quote(folder)) for name, text in NAMES.items()}
+    for name, value in NAMES.items():
+        names[name] = value.format(**names)
     text = re.sub(r"^#.*\n", "", table, flags=re.MULTILINE)
     text = re.sub(r"\n +", " ", re.sub(r",\n +", ",", text))
     lines = []
@@ -381,19 +385,6 @@ def study(folder, *parts):
         yield f"{start} python {command} {options}"
 
 
-def scale(folder, *parts):
-    """Yield the simulations of the study at scale."""
-    lines = parts_of(SCALE, parts)
-    yield 'use_env any "" numba'
-    yield f"mkdir -p {quote(folder)}"
-    for line in lines:
-        file, ranks, tokens, plans, options = line.split(" ", 4)
-        yield (
-            f"python drivers/simulate.py --output {quote(folder)}/{file}.h5 --resume --ranks"
-            f" {ranks} --seqlens {tokens} --plans {plans} --backward --nheads 32 {options}"
-        )
-
-
 JOBS = {
     "test": lambda *options: parts_of(COMMANDS, ["test"], options=options),
     "fuzz": fuzz,
@@ -401,7 +392,8 @@ JOBS = {
     "speed": lambda commit, place: compare(
         commit, "tests/speed.py", parts_of(SPEED, [place]), int(os.environ.get("LAUNCHES", 7))),
     "study": study,
-    "scale": scale,
+    "scale": lambda folder, *parts: [
+        'use_env any "" numba', f"mkdir -p {quote(folder)}", *parts_of(SCALE, parts, folder)],
     "simulate": lambda *options: parts_of(COMMANDS, ["simulate"], options=options),
     "wire": lambda folder, what: parts_of(WIRE, [what], folder),
     "train": lambda folder="results/training", *options: parts_of(
