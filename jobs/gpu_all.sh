@@ -22,7 +22,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 source jobs/env.sh
 source jobs/gpu.sh
 
-use_gpu pytest,pytest_mpi,hypothesis || exit
+use_gpu pytest,pytest_mpi,hypothesis test || exit
 folder=${1:-results/gpu-$(date -u +%Y%m%dT%H%M%S)}
 [[ ! -e $folder/gpu.h5 ]] || { echo "gpu_all.sh: $folder/gpu.h5 exists" >&2 && exit 2; }
 mkdir -p "$folder" || exit
@@ -133,7 +133,7 @@ everything() {
   part "1 rank" 50 1 "${plan[@]}"
   main 1 1
   main 4 2
-  local kernel=(python drivers/bench_kernel.py --device gpu "${output[@]}" --name)
+  local kernel=(python drivers/bench.py kernels --device gpu "${output[@]}" --name)
   part kernels 70 0 "${kernel[@]}" kernels
   part "2 KV heads" 40 0 "${kernel[@]}" "2 KV heads" --nheads-kv 2
   part "8 KV heads" 80 0 "${kernel[@]}" "8 KV heads" --nheads-kv 8 --shapes 8192x64x128,16384x16x64

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Run the main job on this machine: causal attention and its gradients on 4 ranks, on the committed
-# sample.  All results are checked against float64.  The driver gets further options:
+# sample.  All results are checked against float64.  The first run installs a2d_mpi and an MPI in
+# .venv.  The driver gets further options:
 #
 #   bash jobs/local.sh --method ring --output results/ring.h5
 #

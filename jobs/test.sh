@@ -6,7 +6,7 @@
 #   bash jobs/test.sh                       every feature once: about eight minutes on two cores
 #   bash jobs/test.sh all                   the whole suite, with the tests marked `thorough`
 #   bash jobs/test.sh openmpi -k causal     one MPI only; pytest gets the other options.  Also after `all`
-#   bash jobs/test.sh gpu                   the tests for GPUs, on real GPUs; see jobs/test_gpu.sh
+#   bash jobs/test.sh gpu                   the tests for GPUs, on real GPUs, in about ten minutes
 #   bash jobs/test.sh torch                 the tests of a2d_mpi.torch, which `all` runs, too
 #
 # With A2D_MPI_ENV=active the job uses the active MPI only.  `all` then uses PyTorch if it is installed.
@@ -102,7 +102,7 @@ add() {
 }
 
 for mpi in "${mpis[@]}"; do
-  if [[ $mpi == gpu ]]; then use_gpu pytest,pytest_mpi,hypothesis; else use_env "$mpi" test; fi
+  if [[ $mpi == gpu ]]; then use_gpu pytest,pytest_mpi,hypothesis test; else use_env "$mpi" test; fi
   if [[ $mpi == any ]]; then
     mpi=$active_mpi mpis=("$active_mpi")
     lines+=("the active environment: $mpi only")
@@ -135,7 +135,7 @@ done
 if [[ $torch == missing ]]; then
   lines+=("torch: not in the active environment, so its tests were not run")
 elif [[ $torch ]]; then
-  use_env any test,torch .venv-torch torch
+  use_env any test,torch test,torch .venv-torch
   record "torch, serial" limited "$most" python -m pytest tests/test_llama.py -q --color=no "$@"
   tests=(tests/test_torch.py tests/test_transformers.py)
   for ranks in 4 6; do

@@ -1,4 +1,4 @@
-"""Compare random configurations with a dense float64 computation; see jobs/fuzz.sh.
+"""Compare random configurations with a dense float64 computation; see jobs/run.py.
 
     mpiexec -n 4 python tests/fuzz.py --seconds 60
     mpiexec -n 4 python tests/fuzz.py --case 123456789
@@ -290,8 +290,8 @@ def _watched(seed: int, wire: str | None):
 
 
 def _complain(seed: int, wire: str | None, why: str) -> None:
-    command = f"bash jobs/fuzz.sh --case {seed} {COMM.size}" + f" {wire}" * (wire is not None)
-    print(f"fuzz: FAILED: {command}: {why}", flush=True)
+    case = f"{seed} {COMM.size}" + f" {wire}" * (wire is not None)
+    print(f"fuzz: FAILED: python jobs/run.py fuzz --case {case}: {why}", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -107,13 +108,19 @@ def bounds_for(
 
 
 @cache
-def parser_of(program: str) -> argparse.ArgumentParser:
-    """Build the parser of a program of the repository, for example "drivers/plan.py"."""
+def module_of(program: str) -> ModuleType:
+    """Import a program of the repository, for example "drivers/plan.py"."""
     path = ROOT / program
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.build_parser()
+    return module
+
+
+@cache
+def parser_of(program: str) -> argparse.ArgumentParser:
+    """Build the parser of a program of the repository."""
+    return module_of(program).build_parser()
 
 
 def parsers_of(program: str) -> list[argparse.ArgumentParser]:

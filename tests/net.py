@@ -1,11 +1,13 @@
 """Digests of results, bytes and messages, which must not change while code is rebuilt.
 
     mpiexec -n 6 python tests/net.py OUTPUT.json
+    python tests/net.py --compare FOLDER
 
-runs about 220 small configurations by the public interface.  For each configuration it writes a
-digest of every result and the traffic of every rank.  Results differ between CPUs in their bits.
-Traffic is the same on all machines: `tests/traffic.json` holds it, and `test_net.py` compares it
-with the predictions.  `jobs/net.sh` compares two commits.
+The first command runs about 220 small configurations by the public interface.  For each
+configuration it writes a digest of every result and the traffic of every rank.  Results differ
+between CPUs in their bits.  Traffic is the same on all machines: `tests/traffic.json` holds it,
+and `test_net.py` compares it with the predictions.  The second command lists the differences
+between the files then*.json and now*.json of a folder, which `python jobs/run.py net` makes.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 import sys
 from collections.abc import Iterator
 from itertools import chain, product
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -175,5 +178,19 @@ def main(path: str) -> None:
         print(f"{len(found)} configurations written to {path}")
 
 
+def compare(folder: str) -> int:
+    """Print each difference between two files; return 1 if there are any."""
+    files = (next(Path(folder).glob(f"{name}*.json")) for name in ("then", "now"))
+    then, now = (json.loads(file.read_text()) for file in files)
+    different = [
+        f"{name}: {kind}"
+        for name in then
+        for kind in then[name]
+        if now.get(name, {}).get(kind) != then[name][kind]
+    ]
+    print("\n".join(different) or f"{len(then)} configurations: the same bits, bytes and messages")
+    return int(bool(different) or then.keys() != now.keys())
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(compare(sys.argv[2]) if sys.argv[1] == "--compare" else main(*sys.argv[1:]))

@@ -1,11 +1,14 @@
-"""Seconds of calls of some plans, for jobs/speed.sh; knows only the public interface.
+"""Seconds of calls of some plans, for `python jobs/run.py speed`; knows only the public interface.
 
 python tests/speed.py OUTPUT SEQLEN,NHEADS,HEADDIM TRIALS METHOD:RxCxU[:BLOCK]...
+python tests/speed.py --compare FOLDER    medians of then.*.json and of now.*.json, and their ratio
 """
 
 import json
 import sys
 import time
+from pathlib import Path
+from statistics import median
 
 import numpy as np
 from mpi4py import MPI
@@ -49,5 +52,19 @@ def main(output, sizes, trials, *plans):
             json.dump(found, file)
 
 
+def compare(folder):
+    seconds = {}
+    for path in sorted(Path(folder).glob("*.json")):
+        for name, x in json.loads(path.read_text()).items():
+            seconds.setdefault(name, {}).setdefault(path.name.split(".")[0], []).append(x)
+    for name, trees in seconds.items():
+        then, now = (sorted(trees[x]) for x in ("then", "now"))
+        print(
+            f"{name:<28} then {median(then):.4g} s ({then[0]:.4g} to {then[-1]:.4g}), "
+            f"now {median(now):.4g} s ({now[0]:.4g} to {now[-1]:.4g}): "
+            f"{median(now) / median(then) - 1:+.1%}"
+        )
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    compare(sys.argv[2]) if sys.argv[1] == "--compare" else main(*sys.argv[1:])

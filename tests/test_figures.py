@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import DEEPER, ROOT, drive
+from helpers import DEEPER, ROOT, drive, module_of
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -20,9 +20,9 @@ FIGURES = ROOT / "data" / "figures"
 
 
 def commands():
-    """Return the commands of jobs/figures.sh as lists of words."""
-    text = (ROOT / "jobs" / "figures.sh").read_text().replace("\\\n", " ")
-    return [shlex.split(line) for line in re.findall("^python (.*)", text, re.MULTILINE)]
+    """Return the programs and arguments of `jobs/run.py figures` as lists of words."""
+    lines = map(shlex.split, module_of("jobs/run.py").JOBS["figures"]("$output"))
+    return [words[1:] for words in lines if words[0] == "python"]
 
 
 def pictures(words):
@@ -41,7 +41,7 @@ def marked(words):
 
 @pytest.mark.parametrize("words", [marked(x) for x in commands()])
 def test_committed_figures_are_of_this_code(words, tmp_path, monkeypatch):
-    """Committed figures equal new ones; `bash jobs/figures.sh data/figures` updates them."""
+    """Committed figures equal new ones; `python jobs/run.py figures data/figures` updates them."""
 
     def only_data(_, path, *, metadata, **__):
         Path(path).write_text(metadata["Data"])
@@ -76,7 +76,7 @@ def test_each_partition_wins_its_case(words):
     method, _, shape = re.split("[,@]", words[at + 1])[0].partition(":")
     done = drive("plan.py", 0, *words[end:], "--simulate", "all", "--top", "0")
     rows = done.stdout.partition("\nmethod ")[2].splitlines()[1:]
-    ours = next(x for x in rows if re.match(f"{method} +{shape}", x))
+    ours = next(x for x in rows if re.match(f"{method.replace('_', ' ')} +{shape}", x))
     assert ours == rows[0] or "as fast" in ours, done.stdout
 
 

@@ -8,7 +8,7 @@ from fuzz_cases import MASKS, METHODS, draw
 from helpers import drive_each
 
 FUZZ = Path(__file__).with_name("fuzz.py")
-FAILED = re.compile(r"^fuzz: FAILED: bash jobs/fuzz.sh --case (\d+) 4: (.*)$", re.MULTILINE)
+FAILED = re.compile(r"^fuzz: FAILED: python jobs/run.py fuzz --case (\d+) 4: (.*)$", re.MULTILINE)
 FAULTS = {  # and what is wrong then
     "mask": "areas",
     "merge-off-by-3e-6": "out",

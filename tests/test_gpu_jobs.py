@@ -45,7 +45,8 @@ def machine(tmp_path):
     def run(*job, code=0, **more):
         path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         env = {"A2D_MPI_ENV": "active", "PATH": path, "PIP_INDEX_URL": "http://127.0.0.1:9"}
-        return execute("bash", *job, cwd=copy, env=env | more, timeout=100, code=code)
+        program = "python" if job[0] == "jobs/run.py" else "bash"
+        return execute(program, *job, cwd=copy, env=env | more, timeout=100, code=code)
 
     command("nvidia-smi", "echo 'CUDA Version: 13.0'")
     run.command, run.copy, run.folder = command, copy, tmp_path
@@ -72,8 +73,9 @@ def test_jobs_take_a_folder_of_wheels(machine):
     files = {str(x.relative_to(EMULATED)): x.read_bytes() for x in EMULATED.rglob("cupy/*.py")}
     wheel(wheels, "cupy", files | {"cuda.h": (EMULATED / "cuda.h").read_bytes()})
     options = ["--seqlen", "50", "--trials", "1", "--dtype", "float32", "--transfers", "host"]
-    assert "lacks cupy" in machine("jobs/gpu_local.sh", *options, code=2).stderr
-    machine("jobs/gpu_local.sh", *options, A2D_MPI_WHEELS=str(wheels))
+    local = "jobs/run.py", "gpu", "local", *options
+    assert "lacks cupy" in machine(*local, code=2).stderr
+    machine(*local, A2D_MPI_WHEELS=str(wheels))
     with h5py.File(machine.copy / "results/gpu_local.h5") as file:
         assert file.attrs["device"] == "emulated GPU"
     assert (machine.copy / ".venv-active").is_dir()
@@ -90,11 +92,11 @@ def test_jobs_take_a_folder_of_wheels(machine):
     # The others take the same way.
     machine.command("mpiexec", 'echo mpiexec "$@"')
     more = {"A2D_MPI_WHEELS": str(wheels), "MPIEXEC": "mpiexec"}
-    done = machine("jobs/bench_gpu.sh", "--trials", "3", **more)
+    done = machine("jobs/run.py", "gpu", "bench", "--trials", "3", **more)
     found = re.findall(r"(?m)^mpiexec -n (\d) python \w+/(\w+)", done.stdout)
     kinds = [("1", "bench_kernel"), ("4", "bench"), ("1", "bench"), ("4", "gpu_transfers")]
     assert found == kinds, done.stderr
-    done = machine("jobs/test_gpu.sh", "-k", "no_such_test", **more, code=None)
+    done = machine("jobs/run.py", "gpu", "test", "-k", "no_such_test", **more, code=None)
     assert re.search(r"(?m)^mpiexec -n 6 python -m pytest .* -k no_such_test$", done.stdout)
 
 

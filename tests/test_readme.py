@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ROOT, SAMPLE, drive, launch, options_of, parser_of
+from helpers import ROOT, SAMPLE, drive, launch, module_of, options_of, parser_of
 
 import a2d_mpi
 from a2d_mpi import Causal
@@ -27,8 +27,8 @@ DRIVERS = [f"drivers/{x.name}" for x in sorted((ROOT / "drivers").glob("*.py"))]
 PROGRAMS = [*DRIVERS, "data/make_sample.py", "data/make_text.py"]
 # Where variables and options of jobs stand.
 JOBS, SOURCES = (
-    "".join(x.read_text() for x in (ROOT / folder).rglob(ending))
-    for folder, ending in (("jobs", "*.sh"), ("src", "*.py"))
+    "".join(x.read_text() for x in (ROOT / folder).rglob("*.*") if x.suffix in endings)
+    for folder, endings in (("jobs", (".sh", ".py")), ("src", (".py",)))
 )
 PROGRAM = re.compile(r"(drivers|data|jobs|tests)/[\w/]+\.(py|sh)")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -74,6 +74,9 @@ def test_commands(page):
         assert (ROOT / program).is_file(), f"{page} runs {program}"
         if program == "jobs/local.sh":  # passes them on
             program, arguments = "drivers/attention.py", ["input", *arguments]
+        if program == "jobs/run.py":
+            job, *arguments = arguments
+            assert list(module_of(program).JOBS[job](*arguments))  # an error if they are wrong
         if program in PROGRAMS:
             parser_of(program).parse_args(arguments)  # ValueError: what is wrong with them
 

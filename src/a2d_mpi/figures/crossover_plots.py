@@ -1,8 +1,9 @@
 """The figure that says when 2-D attention matters; no MPI import.
 
-It shows the times of plans by the ratio of computing to transfers.  A folder of `jobs/study.sh`
-has one workload on emulated clusters whose links differ, with a profile beside each file of
-results.  The same plans on real machines are simulated for many lengths of the sequence.
+It shows the times of plans by the ratio of computing to transfers.  The folder crossover of
+`jobs/run.py study` has one workload on emulated clusters whose links differ, with a profile beside
+each file of results.  The same plans on real machines are simulated for many lengths of the
+sequence.
 """
 
 from __future__ import annotations
