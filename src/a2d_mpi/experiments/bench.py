@@ -17,15 +17,13 @@ from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import add_results, start_benchmark
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.grids import plan_of
-from a2d_mpi.experiments.inputs import random_inputs
 from a2d_mpi.experiments.mask_file import FILE
-from a2d_mpi.experiments.measure import Measurement, open_device, origin_of
+from a2d_mpi.experiments.measure import Measurement, open_device, origin_of, random_inputs, turns
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
 from a2d_mpi.experiments.results import Result, phases_of
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.summary import summarise, table
 from a2d_mpi.experiments.sweep import Configuration, cases_of, plans_for
-from a2d_mpi.experiments.timing import turns
 from a2d_mpi.experiments.trace import Trace, check_trace
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.profile import read_machine, to_toml

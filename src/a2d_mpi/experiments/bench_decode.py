@@ -20,8 +20,7 @@ from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.measure import origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import Check
-from a2d_mpi.experiments.streams import progress
-from a2d_mpi.experiments.tables import aligned
+from a2d_mpi.experiments.streams import aligned, progress
 from a2d_mpi.experiments.trace import COMMUNICATION, COMPUTE, Slice, Trace, check_trace
 from a2d_mpi.gpt.apart import attention_grid, open_apart, step_traffic_apart, weights_of_rank
 from a2d_mpi.gpt.config import GPTConfig

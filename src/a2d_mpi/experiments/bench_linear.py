@@ -27,12 +27,10 @@ from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.experiments.cli import check_room, together
 from a2d_mpi.experiments.gpt_files import LINEAR_SCHEMA
 from a2d_mpi.experiments.hdf5 import check_output
-from a2d_mpi.experiments.inputs import random_inputs, random_rows
-from a2d_mpi.experiments.measure import origin_of
+from a2d_mpi.experiments.measure import origin_of, random_inputs, random_rows
 from a2d_mpi.experiments.options import FAILED_CHECK, SAMPLE
 from a2d_mpi.experiments.results import Check
-from a2d_mpi.experiments.streams import progress
-from a2d_mpi.experiments.tables import aligned
+from a2d_mpi.experiments.streams import aligned, progress
 from a2d_mpi.linear.features import make_feature_map
 from a2d_mpi.linear.norms import make_norm
 from a2d_mpi.linear.plan import LinearAttention

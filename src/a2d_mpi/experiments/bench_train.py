@@ -28,14 +28,11 @@ from a2d_mpi.experiments.cli import check_room, together
 from a2d_mpi.experiments.gpt_files import STEPS_SCHEMA as SCHEMA
 from a2d_mpi.experiments.gpt_files import Steps
 from a2d_mpi.experiments.grids import plan_of
-from a2d_mpi.experiments.inputs import random_inputs
-from a2d_mpi.experiments.measure import Measurement, origin_of
+from a2d_mpi.experiments.measure import Measurement, origin_of, random_inputs, turns
 from a2d_mpi.experiments.model_options import model_of
 from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.streams import progress
+from a2d_mpi.experiments.streams import aligned, progress
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
-from a2d_mpi.experiments.tables import aligned
-from a2d_mpi.experiments.timing import turns
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.cost import STEP_PARTS, activations, predict_step, training_bytes
 from a2d_mpi.gpt.model import GPT

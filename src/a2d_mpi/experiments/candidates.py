@@ -9,9 +9,8 @@ from functools import partial
 from a2d_mpi.core.sizes import misfit
 from a2d_mpi.experiments.mask_file import FILE
 from a2d_mpi.experiments.options import Parser, add_mask, add_options, whole
-from a2d_mpi.experiments.streams import progress
+from a2d_mpi.experiments.streams import aligned, progress
 from a2d_mpi.experiments.sweep import Case, grid_text, slices_text
-from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import STEP_PARTS, predict_step
 from a2d_mpi.planning.machine import Machine, one_line

@@ -18,9 +18,15 @@ from a2d_mpi.core.sizes import flops
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.grids import open_grid
 from a2d_mpi.experiments.hdf5 import check_output
-from a2d_mpi.experiments.inputs import random_rows, refuse_nan
 from a2d_mpi.experiments.mask_file import FILE, mask_of
-from a2d_mpi.experiments.measure import RESULTS, Measurement, open_device, origin_of
+from a2d_mpi.experiments.measure import (
+    RESULTS,
+    Measurement,
+    open_device,
+    origin_of,
+    random_rows,
+    refuse_nan,
+)
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
 from a2d_mpi.experiments.origin import sha256
 from a2d_mpi.experiments.results import (

@@ -21,7 +21,7 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import Entry
 from a2d_mpi.experiments.checkpoint import State, differences, put_away, resumed, save
-from a2d_mpi.experiments.cli import check_room, holding, together
+from a2d_mpi.experiments.cli import check_room, check_survive, holding, surviving, together
 from a2d_mpi.experiments.files import files_written
 from a2d_mpi.experiments.gpt_files import TRAINING_SCHEMA as SCHEMA
 from a2d_mpi.experiments.gpt_files import Losses, write_losses
@@ -32,7 +32,6 @@ from a2d_mpi.experiments.model_options import model_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.origin import blas_name, cpu_name
 from a2d_mpi.experiments.streams import progress
-from a2d_mpi.experiments.survival import check_survive, surviving
 from a2d_mpi.experiments.trace import Trace, check_trace
 from a2d_mpi.gpt.adam import learning_rate
 from a2d_mpi.gpt.config import LINEAR, GPTConfig
