@@ -366,5 +366,5 @@ def surviving(
         if grid.comm.rank == 0:
             now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
             print(f"{prog}: {now}: continues without {name_ranks(lost)}: {grid.comm.size} ranks, "
-                  f"{grid.rows}x{grid.cols}x{grid.heads}, after "
+                  f"{grid.layout.shape}, after "
                   f"{time.perf_counter() - start:.3f} s", file=sys.stderr, flush=True)  # fmt: skip

@@ -38,7 +38,6 @@ from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.comm.gpus import bind_gpu
-from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.experiments.check import check_attention, digests, worse
@@ -276,25 +275,15 @@ def _differing(tensors: Mapping[str, np.ndarray], bits: Mapping[str, bytes]) -> 
     return sum(x != bits[name] for name, x in digests(tensors).items())
 
 
-def grid_config(grid: ProcessGrid) -> dict[str, object]:
-    """Return the attributes of a grid in result files."""
-    layout = grid.layout
-    return {
-        "ranks": grid.comm.size,
-        **{x: getattr(layout, x) for x in ("rows", "cols", "heads", "order")},
-        "block": "x".join(map(str, layout.block)),
-    }
-
-
 def _config(plan: AttentionPlan) -> dict[str, object]:
     return {
-        **grid_config(plan.grid),
+        **plan.layout.attributes,
         **plan.config.arguments,
         "logit_softcap": plan.logit_softcap or 0.0,  # 0: none
         "wire": plan.config.wire or "none",
         "sent": _sent(plan.config),
         "overlap": plan.overlap,
-        "slices": "x".join(map(str, plan.slices)),  # of the forward and the backward pass
+        "slices": plan.layout.sliced,  # of the forward and the backward pass
         # Node of every grid rank; empty if each rank is alone on its node.
         "nodes": " ".join(map(str, plan.grid.layout.nodes or ())),
         "distribution": plan.distribution.name,

@@ -1,4 +1,4 @@
-"""Standard output and error: errors of one line, tables, progress; printing never ends a program."""
+"""Standard output and error: printing never ends a program; tables, progress, errors."""
 
 from __future__ import annotations
 

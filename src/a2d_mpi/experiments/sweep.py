@@ -112,11 +112,11 @@ class Configuration:
     @property
     def name(self) -> str:
         """Name of the entry; the shape in it says the number of ranks."""
-        method, shape = self.method.replace(" ", "_"), grid_text(self.layout)
+        method, shape = self.method.replace(" ", "_"), self.layout.shape
         overlap = "overlap" if self.overlap else "in_turn"
         order = self.layout.numbering.replace("/", "_")  # a slash would make a subgroup
         order += f"-{self.layout.distribution}" if self.layout.distribution else ""
-        order += f"_slices{slices_text(self.layout)}" if self.layout.slices else ""
+        order += f"_slices{self.layout.sliced}" if self.layout.slices else ""
         return f"{method}-{shape}-{order}-{self.case.name}-{overlap}"
 
     @property
@@ -125,14 +125,12 @@ class Configuration:
         case, layout = self.case, self.layout
         return {
             **{x: getattr(case, x) for x in SIZES},
-            **{x: getattr(layout, x) for x in ("rows", "cols", "heads")},
-            "order": layout.numbering,
-            "ranks": layout.size,
+            **layout.attributes,
             "method": self.method,
             "mask": case.mask,
             "backward": case.backward,
             "overlap": self.overlap,
-            "slices": slices_text(layout),
+            "slices": layout.sliced,
             "wire": case.wire or "none",
             "picked": self.picked,
         }
@@ -214,7 +212,7 @@ def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
     except ValueError as error:
         raise ValueError(f"--plans {spec!r}: {error}") from None
     if layout.size != ranks:
-        raise ValueError(f"--plans {spec!r}: {grid_text(layout)} does not have {ranks} ranks")
+        raise ValueError(f"--plans {spec!r}: {layout.shape} does not have {ranks} ranks")
     if (layout.rows, layout.cols) not in shapes:
         others = " or ".join(f"{r}x{c}x{heads}" for r, c in shapes)
         others = f"must be {others}" if others else f"is impossible on {ranks} ranks"
@@ -291,13 +289,3 @@ def _shapes(method: str, ranks: int) -> list[tuple[int, int]]:
     shapes = [(rows, ranks // rows) for rows in range(1, ranks + 1) if ranks % rows == 0]
     rules = METHODS[method]  # if it knows nodes, these decide, and any shape may suit
     return [x for x in shapes if ranks == 1 or rules.knows_nodes or rules.suits(Layout(*x))]
-
-
-def grid_text(layout: Layout) -> str:
-    """Return the shape of a layout, ROWSxCOLSxHEADS."""
-    return f"{layout.rows}x{layout.cols}x{layout.heads}"
-
-
-def slices_text(layout: Layout) -> str:
-    """Return the slices of a layout, FORWARDxBACKWARD; one slice if they are not chosen yet."""
-    return "x".join(map(str, layout.slices or (1, 1)))

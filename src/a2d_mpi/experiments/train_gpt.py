@@ -27,7 +27,7 @@ from a2d_mpi.experiments.gpt_files import TRAINING_SCHEMA as SCHEMA
 from a2d_mpi.experiments.gpt_files import Losses, write_losses
 from a2d_mpi.experiments.grids import open_grid
 from a2d_mpi.experiments.hdf5 import check_output
-from a2d_mpi.experiments.measure import grid_config, open_device, origin_of
+from a2d_mpi.experiments.measure import open_device, origin_of
 from a2d_mpi.experiments.model_options import model_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.origin import blas_name, cpu_name
@@ -300,7 +300,7 @@ class Trainer:
         cpus, blas = ("; ".join(sorted(set(x))) for x in zip(*hosts))
         return {
             "method": args.method,
-            **grid_config(self._grid),
+            **self._grid.layout.attributes,
             "threads": args.threads,
             "device": self.device.name,
             "kernel": kernel.name,

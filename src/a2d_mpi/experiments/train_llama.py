@@ -24,7 +24,7 @@ from a2d_mpi.experiments.benchmark import Entry
 from a2d_mpi.experiments.cli import check_room, together
 from a2d_mpi.experiments.gpt_files import Losses, write_losses
 from a2d_mpi.experiments.grids import open_grid
-from a2d_mpi.experiments.measure import grid_config, open_device, origin_of
+from a2d_mpi.experiments.measure import open_device, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import Check
 from a2d_mpi.experiments.streams import progress
@@ -79,7 +79,7 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     if comm.rank == 0:
         _report(args, model, text, losses, seconds, checks)
     if args.output:
-        settings = {**grid_config(grid), "method": args.method, "kernel": plan.kernel,
+        settings = {**grid.layout.attributes, "method": args.method, "kernel": plan.kernel,
                     "torch": torch.__version__, **_options(args)}  # fmt: skip
         texts = {"name": args.text.name, "sha256": text.sha256, **text.sizes()}
         run = Losses(np.array(losses), settings, texts, held_out={})
