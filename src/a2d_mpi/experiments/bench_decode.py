@@ -250,7 +250,7 @@ def _validated(comm: MPI.Intracomm, args: argparse.Namespace) -> GPTConfig:
                 f"--apart must be at least 1+1 ranks and at most {comm.size} together, the first "
                 f"a multiple of --head-ranks {heads}, got {x[0]}+{x[1]}"
             )
-    if args.output and comm.rank == 0:
+    if comm.rank == 0:
         check_output(args.output, SCHEMA)
     check_trace(args.trace)
     most = max(args.contexts) + args.trials + 1

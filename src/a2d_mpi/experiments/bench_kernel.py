@@ -73,8 +73,7 @@ def _bench_kernel(args: argparse.Namespace) -> int:
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.output:
-        check_output(args.output, SCHEMA)
+    check_output(args.output, SCHEMA)
     for name in args.kernels:
         check_kernel(name, as_dtype(args.dtype))
     problems = []  # all options are checked before the first kernel runs

@@ -23,11 +23,12 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
-from a2d_mpi.experiments.benchmark import extends, read_entries, write_entries
+from a2d_mpi.experiments.benchmark import read_entries, write_entries
 from a2d_mpi.experiments.cli import check_room, together
 from a2d_mpi.experiments.gpt_files import STEPS_SCHEMA as SCHEMA
 from a2d_mpi.experiments.gpt_files import Steps
 from a2d_mpi.experiments.grids import plan_of
+from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.measure import Measurement, origin_of, random_inputs, turns
 from a2d_mpi.experiments.model_options import model_of
 from a2d_mpi.experiments.options import FAILED_CHECK
@@ -98,7 +99,7 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
         seqlen=args.seqlen, **config.heads, dtype=args.dtype, mask=args.mask, backward=True
     )
     plans = plans_for(case, args.plans, ranks, machine=machine)
-    there = extends(args.output, args.resume, 1 << 16)
+    there = check_output(args.output, SCHEMA, args.resume)
     return config, plans, machine, set(read_entries(args.output, SCHEMA)) if there else set()
 
 

@@ -21,28 +21,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from a2d_mpi.core.atomic import check_writable
-from a2d_mpi.experiments.hdf5 import arrays, needed, plain, reading
+from a2d_mpi.experiments.hdf5 import arrays, check_output, needed, plain, reading
 from a2d_mpi.experiments.results import Result, fill, load, new_file, set_attributes
 
 SCHEMA = ("a2d_mpi benchmark", 1)
-
-
-def extends(path: str | os.PathLike[str], resume: bool, nbytes: int = 0) -> bool:
-    """Return whether a file exists and may be extended; nothing is written.
-
-    Raises
-    ------
-    OSError
-        If a file of `nbytes` bytes cannot be written there.
-    ValueError
-        If the file exists and `resume` is false.
-    """
-    check_writable(path, nbytes)
-    there = os.path.exists(path)
-    if there and not resume:
-        raise ValueError(f"{path} exists: give --resume to add to it, or another --output")
-    return there
 
 
 def start_benchmark(
@@ -68,7 +50,7 @@ def start_benchmark(
     ValueError
         If the file exists and `resume` is false, or it was made with other settings.
     """
-    if not extends(path, resume):
+    if not check_output(path, SCHEMA, resume):
         return {}
     with reading(path, SCHEMA) as file:
         earlier = plain(needed(file, "settings").attrs)

@@ -52,22 +52,49 @@ def reading(
         raise OSError(f"cannot read {path} as HDF5: {reason}") from error
 
 
-def check_output(path: str | os.PathLike[str], schema: tuple[str, int], nbytes: int = 0) -> None:
-    """Check before the work that a file of `nbytes` bytes can be written afterwards.
+def check_output(
+    path: str | os.PathLike[str] | None,
+    schema: tuple[str, int],
+    resume: bool | None = None,
+    nbytes: int = 1 << 16,
+) -> bool:
+    """Check before the work that a file can be written afterwards.
+
+    Parameters
+    ----------
+    path : path or None
+        None: there is nothing to write.
+    schema : (str, int)
+    resume : bool, optional
+        Whether the file may exist, which the caller then reads.  Default: a file of this schema
+        may exist.
+    nbytes : int
+        Size that the file may have.
+
+    Returns
+    -------
+    bool
+        Whether the file exists.
 
     Raises
     ------
     OSError
         If it cannot be written.
     ValueError
-        If a file exists whose schema is another: it was not made by this program.
+        If it exists and `resume` is false, or another program made it.
     """
+    if path is None:
+        return False
 
     def read(path: str | os.PathLike[str]) -> None:
         with reading(path, schema):
             pass
 
-    check_writable(path, nbytes, read)
+    there = os.path.exists(path)
+    check_writable(path, nbytes, read if resume is None else None)
+    if there and resume is False:
+        raise ValueError(f"{path} exists: give --resume to add to it, or another --output")
+    return there
 
 
 def member(group: h5py.Group, path: str) -> h5py.Group | h5py.Dataset | None:

@@ -52,7 +52,7 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     if args.output:
         elements = sum(math.prod(config.shape(name)) for name in RESULTS) * args.save_outputs
         nbytes = 8 * config.seqlen * elements + (1 << 20)
-        together(comm, lambda: check_output(args.output, RESULT_SCHEMA, nbytes), on=0)
+        together(comm, lambda: check_output(args.output, RESULT_SCHEMA, nbytes=nbytes), on=0)
     trace = None
     if args.trace:
         from a2d_mpi.experiments.trace import Trace, check_trace

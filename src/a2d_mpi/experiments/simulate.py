@@ -24,7 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.experiments.benchmark import Entry, extends, read_entries, write_entries
+from a2d_mpi.experiments.benchmark import Entry, read_entries, write_entries
+from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.summary import Summary
@@ -113,7 +114,8 @@ def simulate_all(args: argparse.Namespace) -> int:
     """Run the simulations that a file lacks, one after the other; return the exit code."""
     networks = [replace(parse_network(x), slow_port=args.slow_port) for x in args.networks]
     replayer()  # raises an error now if SimGrid is not installed
-    done = read_simulations(args.output) if extends(args.output, args.resume) else {}
+    there = check_output(args.output, SCHEMA, args.resume)
+    done = read_simulations(args.output) if there else {}
     origin, before = Entry(provenance("none", ["simulated"])), 0
     with progress(_tasks(args, networks), unit="plan") as bar:
         for task in bar:  # the planner runs lazily, in this loop

@@ -359,8 +359,7 @@ def _resumed(
     run = {"text_sha256": text.sha256, **{x: str(getattr(args, x)) for x in SAME}}
 
     def earlier() -> State | None:
-        if args.output:
-            check_output(args.output, SCHEMA)
+        check_output(args.output, SCHEMA)
         check_trace(args.trace)
         if args.anew:
             put_away(args.folder)
