@@ -32,16 +32,7 @@ SCHEMA = ("a2d_mpi decoding", 1)
 # Parts of a step's seconds.  "cpu" is a part of attention; "wait", for other ranks, is a part of
 # "merge" and "other".
 DECODE_PARTS = ("attention", "merge", "other", "cpu", "wait")
-COLUMNS = (
-    "ranks",
-    "context",
-    "step",
-    *DECODE_PARTS,
-    "wait %",
-    "sent bytes",
-    "messages",
-    "cache MB",
-)
+COLUMNS = ("ranks", "context", "step", *DECODE_PARTS, "wait %", "sent bytes", "messages")
 BOUND = 1e-4  # largest error of attention, relative to its largest value
 SIZES = ("layers", "width", "nheads", "nheads_kv", "headdim", "requests", "micro_batches")
 SIZES += ("trials", "seed")
@@ -62,7 +53,7 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     sizes |= {"block": args.kv_block, "heads": args.head_ranks}
     entries = {"/": Entry(origin_of(comm)), "config": Entry(sizes)}
     trace = Trace(comm, args.trace) if args.trace else None
-    rows, checks = [COLUMNS], {}
+    rows, checks = [[*COLUMNS, "cache MB"]], {}
     for ranks, split in progress(runs, comm.rank, desc="ranks"):
         label = f"{split[0]}+{split[1]}" if split else str(ranks)
         used = sum(split) if split else ranks
@@ -72,14 +63,15 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             grid = attention_grid(part, split, shape) if split else ProcessGrid(part, *shape)
             with threadpool_limits(args.threads):
                 for context in args.contexts:
-                    name = f"{label} ranks, {context} tokens"
-                    run, checks[name] = _measured(
-                        part, grid, split, config, args, context, trace and (trace, name)
-                    )
-                    entries[f"runs/{label}/{context}"] = run
+                    name, group = f"{label} ranks, {context} tokens", f"runs/{label}/{context}"
+                    to = trace and (trace, name)
+                    found = _measured(part, grid, split, config, args, context, to)
+                    if found is None:
+                        continue
+                    entries[group], checks[name] = found
                     for x, check in checks[name].items():
-                        entries[f"runs/{label}/{context}/checks/{x}"] = Entry(check.attributes)
-                    rows.append([label, str(context), *_numbers(run)])
+                        entries[f"{group}/checks/{x}"] = Entry(check.attributes)
+                    rows.append([label, str(context), *_numbers(entries[group])])
             if grid:
                 grid.free()
             part.Free()
@@ -103,11 +95,8 @@ def _measured(
     args: argparse.Namespace,
     context: int,
     trace: tuple[Trace, str] | None,
-) -> tuple[Entry, dict[str, Check]]:
-    """Check and time steps after a context of random keys and values.
-
-    The checks, and on the first rank the entry, are those of all ranks.
-    """
+) -> tuple[Entry, dict[str, Check]] | None:
+    """Check and time steps after a context of random keys and values; None but on rank 0."""
     names, ranks = list(range(args.requests)), split[0] if split else comm.size
     positions = ranks // args.head_ranks
     decoder = _decoder(comm, grid, split, config, args)
@@ -142,19 +131,22 @@ def _measured(
         predicted = step_traffic(config, positions, args.head_ranks, args.requests, 4)
     off = max(abs(a - b) for x in sent for a, b in zip(x, predicted))
     traffic = Check(float(comm.allreduce(off, op=MPI.MAX)), 0.0, comm.size)
-    checks = {"out": _check(config, args, context, q, out), "traffic": traffic} if grid else {}
     nbytes = comm.allreduce(decoder.cache.nbytes if grid else 0, op=MPI.MAX)
     counts = np.array([*max(sent), *predicted])
     comm.Allreduce(MPI.IN_PLACE, counts, MPI.MAX)  # counts of the rank that sends most
-    of_ranks = comm.gather(seconds[1:]) or [seconds[1:]]  # the first step is the warm-up
+    of_ranks = comm.gather(seconds[1:])  # the first step is the warm-up
     decoder.free()
     if trace:
         slices = comm.gather(_slices(log, start, total, trace[1]))
         trace[0].sections += [slices] if slices else []
+    if of_ranks is None:
+        return None
     counted = [f"{x}_{y}" for x in ("sent", "predicted") for y in ("bytes", "messages")]
     attributes = dict(zip(counted, counts.tolist()))
     attributes |= {"cache_bytes": nbytes, "parts": DECODE_PARTS, "attention_ranks": ranks}
-    return Entry(attributes, {"seconds": np.array(of_ranks).swapaxes(0, 1)}), checks
+    run = Entry(attributes, {"seconds": np.array(of_ranks).swapaxes(0, 1)})
+    checks = {"out": _check(config, args, context, q, out), "traffic": traffic}
+    return run, checks
 
 
 def _decoder(

@@ -87,18 +87,17 @@ def _measured(
         if trial == 0:
             counted = {key: sent for key, (sent, _) in plan.traffic.bytes.items()}
             off = comm.allreduce(plan.traffic.bytes != plan.predicted_traffic())
-            of = plan, tensors | results
-            check = (
-                _check_linear(*of, args)
-                if name in LINEAR
-                else check_attention(*of, SAMPLE, args.seed)
-            )
+            checks = {"traffic": Check(float(off), 0.0, comm.size)}
+            if name in LINEAR:
+                checks |= _check_linear(plan, tensors | results, args)
+            else:
+                checks |= check_attention(plan, tensors | results, SAMPLE, args.seed)
     sent = [sum(n for key, n in counted.items() if key[0] == phase) for phase in PHASES]
     gathered = comm.gather((seconds, wait, sent)) or [(seconds, wait, sent)]
     plan.free()
     seconds, wait, sent = map(np.array, zip(*gathered))
     arrays = {"seconds": seconds.swapaxes(0, 1), "wait": wait.swapaxes(0, 1), "sent": sent}
-    return arrays, {**check, "traffic": Check(float(off), 0.0, comm.size)}
+    return arrays, checks
 
 
 def _numbers(arrays: Mapping[str, np.ndarray], checks: Mapping[str, Check]) -> list[str]:
