@@ -372,13 +372,22 @@ def within(
 
 
 def check_step(
-    step: tuple[float, np.ndarray], exact: tuple[float, np.ndarray], dtype: str, tokens: int
+    step: tuple[float, np.ndarray],
+    exact: tuple[float, np.ndarray],
+    dtype: str,
+    tokens: int,
+    comm: MPI.Intracomm = MPI.COMM_SELF,
 ) -> dict[str, Check]:
-    """Check loss and gradient of a training step, by their relative errors."""
+    """Check loss and gradient of a training step by their relative errors, the worst of all ranks.
+
+    Collective over `comm`.
+    """
     (loss, gradient), (exact_loss, exact_gradient) = step, exact
     off = np.linalg.norm(gradient - exact_gradient) / np.linalg.norm(exact_gradient)
-    errors = {"loss": abs(loss / exact_loss - 1), "gradient": float(off)}
-    return {name: Check(error, STEP_BOUNDS[dtype], tokens) for name, error in errors.items()}
+    errors = np.nan_to_num([abs(loss / exact_loss - 1), off], nan=math.inf)
+    comm.Allreduce(MPI.IN_PLACE, errors, MPI.MAX)
+    bound = STEP_BOUNDS[dtype]
+    return {x: Check(y, bound, tokens) for x, y in zip(("loss", "gradient"), errors.tolist())}
 
 
 def report(

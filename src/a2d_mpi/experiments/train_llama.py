@@ -19,8 +19,8 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.host import HOST
-from a2d_mpi.experiments.bench_train import BOUNDS
 from a2d_mpi.experiments.benchmark import Entry
+from a2d_mpi.experiments.check import check_step
 from a2d_mpi.experiments.cli import check_room, together
 from a2d_mpi.experiments.gpt_files import Losses, write_losses
 from a2d_mpi.experiments.grids import open_grid
@@ -173,12 +173,12 @@ def _check(
     """Check the first loss and gradients against one process in float64, by relative errors."""
     exact = _new_model(config, args).double()
     wanted = step_loss(exact, batch, np.arange(args.seqlen))
-    off = norm = 0.0
-    for x, y in zip(model.parameters(), exact.parameters()):
-        off += float((x.grad.double().cpu() - y.grad).square().sum())
-        norm += float(y.grad.square().sum())
-    errors = {"loss": abs(loss / wanted - 1), "gradients": math.sqrt(off / norm)}
-    return {x: Check(error, BOUNDS[args.dtype], args.seqlen) for x, error in errors.items()}
+    gradient, exact_gradient = (
+        np.concatenate([p.grad.double().cpu().numpy().ravel() for p in x.parameters()])
+        for x in (model, exact)
+    )
+    both = (loss, gradient), (wanted, exact_gradient)
+    return check_step(*both, args.dtype, args.seqlen)
 
 
 def _options(args: argparse.Namespace) -> dict[str, object]:
