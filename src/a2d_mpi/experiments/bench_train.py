@@ -221,7 +221,8 @@ class _Run:
             **origin, **c.attributes, **asdict(config),
             "recompute": self.recompute, "distribution": self.plan.distribution.name,
             "passed": all(x.passed for x in self.checks.values()),
-            **{f"{x} error": self.checks[x].error for x in ("loss", "gradient")},
+            "loss error": self.checks["loss"].error,
+            "gradient error": self.checks["gradients"].error,
         }  # fmt: skip
         if machine is not None:
             plan = candidate(machine, c.method, c.layout, c.case.work())

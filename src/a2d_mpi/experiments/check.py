@@ -387,7 +387,7 @@ def check_step(
     errors = np.nan_to_num([abs(loss / exact_loss - 1), off], nan=math.inf)
     comm.Allreduce(MPI.IN_PLACE, errors, MPI.MAX)
     bound = STEP_BOUNDS[dtype]
-    return {x: Check(y, bound, tokens) for x, y in zip(("loss", "gradient"), errors.tolist())}
+    return {x: Check(y, bound, tokens) for x, y in zip(("loss", "gradients"), errors.tolist())}
 
 
 def report(
