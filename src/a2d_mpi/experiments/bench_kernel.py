@@ -15,6 +15,7 @@ import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
+from a2d_mpi.comm.agreement import agree
 from a2d_mpi.core import reference
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.dtypes import as_dtype, compute_dtype
@@ -22,11 +23,13 @@ from a2d_mpi.core.sizes import flops, parse_count
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import SCHEMA, Entry, kernel_speeds, write_entries
+from a2d_mpi.experiments.check import report, samples, within
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.measure import in_turn, open_device
-from a2d_mpi.experiments.options import FAILED_CHECK, BadOption
+from a2d_mpi.experiments.options import SAMPLE, BadOption
 from a2d_mpi.experiments.origin import provenance
+from a2d_mpi.experiments.results import Check
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.kernels import Kernel, check_kernel, make_kernel
 from a2d_mpi.masks.intervals import Intervals
@@ -36,6 +39,7 @@ from a2d_mpi.masks.patterns import make_mask
 MASKS = ("full", "causal")  # masks that torch has
 # Largest errors relative to the largest value of a tensor.
 BOUNDS = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+COLUMNS = ("shape/mask", "phase", "kernel", "GFLOP/s", "of the full mask's", "of torch's")
 BACKENDS = ("CUDNN", "FLASH", "EFFICIENT")  # backends of torch on a GPU
 # Options of the driver, by device.
 DEFAULTS = {
@@ -59,14 +63,10 @@ def shape(text: str) -> tuple[int, int, int]:
 
 
 def bench_kernel(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Print a line for each shape, mask, phase and kernel; return the exit code."""
-    together(comm, lambda: _check_alone(comm))
+    """Check and time the kernels of each shape and mask; return the exit code."""
+    wrong = f"kernels are timed in one process, got {comm.size}"
+    agree(comm, wrong if comm.size > 1 else None)
     return together(comm, lambda: _bench_kernel(args))
-
-
-def _check_alone(comm: MPI.Intracomm) -> None:
-    if comm.size > 1:
-        raise ValueError(f"kernels are timed in one process, got {comm.size}")
 
 
 def _bench_kernel(args: argparse.Namespace) -> int:
@@ -89,36 +89,31 @@ def _bench_kernel(args: argparse.Namespace) -> int:
         "dtype": args.dtype,
         "torch": str(torch.__version__) if torch else "none",
     }
-    times, right = Entry(about), True
+    times, checks = Entry(about), {}
     print("{device}, {dtype}; {blas}, 1 thread; numpy {numpy_version}".format(**about))
     with threadpool_limits(1):
-        for config, text, mask in (bar := progress(problems, desc="workloads")):
+        for config, text, mask in progress(problems, desc="workloads"):
             sizes = config.seqlen, config.seqlen, config.nheads, config.nheads_kv, config.headdim
-            tile = RandomTile(*sizes, mask, args.dtype, device)
-            calls, error = {}, 0.0
+            tile, calls = RandomTile(*sizes, mask, args.dtype, device), {}
+            of = f"{config.seqlen}x{config.nheads}x{config.headdim}/{text}"
             for kernel in (_kernel(name, tile) for name in args.kernels):
                 by_phase = tile.calls(kernel)
                 for phase in PHASES:
                     by_phase[phase]()
-                error = float(np.max([error, tile.error()]))  # unlike max(), it keeps NaN
+                checks[f"{of}, {kernel.name}"] = tile.checks()
                 calls |= {f"{phase}/{kernel.name}": by_phase[phase] for phase in PHASES}
             if torch is not None and text in MASKS:
                 calls |= _torch_calls(torch, tile, text == "causal")
-            of = f"{config.seqlen}x{config.nheads}x{config.headdim}/{text}"
             seconds = in_turn(calls, args.trials, device=device)
             times.arrays |= {f"{of}/{call}": x for call, x in seconds.items()}
             for phase in PHASES:
                 work = flops(tile.area, config.nheads, config.headdim, phase == "backward")
                 about[f"tflop/{of}/{phase}"] = work / 1e12
-            bar.write("\n".join(_speeds(times, of)))
-            if not error < BOUNDS[args.dtype]:
-                right = False
-                bar.write(f"{of}: results are WRONG by {error:.1e}")
+    about["right"] = all(x.passed for of_run in checks.values() for x in of_run.values())
     if args.output:
         name = args.name or f"{about['device']}, {about['blas']}"
-        about["right"] = right
         write_entries(args.output, SCHEMA, {f"figures/{name.replace('/', ' ')}": times})
-    return 0 if right else FAILED_CHECK
+    return report(MPI.COMM_SELF, [COLUMNS, *_speeds(times)], checks)
 
 
 def _device(name: str) -> Device:
@@ -204,27 +199,21 @@ def _torch_calls(
     return calls
 
 
-def _speeds(times: Entry, of: str) -> Iterator[str]:
-    """Yield a line for each phase and implementation of a shape and mask ("shape/mask").
+def _speeds(times: Entry) -> Iterator[list[str]]:
+    """Yield a row of the table for each shape, mask, phase and implementation.
 
-    A line has the median speed and two ratios: to the speed under the full mask, if it was timed
-    before, and to the speed of torch's fastest backend.
+    A row has the median speed, its ratio to the speed under the full mask, if this was timed, and
+    its ratio to the speed of torch's fastest backend.
     """
-    speeds, (shape, mask) = kernel_speeds(times), of.split("/", 1)
-    for phase in PHASES:
-        here, full = speeds[f"{of}/{phase}"], speeds.get(f"{shape}/full/{phase}", {})
+    speeds = kernel_speeds(times)
+    for group, here in speeds.items():
+        shape, mask, phase = group.split("/")
+        full = speeds.get(f"{shape}/full/{phase}", {})
         torch = max((x for name, x in here.items() if name.startswith("torch")), default=None)
         for name, speed in here.items():
-            unit, size = ("TFLOP/s", 1) if speed >= 1 else ("GFLOP/s", 1e-3)
-            line = f"{f'{shape}/{mask[:40]}':<30} {phase:<8} {name:<12}{speed / size:7.4g} {unit}"
-            if mask != "full" and name in full:
-                line += f"   of the full mask's {speed / full[name]:.2f}"
-            if torch and not name.startswith("torch"):
-                line += f"   of torch's {speed / torch:.3f}"
-            yield line
-
-
-SAMPLE = 8  # number of queries, and of keys, whose results are checked
+            of_full = f"{speed / full[name]:.2f}" if mask != "full" and name in full else ""
+            of_torch = f"{speed / torch:.3f}" if torch and not name.startswith("torch") else ""
+            yield [f"{shape}/{mask[:40]}", phase, name, f"{1e3 * speed:.4g}", of_full, of_torch]
 
 
 class RandomTile:
@@ -298,28 +287,23 @@ class RandomTile:
             "backward": partial(self.backward, kernel),
         }
 
-    def error(self) -> float:
-        """Compute the largest error of out, dq, dk and dv, relative to their largest values.
-
-        A sample of rows is compared with float64.  The error is NaN if a result is NaN.
-        """
+    def checks(self) -> dict[str, Check]:
+        """Compare a sample of the rows of out, dq, dk and dv with float64."""
         names = ("q", "k", "v", "dout", "out", "lse", "delta")
         q, k, v, dout, out, lse, delta = (self.device.download(getattr(self, x)) for x in names)
         dq, dk, dv = map(self.device.download, self.gradients)
-        rng, scale = np.random.default_rng(1), self.softmax_scale
-        queries, keys = (np.unique(rng.integers(0, len(x), SAMPLE)) for x in (q, k))
-        seen = self.mask.dense(queries, self._tokens[1])
+        queries, keys = (np.concatenate(samples(len(x), SAMPLE, 1)) for x in (q, k))
+        scale, seen = self.softmax_scale, self.mask.dense(queries, self._tokens[1])
         exact, exact_lse = reference.attention(q[queries], k, v, seen, scale)
         given = dout[queries], q[queries], k, v, exact_lse
         exact_dq, _, _ = reference.attention_backward(*given, delta[queries], seen, scale)
         seen = self.mask.dense(self._tokens[0], keys)
         given = dout, q, k[keys], v[keys], lse, delta
         _, exact_dk, exact_dv = reference.attention_backward(*given, seen, scale)
-        pairs = (
-            (out[queries], exact),
-            (dq[queries], exact_dq),
-            (dk[keys], exact_dk),
-            (dv[keys], exact_dv),
-        )
-        errors = [np.abs(x - y).max() / max(np.abs(y).max(), 1e-30) for x, y in pairs]
-        return float(np.max(errors))
+        bound = BOUNDS[q.dtype.name]
+        return {
+            "out": within(bound, out[queries], exact),
+            "dq": within(bound, dq[queries], exact_dq),
+            "dk": within(bound, dk[keys], exact_dk),
+            "dv": within(bound, dv[keys], exact_dv),
+        }
