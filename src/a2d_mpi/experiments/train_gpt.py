@@ -336,13 +336,11 @@ def plan_of_batch(
 
 
 def say_losses(
-    parameters: int, losses: Sequence[float], seconds: float, text: Text, n: int
+    parameters: int, losses: Sequence[float], seconds: float, text: Text, seqlen: int
 ) -> None:
-    """Print the last lines of a training program; `seconds` of a step of `n` tokens."""
-    last = losses[-20:]
-    print(
-        f"{parameters} parameters, {len(losses)} steps of {n} tokens; {n / seconds:.0f} tokens/s"
-    )
+    """Print the last lines of a training program; `seconds` of a step."""
+    last, speed = losses[-20:], seqlen / seconds
+    print(f"{parameters} parameters, {len(losses)} steps of {seqlen} tokens; {speed:.0f} tokens/s")
     print(
         f"loss {losses[0]:.4f} at first, {np.mean(last):.4f} in the last {len(last)} steps; "
         f"unigram entropy of the text {text.entropy():.4f} nats"
