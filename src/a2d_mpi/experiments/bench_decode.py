@@ -14,9 +14,8 @@ from threadpoolctl import threadpool_limits
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
 from a2d_mpi.core.sizes import misfit
-from a2d_mpi.experiments.benchmark import Entry, write_entries
 from a2d_mpi.experiments.cli import check_room, together
-from a2d_mpi.experiments.hdf5 import check_output
+from a2d_mpi.experiments.hdf5 import check_output, write
 from a2d_mpi.experiments.measure import origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import Check
@@ -72,10 +71,8 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     if args.output:
         sizes = {x: getattr(args, x) for x in SIZES}
         sizes |= {"block": args.kv_block, "heads": args.head_ranks}
-        about = {"/": Entry(origin), "config": Entry(sizes)}
-        together(
-            comm, lambda: write_entries(args.output, SCHEMA, about | entries, extend=False), on=0
-        )
+        tree = {**origin, "config": sizes, "runs": entries}
+        together(comm, lambda: write(args.output, SCHEMA, tree), on=0)
     return comm.bcast(_report(args, entries) if comm.rank == 0 else None)
 
 
@@ -87,8 +84,8 @@ def _measured(
     args: argparse.Namespace,
     context: int,
     trace: Trace | None,
-) -> dict[str, Entry]:
-    """Check and time steps after a context of random keys and values; return groups of a file."""
+) -> dict[str, dict[str, object]]:
+    """Check and time steps after a context of random keys and values; return a run of a file."""
     names, ranks = list(range(args.requests)), split[0] if split else comm.size
     label, positions = f"{split[0]}+{split[1]}" if split else comm.size, ranks // args.head_ranks
     decoder = _decoder(comm, grid, split, config, args)
@@ -133,20 +130,16 @@ def _measured(
         trace.sections += [slices] if slices else []
     if of_ranks is None:
         return {}
-    run, kinds = f"runs/{label}/{context}", ("bytes", "messages")
-    attributes = {
-        f"{what}_{x}": int(n)
-        for (what, x), n in zip(product(("sent", "predicted"), kinds), counts)
-    }
-    attributes |= {"cache_bytes": nbytes, "parts": DECODE_PARTS, "attention_ranks": ranks}
+    kinds = product(("sent", "predicted"), ("bytes", "messages"))
+    run = {f"{what}_{x}": int(n) for (what, x), n in zip(kinds, counts)}
+    run |= {"cache_bytes": nbytes, "parts": list(DECODE_PARTS), "attention_ranks": ranks}
     checks = {
         "out": _checked(config, args, context, q, out),
         "traffic": Check(float(error), 0.0, comm.size),
     }
-    entries = {run: Entry(attributes, {"seconds": np.array(of_ranks).swapaxes(0, 1)})}
-    for name, check in checks.items():
-        entries[f"{run}/checks/{name}"] = Entry(check.attributes)
-    return entries
+    run["seconds"] = np.array(of_ranks).swapaxes(0, 1)
+    run["checks"] = {name: check.attributes for name, check in checks.items()}
+    return {f"{label}/{context}": run}
 
 
 def _decoder(
@@ -204,31 +197,30 @@ def _checked(
     return Check(float(error), BOUND * float(np.abs(exact).max()), 1)
 
 
-def _report(args: argparse.Namespace, entries: Mapping[str, Entry]) -> int:
+def _report(args: argparse.Namespace, entries: Mapping[str, Mapping]) -> int:
     """Print the table, medians over the trials; return the exit code."""
     print(f"{args.requests} requests, {args.layers} layers; milliseconds of a step, medians")
     rows = [
         ["ranks", "context", "step", *DECODE_PARTS, "wait %", "sent bytes", "messages", "cache MB"]
     ]
     failed = []
-    for name, entry in entries.items():
-        _, ranks, context, *check = name.split("/")
-        a = entry.attributes
-        if not check:
-            seconds = 1e3 * entry.arrays["seconds"]  # (trials, ranks, parts)
-            step = np.median(seconds[..., :3].sum(axis=2).max(axis=1))
-            parts = np.median(seconds.mean(axis=1), axis=0)
-            waits = np.median(seconds[..., 4] / seconds[..., :3].sum(axis=2), axis=0)  # (ranks,)
-            kinds = np.split(100 * waits, [a["attention_ranks"]])
-            shares = " + ".join(f"{x.mean():.0f}" for x in kinds if len(x))
-            numbers = [*(f"{x:.2f}" for x in (step, *parts)), shares]
-            counts = str(a["sent_bytes"]), str(a["sent_messages"])
-            rows.append([ranks, context, *numbers, *counts, f"{a['cache_bytes'] / 1e6:.1f}"])
-        elif not a["passed"]:
-            failed.append(
-                f"FAILED {ranks} ranks, {context} tokens, {check[-1]}: {a['error']:.2e}, bound "
-                f"{a['bound']:.2e}"
-            )
+    for name, run in entries.items():
+        ranks, context = name.split("/")
+        seconds = 1e3 * run["seconds"]  # (trials, ranks, parts)
+        step = np.median(seconds[..., :3].sum(axis=2).max(axis=1))
+        parts = np.median(seconds.mean(axis=1), axis=0)
+        waits = np.median(seconds[..., 4] / seconds[..., :3].sum(axis=2), axis=0)  # (ranks,)
+        kinds = np.split(100 * waits, [run["attention_ranks"]])
+        shares = " + ".join(f"{x.mean():.0f}" for x in kinds if len(x))
+        numbers = [*(f"{x:.2f}" for x in (step, *parts)), shares]
+        counts = str(run["sent_bytes"]), str(run["sent_messages"])
+        rows.append([ranks, context, *numbers, *counts, f"{run['cache_bytes'] / 1e6:.1f}"])
+        failed += [
+            f"FAILED {ranks} ranks, {context} tokens, {what}: {x['error']:.2e}, bound "
+            f"{x['bound']:.2e}"
+            for what, x in run["checks"].items()
+            if not x["passed"]
+        ]
     print(aligned(rows, left=()))
     print("\n".join(failed) or "all checks passed")
     return FAILED_CHECK if failed else 0

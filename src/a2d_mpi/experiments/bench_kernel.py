@@ -20,13 +20,14 @@ from a2d_mpi.core.dtypes import as_dtype
 from a2d_mpi.core.sizes import flops, parse_count
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments.benchmark import SCHEMA, Entry, kernel_speeds, write_entries
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.hdf5 import check_output
+from a2d_mpi.experiments.hdf5 import add, check_output
 from a2d_mpi.experiments.measure import open_device
 from a2d_mpi.experiments.options import FAILED_CHECK, BadOption
 from a2d_mpi.experiments.origin import provenance
+from a2d_mpi.experiments.results import BENCHMARK_SCHEMA
 from a2d_mpi.experiments.streams import progress
+from a2d_mpi.experiments.summary import kernel_speeds
 from a2d_mpi.experiments.tile import RandomTile
 from a2d_mpi.experiments.timing import in_turn
 from a2d_mpi.kernels import Kernel, check_kernel, make_kernel
@@ -73,7 +74,7 @@ def _bench_kernel(args: argparse.Namespace) -> int:
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.output:
-        check_output(args.output, SCHEMA)
+        check_output(args.output, BENCHMARK_SCHEMA)
     for name in args.kernels:
         check_kernel(name, as_dtype(args.dtype))
     problems = []  # all options are checked before the first kernel runs
@@ -82,15 +83,16 @@ def _bench_kernel(args: argparse.Namespace) -> int:
         problems.append((config, text, make_mask(text, config.seqlen)))
     device = _device(args.device)
     torch = _torch(device)
-    about: dict[str, object] = {
-        **provenance("none", [socket.gethostname()], device.description),
+    origin = provenance("none", [socket.gethostname()], device.description)
+    times: dict[str, object] = {
+        "origin": origin,
         "threads": 1,
         "trials": args.trials,
         "dtype": args.dtype,
         "torch": str(torch.__version__) if torch else "none",
     }
-    times, right = Entry(about), True
-    print("{device}, {dtype}; {blas}, 1 thread; numpy {numpy_version}".format(**about))
+    right = True
+    print("{device}, {dtype}; {blas}, 1 thread; numpy {numpy_version}".format(**times, **origin))
     with threadpool_limits(1):
         for config, text, mask in (bar := progress(problems, desc="workloads")):
             sizes = config.seqlen, config.seqlen, config.nheads, config.nheads_kv, config.headdim
@@ -106,18 +108,18 @@ def _bench_kernel(args: argparse.Namespace) -> int:
                 calls |= _torch_calls(torch, tile, text == "causal")
             of = f"{config.seqlen}x{config.nheads}x{config.headdim}/{text}"
             seconds = in_turn(calls, args.trials, device=device)
-            times.arrays |= {f"{of}/{call}": x for call, x in seconds.items()}
+            times |= {f"{of}/{call}": x for call, x in seconds.items()}
             for phase in PHASES:
                 work = flops(tile.area, config.nheads, config.headdim, phase == "backward")
-                about[f"tflop/{of}/{phase}"] = work / 1e12
+                times[f"tflop/{of}/{phase}"] = work / 1e12
             bar.write("\n".join(_speeds(times, of)))
             if not error < BOUNDS[args.dtype]:
                 right = False
                 bar.write(f"{of}: results are WRONG by {error:.1e}")
     if args.output:
-        name = args.name or f"{about['device']}, {about['blas']}"
-        about["right"] = right
-        write_entries(args.output, SCHEMA, {f"figures/{name.replace('/', ' ')}": times})
+        name = args.name or f"{origin['device']}, {origin['blas']}"
+        times["right"] = right
+        add(args.output, BENCHMARK_SCHEMA, {"figures": {name.replace("/", " "): times}})
     return 0 if right else FAILED_CHECK
 
 
@@ -204,7 +206,7 @@ def _torch_calls(
     return calls
 
 
-def _speeds(times: Entry, of: str) -> Iterator[str]:
+def _speeds(times: dict[str, object], of: str) -> Iterator[str]:
     """Yield a line for each phase and implementation of a shape and mask ("shape/mask").
 
     A line has the median speed and two ratios: to the speed under the full mask, if it was timed

@@ -4,7 +4,8 @@
 
     /                       attributes: schema, schema_version, origin
     /config                 attributes: options
-    /runs/<plan>/<tokens>   attributes: passed, error/<tensor>, bound/<tensor>
+    /runs/<plan>/<tokens>   attribute passed
+        checks/<tensor>     attributes: error, bound, rows, passed
         seconds             (trials, ranks, phases) seconds of calls: forward, backward
         wait                (trials, ranks, phases) seconds of these in waits for messages
         sent                (ranks, phases) bytes of a call
@@ -22,15 +23,13 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import squarest
-from a2d_mpi.experiments.benchmark import Entry, write_entries
 from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.experiments.cli import check_room, together
-from a2d_mpi.experiments.gpt_files import LINEAR_SCHEMA
-from a2d_mpi.experiments.hdf5 import check_output
+from a2d_mpi.experiments.hdf5 import check_output, write
 from a2d_mpi.experiments.inputs import random_inputs, random_rows
 from a2d_mpi.experiments.measure import origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK, SAMPLE
-from a2d_mpi.experiments.results import Check
+from a2d_mpi.experiments.results import LINEAR_SCHEMA, Check
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.linear.features import make_feature_map
@@ -53,21 +52,18 @@ def bench_linear(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     grid, origin, entries = ProcessGrid(comm, *squarest(comm.size)), origin_of(comm), {}
     runs = [(name, seqlen) for seqlen in args.seqlens for name in args.plans]
     for name, seqlen in progress(runs, comm.rank, desc="plans x lengths"):
-        entries[f"runs/{name}/{seqlen}"] = _measured(grid, args, name, seqlen)
+        entries[f"{name}/{seqlen}"] = _measured(grid, args, name, seqlen)
         if args.output:  # what there is, should the job be ended
             left_out = "output", "command"
             options = {x: str(y) for x, y in vars(args).items() if x not in left_out}
-            about = {"/": Entry(origin), "config": Entry(options)}
-            both = about | entries
-            together(
-                comm, lambda x=both: write_entries(args.output, LINEAR_SCHEMA, x, False), on=0
-            )
+            tree = {**origin, "config": options, "runs": entries}
+            together(comm, lambda x=tree: write(args.output, LINEAR_SCHEMA, x), on=0)
     grid.free()
     return comm.bcast(_report(entries) if comm.rank == 0 else None)
 
 
-def _measured(grid: ProcessGrid, args: argparse.Namespace, name: str, seqlen: int) -> Entry | None:
-    """Measure one plan at one length; return its entry on rank 0.  The first call is checked."""
+def _measured(grid: ProcessGrid, args: argparse.Namespace, name: str, seqlen: int) -> dict | None:
+    """Measure one plan at one length; return its run on rank 0.  The first call is checked."""
     comm, seconds, wait = grid.comm, [], []
     plan = _plan(grid, args, name, seqlen)
     tensors = random_inputs(plan, True, args.seed)
@@ -85,10 +81,8 @@ def _measured(grid: ProcessGrid, args: argparse.Namespace, name: str, seqlen: in
         return None
     seconds, wait, sent = map(np.array, zip(*gathered))
     arrays = {"seconds": seconds.swapaxes(0, 1), "wait": wait.swapaxes(0, 1), "sent": sent}
-    attributes = {"passed": all(x.passed for x in checks.values())}
-    attributes |= {f"error/{x}": y.error for x, y in checks.items()}
-    attributes |= {f"bound/{x}": y.bound for x, y in checks.items()}
-    return Entry(attributes, arrays)
+    passed = all(x.passed for x in checks.values())
+    return {**arrays, "passed": passed, "checks": {x: y.attributes for x, y in checks.items()}}
 
 
 def _plan(
@@ -188,19 +182,18 @@ def _check_linear(
     return checks
 
 
-def _report(entries: dict[str, Entry]) -> int:
+def _report(entries: dict[str, dict]) -> int:
     """Print the table, medians of the slowest rank; return the exit code."""
     columns = ["plan", "tokens", "forward", "wait", "backward", "wait", "sent MB", "error"]
     rows, failed = [[*columns, ""]], False
-    for name, entry in entries.items():
-        _, plan, seqlen = name.split("/")
-        a = entry.attributes
-        seconds = np.median(entry.arrays["seconds"].max(axis=1), axis=0)
-        wait = np.median(entry.arrays["wait"].mean(axis=1), axis=0)
+    for name, run in entries.items():
+        plan, seqlen = name.split("/")
+        seconds = np.median(run["seconds"].max(axis=1), axis=0)
+        wait = np.median(run["wait"].mean(axis=1), axis=0)
         times = [f"{x:.3f}" for both in zip(seconds, wait) for x in both]
-        sent = entry.arrays["sent"].sum(axis=1).max() / 1e6
-        error = max(y for x, y in a.items() if x.startswith("error/"))
-        mark, failed = "" if a["passed"] else "FAILED", failed or not a["passed"]
+        sent = run["sent"].sum(axis=1).max() / 1e6
+        error = max(x["error"] for x in run["checks"].values())
+        mark, failed = "" if run["passed"] else "FAILED", failed or not run["passed"]
         rows.append([plan, seqlen, *times, f"{sent:.3f}", f"{error:.1e}", mark])
     print(aligned(rows))
     return FAILED_CHECK if failed else 0

@@ -2,9 +2,9 @@
 
 The file::
 
-    /                 attributes: schema, schema_version
-    /runs/<name>      attributes: ranks, plan, model, predicted/<part>, predicted/memory, ...
-        seconds       (trials, ranks, parts) seconds of steps; attribute parts
+    /runs/<name>      attributes: ranks, plan, model, predicted/<part>, parts, ...
+        origin        attributes: provenance
+        seconds       (trials, ranks, parts) seconds of steps
         operator      (trials, ranks) seconds of attention alone, forward and backward once
         sent          (ranks, 2) bytes of a step: attention, sums of gradients
         activations   (ranks,) peak bytes of a step without attention's buffers
@@ -23,16 +23,16 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
-from a2d_mpi.experiments.benchmark import extends, read_entries, write_entries
 from a2d_mpi.experiments.cli import check_room, together
-from a2d_mpi.experiments.gpt_files import STEPS_SCHEMA as SCHEMA
-from a2d_mpi.experiments.gpt_files import Steps
 from a2d_mpi.experiments.grids import plan_of
+from a2d_mpi.experiments.hdf5 import add, check_output, read
 from a2d_mpi.experiments.inputs import random_inputs
 from a2d_mpi.experiments.measure import Measurement, origin_of
 from a2d_mpi.experiments.model_options import model_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.streams import progress
+from a2d_mpi.experiments.summary import STEPS_SCHEMA as SCHEMA
+from a2d_mpi.experiments.summary import Steps
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
 from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.experiments.timing import turns
@@ -83,11 +83,11 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         for run in progress(steps, comm.rank, desc="steps", total=total):
             run.trial()
     origin = origin_of(comm)
-    measured = {f"runs/{name}": run.result(machine, origin) for name, run in runs.items()}
+    measured = {name: run.result(machine, origin) for name, run in runs.items()}
     passed = all(run.passed for run in runs.values())
     for x in (*trainings.values(), *(run.plan for run in runs.values()), *grids.values()):
         x.free()
-    together(comm, lambda: write_entries(args.output, SCHEMA, measured), on=0)
+    together(comm, lambda: add(args.output, SCHEMA, {"runs": measured}), on=0)
     if comm.rank == 0:
         _report(list(measured.values()))
     return 0 if comm.allreduce(passed, MPI.LAND) else FAILED_CHECK
@@ -101,8 +101,8 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
         seqlen=args.seqlen, **config.heads, dtype=args.dtype, mask=args.mask, backward=True
     )
     plans = plans_for(case, args.plans, ranks, machine=machine)
-    there = extends(args.output, args.resume, 1 << 16)
-    return config, plans, machine, set(read_entries(args.output, SCHEMA)) if there else set()
+    there = check_output(args.output, SCHEMA, 1 << 16, args.resume)
+    return config, plans, machine, set(read(args.output, SCHEMA)["runs"]) if there else set()
 
 
 def _check_room(
@@ -222,7 +222,7 @@ class _Run:
         if gathered is None:
             return None
         attributes = {
-            **origin, **c.attributes, **asdict(config),
+            "origin": origin, **c.attributes, **asdict(config), "parts": list(STEP_PARTS),
             "recompute": self.recompute, "passed": passed,
             "distribution": self.plan.distribution.name,
             "loss error": self.errors[0], "gradient error": self.errors[1],
@@ -236,24 +236,23 @@ class _Run:
         arrays = {name: np.array([x[name] for x in gathered]) for name in gathered[0]}
         for name in ("seconds", "operator"):
             arrays[name] = arrays[name].swapaxes(0, 1)  # (trials, ranks, ...)
-        return Steps(attributes, arrays)
+        return Steps(attributes | arrays)
 
 
 def _report(measured: list[Steps]) -> None:
     """Print the table: medians of the slowest rank, with predictions in parentheses."""
     rows = [["plan", "step", *STEP_PARTS, "operator", "activations", "error", ""]]
     for run in measured:
-        a = run.attributes
         parts = [duration(x) for x in run.parts.values()]
         if run.predicted:
             parts = [f"{x} ({duration(y)})" for x, y in zip(parts, run.predicted.values())]
         rows.append([
-            run.plan + " again" * a["recompute"],
+            run.plan + " again" * run["recompute"],
             duration(run.seconds),
             *parts,
             duration(run.operator),
-            f"{run.arrays['activations'].max() / 1e6:.2f} MB",
-            f"{max(a['loss error'], a['gradient error']):.1e}",
-            "" if a["passed"] else "FAILED",
+            f"{run['activations'].max() / 1e6:.2f} MB",
+            f"{max(run['loss error'], run['gradient error']):.1e}",
+            "" if run["passed"] else "FAILED",
         ])  # fmt: skip
     print(aligned(rows))

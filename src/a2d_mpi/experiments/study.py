@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.results import phases_of
+from a2d_mpi.experiments.results import phases_of, read_benchmark
 from a2d_mpi.experiments.summary import Summary, summarise, table
 
 CLOSE = 1.1  # a pick is good if it takes at most this multiple of the fastest plan's time

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.experiments.hdf5 import flat, read
 from a2d_mpi.experiments.results import Result, phases_of, usual_trial
 from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.planning.layouts import known_as
@@ -16,6 +18,7 @@ from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS
 
 TABLE = ("  plan", "phase", "ms", "ratio", "wait", "predicted", "received", "checks")
+STEPS_SCHEMA = ("a2d_mpi training steps", 2)
 # Methods alone and with a head axis, in the order of tables and figures.
 FAMILIES = tuple(
     method + heads for method in (*METHODS, "all-gather") for heads in ("", " + heads")
@@ -179,3 +182,59 @@ def best_of_families(
     for (family, _), x in sorted(best.items(), key=lambda item: item[0]):
         by_family.setdefault(family, []).append(x)
     return by_family
+
+
+class Steps(dict):
+    """Training steps by one plan: a run in a file of `a2d_mpi.experiments.bench_train`."""
+
+    @property
+    def plan(self) -> str:
+        """Name of the plan: method and shape."""
+        return "{method} {rows}x{cols}x{heads}".format(**self)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the slowest rank, median of all trials."""
+        return float(np.median(self["seconds"].sum(axis=2).max(axis=1)))
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of the slowest rank by part, medians of all trials."""
+        seconds = self["seconds"]  # (trials, ranks, parts)
+        slowest = seconds.sum(axis=2).argmax(axis=1)
+        of_slowest = seconds[np.arange(len(seconds)), slowest]
+        return dict(zip(self["parts"], np.median(of_slowest, axis=0).tolist()))
+
+    @property
+    def operator(self) -> float:
+        """Seconds of attention alone, forward and backward once, median of all trials."""
+        return float(np.median(self["operator"].max(axis=1)))
+
+    @property
+    def predicted(self) -> dict[str, float]:
+        """Predicted seconds by part; empty without a profile."""
+        return {x: self[f"predicted/{x}"] for x in self["parts"] if f"predicted/{x}" in self}
+
+
+def read_steps(path: str | os.PathLike[str]) -> list[Steps]:
+    """Read a file of `drivers/bench.py train`.
+
+    Raises
+    ------
+    OSError, ValueError
+        If it cannot be read, or is another kind of file; one line.
+    """
+    return [Steps(run) for run in read(path, STEPS_SCHEMA)["runs"].values()]
+
+
+def kernel_speeds(times: Mapping[str, object]) -> dict[str, dict[str, float]]:
+    """Compute median TFLOP/s of bench.py kernels, by mask and phase, then by implementation.
+
+    The masks and phases with the least work come first.
+    """
+    speeds: dict[str, dict[str, float]] = {}
+    for call, seconds in flat(times).items():
+        group, _, name = call.rpartition("/")
+        if (work := times.get(f"tflop/{group}")) is not None:
+            speeds.setdefault(group, {})[name] = work / float(np.median(seconds))
+    return dict(sorted(speeds.items(), key=lambda x: (times[f"tflop/{x[0]}"], x[0])))

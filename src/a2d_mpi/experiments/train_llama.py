@@ -20,13 +20,12 @@ from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.bench_train import BOUNDS
-from a2d_mpi.experiments.benchmark import Entry
 from a2d_mpi.experiments.cli import check_room, together
-from a2d_mpi.experiments.gpt_files import Losses, write_losses
 from a2d_mpi.experiments.grids import open_grid
+from a2d_mpi.experiments.hdf5 import write
 from a2d_mpi.experiments.measure import grid_config, open_device, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.results import Check
+from a2d_mpi.experiments.results import TRAINING_SCHEMA, Check
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.gpt.gradients import total
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
@@ -82,13 +81,16 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         settings = {**grid_config(grid), "method": args.method, "kernel": plan.kernel,
                     "torch": torch.__version__, **_options(args)}  # fmt: skip
         texts = {"name": args.text.name, "sha256": text.sha256, **text.sizes()}
-        run = Losses(np.array(losses), settings, texts, held_out={})
-        root = Entry(origin, {"seconds/total": np.array(seconds)})
-        groups = {
-            f"checks/{name}": Entry({"error": x.error, "bound": x.bound})
-            for name, x in checks.items()
+        tree = {
+            **origin,
+            "loss": np.array(losses),
+            "seconds": {"total": np.array(seconds)},
+            "config": settings,
+            "text": texts,
+            "held_out": {},
+            "checks": {name: x.attributes for name, x in checks.items()},
         }
-        together(comm, lambda: write_losses(args.output, run, root, groups), on=0)
+        together(comm, lambda: write(args.output, TRAINING_SCHEMA, tree), on=0)
     hooks.free()
     plan.free()
     grid.free()
