@@ -191,7 +191,6 @@ def linear(parser: Parser) -> Callable:
     from a2d_mpi.experiments.model_options import FLOATS
     from a2d_mpi.linear.features import FEATURE_MAPS
     from a2d_mpi.linear.norms import NORMS
-    from a2d_mpi.linear.plan import CHUNK
     from a2d_mpi.schedules import METHODS
 
     group = parser.add_argument_group("workloads and plans")
@@ -211,8 +210,6 @@ def linear(parser: Parser) -> Callable:
     add("--decay", type=real(0, 1), metavar="X", help="decay of all heads; default: none")
     text = "distribution of tokens over ranks"
     add("--distribution", metavar="NAME", default="contiguous", help=text)
-    text = "tokens that are computed at once"
-    add("--chunk", type=tokens(most=4096), metavar="TOKENS", default=CHUNK, help=text)
     _add_measurement(parser)
     return bench_linear
 

@@ -15,10 +15,10 @@ from helpers import DEEPER, SAMPLE, assert_all_refused, assert_refused
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments import benchmark
+from a2d_mpi.experiments.bench_kernel import RandomTile
 from a2d_mpi.experiments.benchmark import SCHEMA, read_benchmark, read_entries
 from a2d_mpi.experiments.results import TIMED_PARTS
 from a2d_mpi.experiments.sweep import Case, parse_plan, plans_for
-from a2d_mpi.experiments.tile import RandomTile
 from a2d_mpi.kernels.numpy import NumpyKernel
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning import planner
@@ -306,7 +306,8 @@ def test_kernels_on_one_core(tmp_path):
     done = helpers.drive(
         "bench.py kernels", 0, *options, "--masks", "full,sliding_window:3,3", numba=True
     )
-    assert done.stdout.count("of the full mask's") == 4
+    ratios = re.findall(r"^40x2x8/sliding_window:3,3 .* \d+\.\d\d$", done.stdout, re.MULTILINE)
+    assert len(ratios) == 4 and "all checks passed" in done.stdout
     found = read_entries(path, SCHEMA, "figures")["here"]
     names = set(product(("full", "sliding_window:3,3"), PHASES, ("numpy", "numba")))
     assert {tuple(x.split("/")[1:]) for x in found.arrays} == names
@@ -319,10 +320,10 @@ def test_wrong_results_are_seen():
     tile = RandomTile(9, 20, 4, 2, 8, Causal())
     for call in tile.calls(NumpyKernel(np.float32, tile.softmax_scale)).values():
         call()
-    assert tile.error() < 1e-5
-    for x in (tile.out, *tile.gradients):
+    assert all(x.passed and x.error < 1e-5 for x in tile.checks().values())
+    for name, x in zip(("out", "dq", "dk", "dv"), (tile.out, *tile.gradients)):
         x += 0.1
-        assert tile.error() > 0.03
+        assert name in {name for name, check in tile.checks().items() if not check.passed}
         x -= 0.1
 
 

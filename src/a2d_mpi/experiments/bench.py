@@ -16,15 +16,13 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.grids import plan_of
-from a2d_mpi.experiments.inputs import random_inputs
 from a2d_mpi.experiments.mask_file import FILE
-from a2d_mpi.experiments.measure import Measurement, open_device, origin_of
+from a2d_mpi.experiments.measure import Measurement, open_device, origin_of, random_inputs, turns
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
 from a2d_mpi.experiments.results import Result, add_results, phases_of, start_benchmark
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.summary import summarise, table
 from a2d_mpi.experiments.sweep import Configuration, cases_of, plans_for
-from a2d_mpi.experiments.timing import turns
 from a2d_mpi.experiments.trace import Trace, check_trace
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.profile import read_machine, to_toml
@@ -171,8 +169,7 @@ def _result(
     plan = run.plan
     result = run.result(config, origin)
     if result is not None:
-        expected = c.expected(machine, plan.layout, plan.distribution.name)
-        result.predicted, result.figures = expected
+        result.predicted = c.expected(machine, plan.layout, plan.distribution.name)
         if args.spans == "none" or (args.spans == "picked" and not c.picked):
             result.spans.clear()
     return result

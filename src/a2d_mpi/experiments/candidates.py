@@ -9,9 +9,8 @@ from functools import partial
 from a2d_mpi.core.sizes import misfit
 from a2d_mpi.experiments.mask_file import FILE
 from a2d_mpi.experiments.options import Parser, add_mask, add_options, whole
-from a2d_mpi.experiments.streams import progress
-from a2d_mpi.experiments.sweep import Case, grid_text, slices_text
-from a2d_mpi.experiments.tables import aligned
+from a2d_mpi.experiments.streams import aligned, progress
+from a2d_mpi.experiments.sweep import Case
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import STEP_PARTS, predict_step
 from a2d_mpi.planning.machine import Machine, one_line
@@ -157,13 +156,13 @@ def _print_steps(
         step = predict_step(machine, plan, config, args.seqlen, args.dtype, args.recompute)
         seconds = map(duration, (step.total, *step.seconds.values()))
         rate = f"{args.seqlen / step.total:.4g}"
-        rows.append([plan.method, grid_text(plan.layout), *seconds, rate, _bytes(step.memory)])
+        rows.append([plan.method, plan.layout.shape, *seconds, rate, _bytes(step.memory)])
     print(aligned(rows, left=(0, 1)))
 
 
 def _row(plan: Candidate, ranks: int, best: Candidate) -> list[str]:
     """Return the cells of a plan: its numbers, or their bounds if it was not simulated."""
-    cells, used = [plan.method, grid_text(plan.layout), plan.layout.numbering], plan.layout.size
+    cells, used = [plan.method, plan.layout.shape, plan.layout.numbering], plan.layout.size
     if plan.phases:
         cells += map(duration, (plan.seconds, *plan.split.values()))
         over_bound = f"{plan.over_bound:.2f}" if math.isfinite(plan.over_bound) else "-"
@@ -172,8 +171,7 @@ def _row(plan: Candidate, ranks: int, best: Candidate) -> list[str]:
     else:
         cells += [f">= {duration(plan.bound)}", *["-"] * 7, f">= {_bytes(plan.memory)}"]
     idle = f"{used} of {ranks} ranks, {1 - used / ranks:.0%} idle" if used < ranks else ""
-    slices = slices_text(plan.layout)
-    sliced = f"{slices} slices" * (slices != "1x1")
+    sliced = f"{plan.layout.sliced} slices" * (plan.layout.sliced != "1x1")
     notes = plan.layout.distribution, sliced, plan.known_as, idle, why_not(plan, best)
     return [*cells, "; ".join(filter(None, notes))]
 

@@ -164,29 +164,31 @@ def fill(group: h5py.Group, tree: Mapping[str, object], written: dict | None = N
     """
     written = {} if written is None else written
     for name, x in tree.items():
+        if not isinstance(x, (Mapping, np.ndarray)):
+            group.attrs[name] = _attribute(x)
+            continue
         key = _key(x)
         if key in written:
             group[name] = written[key]
         elif isinstance(x, Mapping):
             fill(_new_group(group, name), x, written)
-        elif isinstance(x, np.ndarray):
+        else:
             packs = x.nbytes in PACKED and not x.dtype.hasobject
             packed = {"chunks": x.shape, "compression": "gzip", "shuffle": True}
             group.create_dataset(name, data=x, **packed if packs else {})
-        else:
-            group.attrs[name] = _attribute(x)
         if key is not None:
             written[key] = group[name]
 
 
 def _key(x: object) -> object:
-    """Return what is the same for equal groups of attributes and equal arrays; None: no link."""
-    if isinstance(x, np.ndarray) and x.nbytes < PACKED.stop and not x.dtype.hasobject:
-        return x.dtype.str, x.shape, x.tobytes()
-    members = x.values() if isinstance(x, Mapping) else ()
-    if not members or any(isinstance(y, (Mapping, np.ndarray)) for y in members):
-        return None
-    return tuple(sorted((name, repr(_attribute(y))) for name, y in x.items()))
+    """Return what is the same for equal groups, arrays and attributes; None: write it anew."""
+    if isinstance(x, Mapping):
+        keys = [(name, _key(y)) for name, y in sorted(x.items())]
+        return None if not keys or None in dict(keys).values() else tuple(keys)
+    if isinstance(x, np.ndarray):
+        is_small = x.nbytes < PACKED.stop and not x.dtype.hasobject
+        return (x.dtype.str, x.shape, x.tobytes()) if is_small else None
+    return repr(_attribute(x))
 
 
 def _new_group(parent: h5py.Group, name: str) -> h5py.Group:
@@ -247,43 +249,47 @@ def new_file(
 
 
 def check_output(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None,
     schema: tuple[str, int],
-    nbytes: int = 0,
     resume: bool | None = None,
+    nbytes: int = 1 << 16,
 ) -> bool:
-    """Check before the work that a file of `nbytes` bytes can be written afterwards.
+    """Check before the work that a file can be written afterwards.
 
     Parameters
     ----------
-    path : path
+    path : path or None
+        None: there is nothing to write.
     schema : (str, int)
-    nbytes : int
     resume : bool, optional
-        True: an existing file is extended.  False: it is refused.  Default: it may be replaced.
+        Whether the file may exist, which the caller then reads.  Default: a file of this schema
+        may exist.
+    nbytes : int
+        Size that the file may have.
 
     Returns
     -------
     bool
-        Whether there is a file.
+        Whether the file exists.
 
     Raises
     ------
     OSError
         If it cannot be written.
     ValueError
-        If a file exists whose schema is another, so that it was not made by this program, or
-        `resume` is False.
+        If it exists and `resume` is false, or another program made it.
     """
+    if path is None:
+        return False
 
-    def check(path: str | os.PathLike[str]) -> None:
+    def read(path: str | os.PathLike[str]) -> None:
         with reading(path, schema):
             pass
 
     there = os.path.exists(path)
+    check_writable(path, nbytes, read if resume is None else None)
     if there and resume is False:
         raise ValueError(f"{path} exists: give --resume to add to it, or another --output")
-    check_writable(path, nbytes, check)
     return there
 
 

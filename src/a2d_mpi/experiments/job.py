@@ -18,9 +18,15 @@ from a2d_mpi.core.sizes import flops
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.grids import open_grid
 from a2d_mpi.experiments.hdf5 import check_output
-from a2d_mpi.experiments.inputs import random_rows, refuse_nan
 from a2d_mpi.experiments.mask_file import FILE, mask_of
-from a2d_mpi.experiments.measure import RESULTS, Measurement, open_device, origin_of
+from a2d_mpi.experiments.measure import (
+    RESULTS,
+    Measurement,
+    open_device,
+    origin_of,
+    random_rows,
+    refuse_nan,
+)
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
 from a2d_mpi.experiments.origin import sha256
 from a2d_mpi.experiments.results import (
@@ -46,7 +52,7 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     if args.output:
         elements = sum(math.prod(config.shape(name)) for name in RESULTS) * args.save_outputs
         nbytes = 8 * config.seqlen * elements + (1 << 20)
-        together(comm, lambda: check_output(args.output, RESULT_SCHEMA, nbytes), on=0)
+        together(comm, lambda: check_output(args.output, RESULT_SCHEMA, nbytes=nbytes), on=0)
     trace = None
     if args.trace:
         from a2d_mpi.experiments.trace import Trace, check_trace

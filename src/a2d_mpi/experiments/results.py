@@ -26,9 +26,9 @@ TRAINING_SCHEMA = ("a2d_mpi.training", 1)
 # A span of time of a rank: `part` is an index into TIMED_PARTS, `start` and `end` are seconds
 # since the phase began on this rank.
 SPAN = np.dtype([("rank", "i4"), ("part", "i4"), ("start", "f4"), ("end", "f4")])
-# Seconds are stored as multiples of 60 ns, which is what reading the clock takes: digits of noise
-# would be most of a file.
-TICKS = 1 << 24
+# Seconds are stored in quarters of a microsecond: finer digits are noise of barriers and Python,
+# and would be most of a file, because noise cannot be packed.
+TICKS = 1 << 22
 TIMED_PARTS = ("compute", "merge", "wait", "total")  # as of `AttentionPlan.timings`
 
 
@@ -197,11 +197,9 @@ class Result:
         Checks by tensor: "out", "lse", "dq", ...
     outputs : dict of str to arrays (seqlen, ...)
         Gathered tensors in the order of the sequence, if they are to be kept.
-    predicted : dict of str to (rank,) float64
-        Predicted seconds by "phase/part" as in `timings`; the parts are "compute", "merge",
-        "wait", "other" and "total".
-    figures : dict of str to number or str
-        Other predictions: bytes of memory, lower bounds, ...
+    predicted : dict of str to number or str
+        Predictions: "memory" in bytes of a rank, "forward seconds" of the slowest rank, "forward
+        lower bound" of a rank's bytes, ...
     spans : dict of str to (n,) SPAN
         Spans of all ranks in one trial, by phase.
     """
@@ -213,8 +211,7 @@ class Result:
     traffic: dict[str, dict[str, np.ndarray]]
     checks: dict[str, Check]
     outputs: dict[str, np.ndarray] = field(default_factory=dict)
-    predicted: dict[str, np.ndarray] = field(default_factory=dict)
-    figures: dict[str, object] = field(default_factory=dict)
+    predicted: dict[str, object] = field(default_factory=dict)
     spans: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
@@ -287,7 +284,7 @@ def start_benchmark(
     ValueError
         If the file exists and `resume` is false, or it was made with other settings.
     """
-    if not check_output(path, BENCHMARK_SCHEMA, resume=resume):
+    if not check_output(path, BENCHMARK_SCHEMA, resume):
         return {}
     earlier, results = read(path, BENCHMARK_SCHEMA, _benchmark)
     for name in {**earlier, **settings}:
@@ -332,7 +329,7 @@ def _tree(result: Result) -> dict[str, object]:
             name: x if x.dtype.kind == "f" else x.astype(np.float32)
             for name, x in result.outputs.items()
         },
-        "predicted": {**result.figures, **result.predicted},
+        "predicted": result.predicted,
         "spans": result.spans,
     }
     optional = ("outputs", "predicted", "spans")
@@ -341,7 +338,6 @@ def _tree(result: Result) -> dict[str, object]:
 
 def _result(run: Tree) -> Result:
     """Return the result of a tree that was read."""
-    predicted = run.get("predicted", {})
     return Result(
         provenance={**run["origin"], "utc_time": run["utc_time"]},
         config=run["config"],
@@ -357,7 +353,6 @@ def _result(run: Tree) -> Result:
             for name, x in run["checks"].items()
         },
         outputs=flat(run.get("outputs", {})),
-        predicted=flat(predicted),
-        figures={name: x for name, x in predicted.items() if not isinstance(x, Tree)},
+        predicted=run.get("predicted", {}),
         spans=flat(run.get("spans", {})),
     )

@@ -118,7 +118,7 @@ def simulate_all(args: argparse.Namespace) -> int:
     """Run the simulations that a file lacks, one after the other; return the exit code."""
     networks = [replace(parse_network(x), slow_port=args.slow_port) for x in args.networks]
     replayer()  # raises an error now if SimGrid is not installed
-    there = check_output(args.output, SCHEMA, resume=args.resume)
+    there = check_output(args.output, SCHEMA, args.resume)
     done = read_simulations(args.output) if there else {}
     origin, before = provenance("none", ["simulated"]), 0
     with progress(_tasks(args, networks), unit="plan") as bar:
