@@ -14,13 +14,12 @@ from tqdm import tqdm
 from a2d_mpi.comm.failures import Failures, RanksLost, survivors
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments.benchmark import add_results, start_benchmark
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.grids import plan_of
 from a2d_mpi.experiments.mask_file import FILE
 from a2d_mpi.experiments.measure import Measurement, open_device, origin_of, random_inputs, turns
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
-from a2d_mpi.experiments.results import Result, phases_of
+from a2d_mpi.experiments.results import Result, add_results, phases_of, start_benchmark
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.summary import summarise, table
 from a2d_mpi.experiments.sweep import Configuration, cases_of, plans_for
@@ -170,8 +169,7 @@ def _result(
     plan = run.plan
     result = run.result(config, origin)
     if result is not None:
-        expected = c.expected(machine, plan.layout, plan.distribution.name)
-        result.predicted, result.figures = expected
+        result.predicted = c.expected(machine, plan.layout, plan.distribution.name)
         if args.spans == "none" or (args.spans == "picked" and not c.picked):
             result.spans.clear()
     return result

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -13,10 +14,9 @@ from threadpoolctl import threadpool_limits
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
 from a2d_mpi.core.sizes import misfit
-from a2d_mpi.experiments.benchmark import Entry, write_entries
 from a2d_mpi.experiments.check import report, within
 from a2d_mpi.experiments.cli import check_room, together
-from a2d_mpi.experiments.hdf5 import check_output
+from a2d_mpi.experiments.hdf5 import check_output, write
 from a2d_mpi.experiments.measure import origin_of
 from a2d_mpi.experiments.results import Check
 from a2d_mpi.experiments.streams import progress
@@ -51,7 +51,7 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         check_room(comm, f"{what} on one of {ranks} ranks", _room(config, args, ranks), ranks)
     sizes = {x: getattr(args, x) for x in SIZES}
     sizes |= {"block": args.kv_block, "heads": args.head_ranks}
-    entries = {"/": Entry(origin_of(comm)), "config": Entry(sizes)}
+    origin, measured = origin_of(comm), {}
     trace = Trace(comm, args.trace) if args.trace else None
     rows, checks = [[*COLUMNS, "cache MB"]], {}
     for ranks, split in progress(runs, comm.rank, desc="ranks"):
@@ -63,15 +63,14 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             grid = attention_grid(part, split, shape) if split else ProcessGrid(part, *shape)
             with threadpool_limits(args.threads):
                 for context in args.contexts:
-                    name, group = f"{label} ranks, {context} tokens", f"runs/{label}/{context}"
+                    name = f"{label} ranks, {context} tokens"
                     to = trace and (trace, name)
                     found = _measured(part, grid, split, config, args, context, to)
                     if found is None:
                         continue
-                    entries[group], checks[name] = found
-                    for x, check in checks[name].items():
-                        entries[f"{group}/checks/{x}"] = Entry(check.attributes)
-                    rows.append([label, str(context), *_numbers(entries[group])])
+                    run, checks[name] = found
+                    measured[f"{label}/{context}"] = run
+                    rows.append([label, str(context), *_numbers(run)])
             if grid:
                 grid.free()
             part.Free()
@@ -81,7 +80,8 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             section += [[]] * (comm.size - len(section))
         together(comm, trace.write, on=0)
     if args.output:
-        together(comm, lambda: write_entries(args.output, SCHEMA, entries, extend=False), on=0)
+        tree = {**origin, "config": sizes, "runs": measured}
+        together(comm, lambda: write(args.output, SCHEMA, tree), on=0)
     if comm.rank == 0:
         print(f"{args.requests} requests, {args.layers} layers; milliseconds of a step, medians")
     return report(comm, rows, checks)
@@ -95,7 +95,7 @@ def _measured(
     args: argparse.Namespace,
     context: int,
     trace: tuple[Trace, str] | None,
-) -> tuple[Entry, dict[str, Check]] | None:
+) -> tuple[dict[str, object], dict[str, Check]] | None:
     """Check and time steps after a context of random keys and values; None but on rank 0."""
     names, ranks = list(range(args.requests)), split[0] if split else comm.size
     positions = ranks // args.head_ranks
@@ -142,10 +142,15 @@ def _measured(
     if of_ranks is None:
         return None
     counted = [f"{x}_{y}" for x in ("sent", "predicted") for y in ("bytes", "messages")]
-    attributes = dict(zip(counted, counts.tolist()))
-    attributes |= {"cache_bytes": nbytes, "parts": DECODE_PARTS, "attention_ranks": ranks}
-    run = Entry(attributes, {"seconds": np.array(of_ranks).swapaxes(0, 1)})
     checks = {"out": _check(config, args, context, q, out), "traffic": traffic}
+    run = {
+        **dict(zip(counted, counts.tolist())),
+        "cache_bytes": nbytes,
+        "parts": list(DECODE_PARTS),
+        "attention_ranks": ranks,
+        "seconds": np.array(of_ranks).swapaxes(0, 1),
+        "checks": {name: x.attributes for name, x in checks.items()},
+    }
     return run, checks
 
 
@@ -203,15 +208,15 @@ def _check(
     return within(BOUND, out[[name]], exact)
 
 
-def _numbers(run: Entry) -> list[str]:
+def _numbers(run: Mapping[str, Any]) -> list[str]:
     """Return the numbers of a run in the table: medians over the trials."""
-    a, seconds = run.attributes, 1e3 * run.arrays["seconds"]  # (trials, ranks, parts)
+    seconds = 1e3 * run["seconds"]  # (trials, ranks, parts)
     step = np.median(seconds[..., :3].sum(axis=2).max(axis=1))
     parts = np.median(seconds.mean(axis=1), axis=0)
     waits = np.median(seconds[..., 4] / seconds[..., :3].sum(axis=2), axis=0)  # (ranks,)
-    kinds = np.split(100 * waits, [a["attention_ranks"]])
+    kinds = np.split(100 * waits, [run["attention_ranks"]])
     shares = " + ".join(f"{x.mean():.0f}" for x in kinds if len(x))
-    counts = str(a["sent_bytes"]), str(a["sent_messages"]), f"{a['cache_bytes'] / 1e6:.1f}"
+    counts = f"{run['sent_bytes']}", f"{run['sent_messages']}", f"{run['cache_bytes'] / 1e6:.1f}"
     return [*(f"{x:.2f}" for x in (step, *parts)), shares, *counts]
 
 

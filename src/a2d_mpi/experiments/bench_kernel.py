@@ -22,15 +22,15 @@ from a2d_mpi.core.dtypes import as_dtype, compute_dtype
 from a2d_mpi.core.sizes import flops, parse_count
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments.benchmark import SCHEMA, Entry, kernel_speeds, write_entries
 from a2d_mpi.experiments.check import report, samples, within
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.hdf5 import check_output
+from a2d_mpi.experiments.hdf5 import add, check_output
 from a2d_mpi.experiments.measure import in_turn, open_device
 from a2d_mpi.experiments.options import SAMPLE, BadOption
 from a2d_mpi.experiments.origin import provenance
-from a2d_mpi.experiments.results import Check
+from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, Check
 from a2d_mpi.experiments.streams import progress
+from a2d_mpi.experiments.summary import kernel_speeds
 from a2d_mpi.kernels import Kernel, check_kernel, make_kernel
 from a2d_mpi.masks.intervals import Intervals
 from a2d_mpi.masks.mask import Mask
@@ -73,7 +73,7 @@ def _bench_kernel(args: argparse.Namespace) -> int:
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    check_output(args.output, SCHEMA)
+    check_output(args.output, BENCHMARK_SCHEMA)
     for name in args.kernels:
         check_kernel(name, as_dtype(args.dtype))
     problems = []  # all options are checked before the first kernel runs
@@ -82,15 +82,16 @@ def _bench_kernel(args: argparse.Namespace) -> int:
         problems.append((config, text, make_mask(text, config.seqlen)))
     device = _device(args.device)
     torch = _torch(device)
-    about: dict[str, object] = {
-        **provenance("none", [socket.gethostname()], device.description),
+    origin = provenance("none", [socket.gethostname()], device.description)
+    times: dict[str, object] = {
+        "origin": origin,
         "threads": 1,
         "trials": args.trials,
         "dtype": args.dtype,
         "torch": str(torch.__version__) if torch else "none",
     }
-    times, checks = Entry(about), {}
-    print("{device}, {dtype}; {blas}, 1 thread; numpy {numpy_version}".format(**about))
+    checks = {}
+    print("{device}, {dtype}; {blas}, 1 thread; numpy {numpy_version}".format(**times, **origin))
     with threadpool_limits(1):
         for config, text, mask in progress(problems, desc="workloads"):
             sizes = config.seqlen, config.seqlen, config.nheads, config.nheads_kv, config.headdim
@@ -105,14 +106,14 @@ def _bench_kernel(args: argparse.Namespace) -> int:
             if torch is not None and text in MASKS:
                 calls |= _torch_calls(torch, tile, text == "causal")
             seconds = in_turn(calls, args.trials, device=device)
-            times.arrays |= {f"{of}/{call}": x for call, x in seconds.items()}
+            times |= {f"{of}/{call}": x for call, x in seconds.items()}
             for phase in PHASES:
                 work = flops(tile.area, config.nheads, config.headdim, phase == "backward")
-                about[f"tflop/{of}/{phase}"] = work / 1e12
-    about["right"] = all(x.passed for of_run in checks.values() for x in of_run.values())
+                times[f"tflop/{of}/{phase}"] = work / 1e12
+    times["right"] = all(x.passed for of_run in checks.values() for x in of_run.values())
     if args.output:
-        name = args.name or f"{about['device']}, {about['blas']}"
-        write_entries(args.output, SCHEMA, {f"figures/{name.replace('/', ' ')}": times})
+        name = args.name or f"{origin['device']}, {origin['blas']}"
+        add(args.output, BENCHMARK_SCHEMA, {"figures": {name.replace("/", " "): times}})
     return report(MPI.COMM_SELF, [COLUMNS, *_speeds(times)], checks)
 
 
@@ -199,7 +200,7 @@ def _torch_calls(
     return calls
 
 
-def _speeds(times: Entry) -> Iterator[list[str]]:
+def _speeds(times: dict[str, object]) -> Iterator[list[str]]:
     """Yield a row of the table for each shape, mask, phase and implementation.
 
     A row has the median speed, its ratio to the speed under the full mask, if this was timed, and

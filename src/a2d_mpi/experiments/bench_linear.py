@@ -4,7 +4,8 @@
 
     /                       attributes: schema, schema_version, origin
     /config                 attributes: options
-    /runs/<plan>/<tokens>   attributes: passed, error/<tensor>, bound/<tensor>
+    /runs/<plan>/<tokens>   attribute passed
+        checks/<tensor>     attributes: error, bound, rows, passed
         seconds             (trials, ranks, phases) seconds of calls: forward, backward
         wait                (trials, ranks, phases) seconds of these in waits for messages
         sent                (ranks, phases) bytes of a call
@@ -23,14 +24,12 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import squarest
-from a2d_mpi.experiments.benchmark import Entry, write_entries
 from a2d_mpi.experiments.check import check_attention, report, samples, within
 from a2d_mpi.experiments.cli import check_room, together
-from a2d_mpi.experiments.gpt_files import LINEAR_SCHEMA
-from a2d_mpi.experiments.hdf5 import check_output
+from a2d_mpi.experiments.hdf5 import check_output, write
 from a2d_mpi.experiments.measure import origin_of, random_inputs, random_rows
 from a2d_mpi.experiments.options import SAMPLE
-from a2d_mpi.experiments.results import Check
+from a2d_mpi.experiments.results import LINEAR_SCHEMA, Check
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.linear.features import make_feature_map
 from a2d_mpi.linear.norms import make_norm
@@ -52,20 +51,22 @@ def bench_linear(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     most = -(-max(args.seqlens) // comm.size)
     check_room(comm, f"{max(args.seqlens)} tokens (--seqlens) on one rank", 30 * token * most)
     options = {x: str(y) for x, y in vars(args).items() if x not in ("output", "command")}
-    grid, entries = ProcessGrid(comm, *squarest(comm.size)), {"config": Entry(options)}
-    entries["/"], rows, checks = Entry(origin_of(comm)), [COLUMNS], {}
+    grid, rows, checks = ProcessGrid(comm, *squarest(comm.size)), [COLUMNS], {}
+    measured: dict[str, dict] = {}
+    tree = {**origin_of(comm), "config": options, "runs": measured}
     runs = [(name, seqlen) for seqlen in args.seqlens for name in args.plans]
     for name, seqlen in progress(runs, comm.rank, desc="plans x lengths"):
         arrays, of_run = _measured(grid, args, name, seqlen)
         checks[f"{name}, {seqlen} tokens"] = of_run
-        attributes: dict[str, object] = {"passed": all(x.passed for x in of_run.values())}
-        attributes |= {f"error/{x}": y.error for x, y in of_run.items()}
-        attributes |= {f"bound/{x}": y.bound for x, y in of_run.items()}
         if comm.rank == 0:
             rows.append([name, str(seqlen), *_numbers(arrays, of_run)])
-        entries[f"runs/{name}/{seqlen}"] = Entry(attributes, arrays)
+        measured[f"{name}/{seqlen}"] = {
+            **arrays,
+            "passed": all(x.passed for x in of_run.values()),
+            "checks": {x: y.attributes for x, y in of_run.items()},
+        }
         if args.output:  # what there is, should the job be ended
-            together(comm, lambda: write_entries(args.output, LINEAR_SCHEMA, entries, False), on=0)
+            together(comm, lambda: write(args.output, LINEAR_SCHEMA, tree), on=0)
     grid.free()
     return report(comm, rows, checks)
 

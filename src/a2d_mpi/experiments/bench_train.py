@@ -2,9 +2,10 @@
 
 The file::
 
-    /                 attributes: schema, schema_version
-    /runs/<name>      attributes: ranks, plan, model, predicted/<part>, predicted/memory, ...
-        seconds       (trials, ranks, parts) seconds of steps; attribute parts
+    /runs/<name>      attributes: ranks, plan, model, predicted/<part>, parts, ...
+        origin        attributes: provenance
+        checks/<...>  attributes: error, bound, rows, passed
+        seconds       (trials, ranks, parts) seconds of steps
         operator      (trials, ranks) seconds of attention alone, forward and backward once
         sent          (ranks, 2) bytes of a step: attention, sums of gradients
         activations   (ranks,) peak bytes of a step without attention's buffers
@@ -23,17 +24,16 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
-from a2d_mpi.experiments.benchmark import read_entries, write_entries
 from a2d_mpi.experiments.check import check_step, report
 from a2d_mpi.experiments.cli import check_room, together
-from a2d_mpi.experiments.gpt_files import STEPS_SCHEMA as SCHEMA
-from a2d_mpi.experiments.gpt_files import Steps
 from a2d_mpi.experiments.grids import plan_of
-from a2d_mpi.experiments.hdf5 import check_output
+from a2d_mpi.experiments.hdf5 import add, check_output, read
 from a2d_mpi.experiments.measure import Measurement, origin_of, random_inputs, turns
 from a2d_mpi.experiments.model_options import model_of
 from a2d_mpi.experiments.results import Check
 from a2d_mpi.experiments.streams import progress
+from a2d_mpi.experiments.summary import STEPS_SCHEMA as SCHEMA
+from a2d_mpi.experiments.summary import Steps
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.cost import STEP_PARTS, activations, predict_step, training_bytes
@@ -85,8 +85,7 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     measured = {name: run.result(machine, origin) for name, run in runs.items()}
     for x in (*trainings.values(), *(run.plan for run in runs.values()), *grids.values()):
         x.free()
-    entries = {f"runs/{name}": x for name, x in measured.items()}
-    together(comm, lambda: write_entries(args.output, SCHEMA, entries), on=0)
+    together(comm, lambda: add(args.output, SCHEMA, {"runs": measured}), on=0)
     rows = [COLUMNS, *(_row(x) for x in measured.values() if x)]
     return report(comm, rows, {name: run.checks for name, run in runs.items()})
 
@@ -100,7 +99,7 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
     )
     plans = plans_for(case, args.plans, ranks, machine=machine)
     there = check_output(args.output, SCHEMA, args.resume)
-    return config, plans, machine, set(read_entries(args.output, SCHEMA)) if there else set()
+    return config, plans, machine, set(read(args.output, SCHEMA)["runs"]) if there else set()
 
 
 def _check_room(
@@ -218,11 +217,10 @@ class _Run:
         if gathered is None:
             return None
         attributes = {
-            **origin, **c.attributes, **asdict(config),
+            "origin": origin, **c.attributes, **asdict(config), "parts": list(STEP_PARTS),
             "recompute": self.recompute, "distribution": self.plan.distribution.name,
             "passed": all(x.passed for x in self.checks.values()),
-            "loss error": self.checks["loss"].error,
-            "gradient error": self.checks["gradients"].error,
+            "checks": {name: x.attributes for name, x in self.checks.items()},
         }  # fmt: skip
         if machine is not None:
             plan = candidate(machine, c.method, c.layout, c.case.work())
@@ -233,19 +231,19 @@ class _Run:
         arrays = {name: np.array([x[name] for x in gathered]) for name in gathered[0]}
         for name in ("seconds", "operator"):
             arrays[name] = arrays[name].swapaxes(0, 1)  # (trials, ranks, ...)
-        return Steps(attributes, arrays)
+        return Steps(attributes | arrays)
 
 
 def _row(run: Steps) -> list[str]:
     """Return a run's row: medians of the slowest rank, with predictions in parentheses."""
-    a, parts = run.attributes, [duration(x) for x in run.parts.values()]
+    parts = [duration(x) for x in run.parts.values()]
     if run.predicted:
         parts = [f"{x} ({duration(y)})" for x, y in zip(parts, run.predicted.values())]
     return [
-        run.plan + " again" * a["recompute"],
+        run.plan + " again" * run["recompute"],
         duration(run.seconds),
         *parts,
         duration(run.operator),
-        f"{run.arrays['activations'].max() / 1e6:.2f} MB",
-        f"{max(a['loss error'], a['gradient error']):.1e}",
+        f"{run['activations'].max() / 1e6:.2f} MB",
+        f"{max(run['checks'][x]['error'] for x in ('loss', 'gradients')):.1e}",
     ]

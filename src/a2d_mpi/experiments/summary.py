@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +11,16 @@ from pathlib import Path
 import numpy as np
 
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.hdf5 import flat, read
 from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.results import Result, phases_of, usual_trial
+from a2d_mpi.experiments.results import Result, phases_of, read_benchmark, usual_trial
 from a2d_mpi.experiments.streams import aligned
 from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS
 
 TABLE = ("  plan", "phase", "ms", "ratio", "wait", "predicted", "received", "checks")
+STEPS_SCHEMA = ("a2d_mpi training steps", 2)
 # Methods alone and with a head axis, in the order of tables and figures.
 FAMILIES = tuple(
     method + heads for method in (*METHODS, "all-gather") for heads in ("", " + heads")
@@ -97,14 +99,14 @@ class Summary:
     @property
     def shape(self) -> str:
         """Shape of the grid and order of its ranks, as ROWSxCOLSxHEADS@ORDER/BLOCK."""
-        c, block = self.config, self.config.get("block", "1x1")  # older files have no blocks
+        c, block = self.config, self.config["block"]
         shape = f"{c['rows']}x{c['cols']}x{c['heads']}@{c['order']}"
         return shape + f"/{block}" * (block != "1x1")
 
     @property
     def plan(self) -> str:
         """Method and shape, slices, and "in turn" if it computes and communicates in turn."""
-        slices = self.config.get("slices", "1x1")  # older files have one slice
+        slices = self.config["slices"]
         sliced = f" in {slices} slices" * (slices != "1x1")
         return f"{self.method} {self.shape}{sliced}" + " in turn" * (not self.overlap)
 
@@ -126,7 +128,6 @@ def summarise(result: Result, phases: Sequence[str] | None = None) -> Summary:
         int(sum((x[kind] for x in moved), np.zeros(1, np.int64)).max())
         for kind in ("received", "predicted_received")
     )
-    nothing = np.full(1, np.nan)
     return Summary(
         str(result.config["name"]),
         result.config,
@@ -135,8 +136,10 @@ def summarise(result: Result, phases: Sequence[str] | None = None) -> Summary:
         parts,
         received,
         formula,
-        sum(float(result.figures.get(f"{phase} lower bound", np.nan)) for phase in phases),
-        sum(float(result.predicted.get(f"{x}/total", nothing).max()) for x in phases),
+        *(
+            sum(float(result.predicted.get(f"{phase} {what}", np.nan)) for phase in phases)
+            for what in ("lower bound", "seconds")
+        ),
         result.passed,
     )
 
@@ -235,3 +238,59 @@ def _errors(off: Sequence[float]) -> str:
         return "no predictions"
     median, worst = 100 * np.median(size), 100 * size.max()
     return f"off by {median:.1f} % (median), {worst:.1f} % (worst of {len(size)})"
+
+
+class Steps(dict):
+    """Training steps by one plan: a run in a file of `a2d_mpi.experiments.bench_train`."""
+
+    @property
+    def plan(self) -> str:
+        """Name of the plan: method and shape."""
+        return "{method} {rows}x{cols}x{heads}".format(**self)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the slowest rank, median of all trials."""
+        return float(np.median(self["seconds"].sum(axis=2).max(axis=1)))
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of the slowest rank by part, medians of all trials."""
+        seconds = self["seconds"]  # (trials, ranks, parts)
+        slowest = seconds.sum(axis=2).argmax(axis=1)
+        of_slowest = seconds[np.arange(len(seconds)), slowest]
+        return dict(zip(self["parts"], np.median(of_slowest, axis=0).tolist()))
+
+    @property
+    def operator(self) -> float:
+        """Seconds of attention alone, forward and backward once, median of all trials."""
+        return float(np.median(self["operator"].max(axis=1)))
+
+    @property
+    def predicted(self) -> dict[str, float]:
+        """Predicted seconds by part; empty without a profile."""
+        return {x: self[f"predicted/{x}"] for x in self["parts"] if f"predicted/{x}" in self}
+
+
+def read_steps(path: str | os.PathLike[str]) -> list[Steps]:
+    """Read a file of `drivers/bench.py train`.
+
+    Raises
+    ------
+    OSError, ValueError
+        If it cannot be read, or is another kind of file; one line.
+    """
+    return [Steps(run) for run in read(path, STEPS_SCHEMA)["runs"].values()]
+
+
+def kernel_speeds(times: Mapping[str, object]) -> dict[str, dict[str, float]]:
+    """Compute median TFLOP/s of bench.py kernels, by mask and phase, then by implementation.
+
+    The masks and phases with the least work come first.
+    """
+    speeds: dict[str, dict[str, float]] = {}
+    for call, seconds in flat(times).items():
+        group, _, name = call.rpartition("/")
+        if (work := times.get(f"tflop/{group}")) is not None:
+            speeds.setdefault(group, {})[name] = work / float(np.median(seconds))
+    return dict(sorted(speeds.items(), key=lambda x: (times[f"tflop/{x[0]}"], x[0])))

@@ -20,7 +20,6 @@ from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidates
-from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS, problem_of
 from a2d_mpi.schedules.problem import Workload
 from a2d_mpi.schedules.slices import slices_of
@@ -137,7 +136,7 @@ class Configuration:
 
     def expected(
         self, machine: Machine | None, layout: Layout, distribution: str
-    ) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+    ) -> dict[str, object]:
         """Predict seconds, memory and bytes.
 
         Parameters
@@ -151,33 +150,28 @@ class Configuration:
 
         Returns
         -------
-        dict of str to (rank,) float64
-            `predicted` of a `a2d_mpi.experiments.results.Result`.
-        dict of str to object
-            `figures` of a `Result`.  ``memory``: peak bytes of a rank.  ``forward lower bound``
-            and ``backward lower bound``: least bytes of a rank in balanced attention without a
-            head axis.  ``machine``: name of the machine.
+        dict of str to number or str
+            `predicted` of a `a2d_mpi.experiments.results.Result`.  ``memory``: peak bytes of a
+            rank.  ``forward lower bound``: least bytes of a rank in balanced attention without a
+            head axis.  ``forward seconds``: of the slowest rank.  Likewise ``backward ...``.
+            ``machine``: name of the machine.
         """
         work = self.case.work(self.overlap)
         problem = problem_of(self.method, layout, work, work.mask, distribution)
-        figures: dict[str, object] = {
+        found: dict[str, object] = {
             "memory": most_memory(self.method, layout, problem, work.backward)
         }
         tokens = np.arange(work.seqlen)
         area = work.mask.area(tokens, tokens) / layout.size
         for phase in work.phases:
-            figures[f"{phase} lower bound"] = cost.lower_bound(
+            found[f"{phase} lower bound"] = cost.lower_bound(
                 problem, area, work.seqlen / layout.size, phase == "backward"
             )
-        if machine is None:
-            return {}, figures
-        phases = predict(machine, self.method, layout, work, distribution)
-        seconds = {
-            f"{phase}/{part}": getattr(parts, part)
-            for phase, parts in phases.items()
-            for part in (*PARTS, "total")
-        }
-        return seconds, {**figures, "machine": machine.name}
+        if machine is not None:
+            phases = predict(machine, self.method, layout, work, distribution)
+            found |= {f"{phase} seconds": float(x.total.max()) for phase, x in phases.items()}
+            found["machine"] = machine.name
+        return found
 
 
 def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:

@@ -20,18 +20,17 @@ from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments.benchmark import Entry
 from a2d_mpi.experiments.checkpoint import State, differences, put_away, resumed, save
 from a2d_mpi.experiments.cli import check_room, check_survive, holding, surviving, together
 from a2d_mpi.experiments.files import files_written
-from a2d_mpi.experiments.gpt_files import TRAINING_SCHEMA as SCHEMA
-from a2d_mpi.experiments.gpt_files import Losses, write_losses
 from a2d_mpi.experiments.grids import open_grid
 from a2d_mpi.experiments.hdf5 import check_output
+from a2d_mpi.experiments.hdf5 import write as write_file
 from a2d_mpi.experiments.measure import open_device, origin_of
 from a2d_mpi.experiments.model_options import model_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.origin import blas_name, cpu_name
+from a2d_mpi.experiments.results import TRAINING_SCHEMA as SCHEMA
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.trace import Trace, check_trace
 from a2d_mpi.gpt.adam import learning_rate
@@ -399,16 +398,16 @@ def write(
     """Write losses, seconds and traffic of a run, and the numbers of the text."""
     state = trainer.state
     config = state.run | asdict(state.config) | trainer.settings
-    run = Losses(state.losses, config, trained_on, trainer.held_out)
+    tree = {**origin, "loss": state.losses, "config": config}
+    tree |= {"text": trained_on, "held_out": trainer.held_out}
     # The parts are seconds of rank 0 in the steps since this start.
     parts = np.array(trainer.parts).reshape(-1, len(LOGGED_PARTS)).T
-    arrays = {f"seconds/{name}": x for name, x in zip(LOGGED_PARTS, parts)}
-    arrays["seconds/total"] = state.seconds
+    tree["seconds"] = {**dict(zip(LOGGED_PARTS, parts)), "total": state.seconds}
     for name in set().union(*traffic):  # after a loss not all ranks have all channels
         counts = np.array([x.get(name, (0, 0)) for x in traffic])  # (ranks, 2)
-        arrays |= {f"traffic/{name}/{x}": y for x, y in zip(("sent", "received"), counts.T)}
-    ranges = {f"ranges/{i}": Entry(x) for i, x in enumerate(state.ranges)}
-    write_losses(path, run, Entry(origin, arrays), ranges)
+        tree[f"traffic/{name}"] = dict(zip(("sent", "received"), counts.T))
+    tree["ranges"] = {f"{i}": x for i, x in enumerate(state.ranges)}
+    write_file(path, SCHEMA, tree)
 
 
 def _report(trainer: Trainer, text: Text) -> None:

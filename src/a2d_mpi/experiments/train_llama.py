@@ -15,14 +15,13 @@ from torch.nn.functional import cross_entropy
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from a2d_mpi.devices.host import HOST
-from a2d_mpi.experiments.benchmark import Entry
 from a2d_mpi.experiments.check import check_step
 from a2d_mpi.experiments.cli import check_room, together
-from a2d_mpi.experiments.gpt_files import Losses, write_losses
 from a2d_mpi.experiments.grids import open_grid
+from a2d_mpi.experiments.hdf5 import write
 from a2d_mpi.experiments.measure import open_device, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.results import Check
+from a2d_mpi.experiments.results import TRAINING_SCHEMA, Check
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.train_gpt import (
     about_text,
@@ -89,13 +88,16 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     if args.output:
         settings = {**grid.layout.attributes, "method": args.method, "kernel": plan.kernel,
                     "torch": torch.__version__, **_options(args)}  # fmt: skip
-        run = Losses(np.array(losses), settings, about_text(args, text), held_out={})
-        root = Entry(origin, {"seconds/total": np.array(seconds)})
-        groups = {
-            f"checks/{name}": Entry({"error": x.error, "bound": x.bound})
-            for name, x in checks.items()
+        tree = {
+            **origin,
+            "loss": np.array(losses),
+            "seconds": {"total": np.array(seconds)},
+            "config": settings,
+            "text": about_text(args, text),
+            "held_out": {},
+            "checks": {name: x.attributes for name, x in checks.items()},
         }
-        together(comm, lambda: write_losses(args.output, run, root, groups), on=0)
+        together(comm, lambda: write(args.output, TRAINING_SCHEMA, tree), on=0)
     hooks.free()
     plan.free()
     grid.free()

@@ -7,16 +7,15 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from a2d_mpi.experiments.benchmark import Entry, read_entries
-from a2d_mpi.experiments.gpt_files import LINEAR_SCHEMA
-from a2d_mpi.experiments.hdf5 import needed, reading
+from a2d_mpi.experiments.hdf5 import read
+from a2d_mpi.experiments.results import LINEAR_SCHEMA
 from a2d_mpi.figures.pictures import WIDTH, finish, in_short, plain_ticks, style
 
 # Plans of linear attention.  The other plans are methods of exact attention.
 LINEAR = {"lasp2": "linear, LASP-2", "lasp": "linear, LASP's ring"}
 
 
-def read_lengths(path: str | os.PathLike[str]) -> dict[str, dict[int, Entry]]:
+def read_lengths(path: str | os.PathLike[str]) -> dict[str, dict[int, Mapping]]:
     """Read the runs of a file, by plan and number of tokens.
 
     Raises
@@ -24,19 +23,17 @@ def read_lengths(path: str | os.PathLike[str]) -> dict[str, dict[int, Entry]]:
     OSError, ValueError
         If it cannot be read, or is another kind of file; one line.
     """
-    with reading(path, LINEAR_SCHEMA) as file:
-        plans = [*needed(file, "runs")]
-    groups = {plan: read_entries(path, LINEAR_SCHEMA, f"runs/{plan}") for plan in plans}
-    return {plan: {int(n): x for n, x in runs.items()} for plan, runs in groups.items()}
+    plans = read(path, LINEAR_SCHEMA)["runs"]
+    return {plan: {int(n): x for n, x in runs.items()} for plan, runs in plans.items()}
 
 
-def draw_lengths(plt, plans: Mapping[str, Mapping[int, Entry]]):
+def draw_lengths(plt, plans: Mapping[str, Mapping[int, Mapping]]):
     """Draw seconds of the slowest rank by number of tokens, medians of all trials."""
     figure, panels = plt.subplots(1, 2, figsize=(WIDTH, 0.4 * WIDTH), sharey=True)
     for phase, (axes, name) in enumerate(zip(panels, ("forward", "backward"))):
         for plan, runs in plans.items():
             lengths = sorted(runs)
-            seconds = [np.median(runs[n].arrays["seconds"][..., phase].max(axis=1))
+            seconds = [np.median(runs[n]["seconds"][..., phase].max(axis=1))
                        for n in lengths]  # fmt: skip
             label = LINEAR.get(plan, f"exact, {plan}")
             axes.plot(lengths, seconds, label=label, **style(plan))
@@ -46,5 +43,5 @@ def draw_lengths(plt, plans: Mapping[str, Mapping[int, Entry]]):
         axes.grid(axis="y", linewidth=0.3)
         plain_ticks(axes.yaxis)
     panels[0].set_ylabel("time, s")
-    ranks = next(iter(plans.values()))[lengths[0]].arrays["sent"].shape[0]
+    ranks = next(iter(plans.values()))[lengths[0]]["sent"].shape[0]
     return finish(figure, f"slowest of {ranks} ranks")
