@@ -80,13 +80,10 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             together(comm, trace.write, on=0)
         for _ in progress(range(args.trials), comm.rank, desc="trials"):
             measured.trial()
-        measured.finish()
-    names = ("method", "mask", "trials", "warmup", "check", "seed", "threads", "kernel", "sink")
-    config = {name: getattr(args, name) for name in names}
-    config |= {"input": str(args.input), "device": device.name}
+    config = {"mask": args.mask, "sink": args.sink, "input": str(args.input)}
     outputs = measured.outputs() if args.save_outputs else {}
     origin = origin_of(comm, device) | (digests or {})
-    result = measured.result(config, origin, outputs=outputs)
+    result = measured.result(args, config, origin, outputs=outputs)
     try:
         if args.output:
             together(comm, lambda: write_result(args.output, result), on=0)
