@@ -10,7 +10,7 @@ from a2d_mpi.core.sizes import misfit
 from a2d_mpi.experiments.mask_file import FILE
 from a2d_mpi.experiments.options import Parser, add_mask, add_options, whole
 from a2d_mpi.experiments.streams import aligned, progress
-from a2d_mpi.experiments.sweep import Case
+from a2d_mpi.experiments.sweep import SIZES, Case
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import STEP_PARTS, predict_step
 from a2d_mpi.planning.machine import Machine, one_line
@@ -60,17 +60,11 @@ def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
     machine = read_machine(args.profile)
     if args.ranks_per_node is not None:
         machine = machine.with_ranks_per_node(args.ranks_per_node)
-    case = Case(
-        args.seqlen,
-        args.nheads,
-        args.headdim,
-        args.nheads_kv,
-        dtype=args.dtype,
-        mask=f"{FILE}{args.mask_file}" if args.mask_file else args.mask,
-        backward=args.backward,
-        headdim_v=args.headdim_v,
-        wire=None if args.wire == "none" else args.wire,
-    )
+    given = {x: getattr(args, x) for x in (*SIZES, "mask", "backward")}
+    given["wire"] = None if args.wire == "none" else args.wire
+    if args.mask_file:
+        given["mask"] = f"{FILE}{args.mask_file}"
+    case = Case(**given)
     width = max(case.headdim, case.headdim_v)
     if args.ranks * case.seqlen * case.nheads * width >= 1 << 57:
         raise ValueError(
