@@ -10,13 +10,13 @@ import h5py
 import helpers
 import numpy as np
 import pytest
+from a2d_mpi.experiments.benchmark import SCHEMA, read_benchmark, read_entries
 from helpers import DEEPER, SAMPLE, assert_all_refused, assert_refused
 
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments import benchmark
 from a2d_mpi.experiments.bench_kernel import RandomTile
-from a2d_mpi.experiments.benchmark import SCHEMA, read_benchmark, read_entries
 from a2d_mpi.experiments.results import TIMED_PARTS
 from a2d_mpi.experiments.sweep import Case, parse_plan, plans_for
 from a2d_mpi.kernels.numpy import NumpyKernel

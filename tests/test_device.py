@@ -13,13 +13,6 @@ from pathlib import Path
 import helpers
 import numpy as np
 import pytest
-from cases import METHODS, OTHERS, SIZE, TENSORS, failures, inputs, label, run
-from helpers import DEEPER, SAMPLE, assert_all, assert_refused, deeper
-from mpi4py import MPI
-
-from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid, RingAttention
-from a2d_mpi.comm.device_transport import DeviceTransport
-from a2d_mpi.comm.gpus import gpu_aware
 from a2d_mpi.experiments.benchmark import (
     SCHEMA,
     Entry,
@@ -27,6 +20,13 @@ from a2d_mpi.experiments.benchmark import (
     read_entries,
     write_entries,
 )
+from cases import METHODS, OTHERS, SIZE, TENSORS, failures, inputs, label, run
+from helpers import DEEPER, SAMPLE, assert_all, assert_refused, deeper
+from mpi4py import MPI
+
+from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid, RingAttention
+from a2d_mpi.comm.device_transport import DeviceTransport
+from a2d_mpi.comm.gpus import gpu_aware
 from a2d_mpi.experiments.results import read_result
 
 pytestmark = pytest.mark.grids

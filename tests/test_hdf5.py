@@ -6,10 +6,10 @@ import socket
 import h5py
 import numpy as np
 import pytest
+from a2d_mpi.experiments.benchmark import add_results, read_benchmark
 from helpers import assert_all_refused
 from test_results import SHAPES, error_of, make_result, write_input
 
-from a2d_mpi.experiments.benchmark import add_results, read_benchmark
 from a2d_mpi.experiments.results import (
     SMALLER,
     inspect_input,

@@ -17,7 +17,7 @@ from test_bench import PROFILE
 from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
-from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.results import read_benchmark
 from a2d_mpi.experiments.summary import summarise
 from a2d_mpi.masks.mask import IntervalMask
 from a2d_mpi.planning import cost
