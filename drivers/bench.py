@@ -67,8 +67,8 @@ def attention(parser: Parser) -> Callable:
     group = parser.add_argument_group("output")
     add_options(group, "output", required=True)
     add_options(group, "resume")
-    text = "plans whose time lines are kept in the file; picked: the planner's pick"
-    group.add_argument("--spans", choices=SPANS, default="all", help=text)
+    text = "plans of which the timeline can be drawn later; picked: the planner's pick"
+    group.add_argument("--spans", choices=SPANS, default="none", help=text)
     add_trace(group, "one more run of each plan")
     add_engine(parser)
     return bench

@@ -17,10 +17,10 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from a2d_mpi.experiments.benchmark import read_benchmark
-from a2d_mpi.experiments.gpt_files import read_losses, read_steps
+from a2d_mpi.experiments.hdf5 import read_file
+from a2d_mpi.experiments.results import TRAINING_SCHEMA, read_benchmark
 from a2d_mpi.experiments.simulate import read_simulations, read_summaries, seconds
-from a2d_mpi.experiments.summary import summarise
+from a2d_mpi.experiments.summary import read_steps, summarise
 from a2d_mpi.planning.profile import read_machine
 
 ROOT = Path(__file__).parents[1]
@@ -188,7 +188,7 @@ def tiles(path, model):
     with h5py.File(ROOT / path) as file:
         for size in ("large", "small"):
             group = file[f"figures/AMD EPYC (family 25, model {model}), {size} tiles"]
-            shapes = sorted(group, key=lambda x: int(x.split("x")[0]))
+            shapes = sorted(group.keys() - {"origin"}, key=lambda x: int(x.split("x")[0]))
             for shape, mask, phase in product(shapes, ("full", "causal"), BOTH):
                 name = f"{shape}/{mask}/{phase}"
                 trials = {x: y[()] for x, y in group[name].items()}
@@ -467,31 +467,31 @@ def training_steps(path):
         parts, predicted = run.parts, run.predicted
         pairs = [(run.seconds, sum(predicted.values()))]
         pairs += [(parts[x], predicted[x]) for x in parts]
-        pairs += [(run.operator, run.attributes["predicted/operator"])]
-        name = run.plan + " (pick)" * bool(run.attributes["picked"])
+        pairs += [(run.operator, run["predicted/operator"])]
+        name = run.plan + " (pick)" * bool(run["picked"])
         yield [name, *(f"{x:.2f} ({y:.2f})" for x, y in pairs)]
 
 
 def training_memory(path):
     """MB of the rank that holds the most, by ranks."""
-    runs = {(x.attributes["ranks"], x.attributes["recompute"]): x for x in read_steps(ROOT / path)}
+    runs = {(x["ranks"], x["recompute"]): x for x in read_steps(ROOT / path)}
     for label, name, recompute in (
         ("activations", "activations", False),
         ("activations, `--recompute`", "activations", True),
         ("buffers of attention", "buffers", False),
     ):
-        most = (runs[x, recompute].arrays[name].max() / 1e6 for x in (1, 2, 4, 8))
+        most = (runs[x, recompute][name].max() / 1e6 for x in (1, 2, 4, 8))
         yield [label, *(f"{x:.1f}" if x else "0" for x in most)]
 
 
 def training_run(path):
     """Documents, entropies and losses of a run."""
-    run = read_losses(ROOT / path)
-    both = run.text, run.held_out
+    run = read_file(ROOT / path, TRAINING_SCHEMA)
+    both = run["text"], run["held_out"]
     yield ["documents, bytes", *(f"{x['documents']}, {x['bytes']}" for x in both)]
     yield ["unigram entropy", *(f"{x['unigram_entropy']:.3f}" for x in both)]
-    mean = f"{run.loss[-50:].mean():.3f} (mean of the last 50 steps)"
-    yield ["loss", mean, f"{run.held_out['loss']:.3f}"]
+    mean = f"{run['loss'][-50:].mean():.3f} (mean of the last 50 steps)"
+    yield ["loss", mean, f"{run['held_out']['loss']:.3f}"]
 
 
 def training_traffic(path):

@@ -27,7 +27,7 @@ from a2d_mpi.experiments.trace import Trace, check_trace
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.profile import read_machine, to_toml
 
-SPANS = ("all", "picked", "none")  # plans whose spans are kept: spans are most of a file
+SPANS = ("none", "picked", "all")  # plans whose spans are kept: spans are most of a file
 
 
 def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from a2d_mpi.core import reference
 from a2d_mpi.core.sizes import misfit
 from a2d_mpi.experiments.check import report, within
 from a2d_mpi.experiments.cli import check_room, together
-from a2d_mpi.experiments.hdf5 import check_output, write
+from a2d_mpi.experiments.hdf5 import check_output, write_file
 from a2d_mpi.experiments.measure import origin_of
 from a2d_mpi.experiments.results import Check
 from a2d_mpi.experiments.streams import progress
@@ -81,7 +81,7 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         together(comm, trace.write, on=0)
     if args.output:
         tree = {**origin, "config": sizes, "runs": measured}
-        together(comm, lambda: write(args.output, SCHEMA, tree), on=0)
+        together(comm, lambda: write_file(args.output, SCHEMA, tree), on=0)
     if comm.rank == 0:
         print(f"{args.requests} requests, {args.layers} layers; milliseconds of a step, medians")
     return report(comm, rows, checks)

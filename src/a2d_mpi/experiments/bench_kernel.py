@@ -24,7 +24,7 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.check import report, samples, within
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.hdf5 import add, check_output
+from a2d_mpi.experiments.hdf5 import check_output, extend_file
 from a2d_mpi.experiments.measure import in_turn, open_device
 from a2d_mpi.experiments.options import SAMPLE, BadOption
 from a2d_mpi.experiments.origin import provenance
@@ -113,7 +113,7 @@ def _bench_kernel(args: argparse.Namespace) -> int:
     times["right"] = all(x.passed for of_run in checks.values() for x in of_run.values())
     if args.output:
         name = args.name or f"{origin['device']}, {origin['blas']}"
-        add(args.output, BENCHMARK_SCHEMA, {"figures": {name.replace("/", " "): times}})
+        extend_file(args.output, BENCHMARK_SCHEMA, {"figures": {name.replace("/", " "): times}})
     return report(MPI.COMM_SELF, [COLUMNS, *_speeds(times)], checks)
 
 

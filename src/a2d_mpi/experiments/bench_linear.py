@@ -26,7 +26,7 @@ from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import squarest
 from a2d_mpi.experiments.check import check_attention, report, samples, within
 from a2d_mpi.experiments.cli import check_room, together
-from a2d_mpi.experiments.hdf5 import check_output, write
+from a2d_mpi.experiments.hdf5 import check_output, write_file
 from a2d_mpi.experiments.measure import origin_of, random_inputs, random_rows
 from a2d_mpi.experiments.options import SAMPLE
 from a2d_mpi.experiments.results import LINEAR_SCHEMA, Check
@@ -66,7 +66,7 @@ def bench_linear(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             "checks": {x: y.attributes for x, y in of_run.items()},
         }
         if args.output:  # what there is, should the job be ended
-            together(comm, lambda: write(args.output, LINEAR_SCHEMA, tree), on=0)
+            together(comm, lambda: write_file(args.output, LINEAR_SCHEMA, tree), on=0)
     grid.free()
     return report(comm, rows, checks)
 

@@ -27,7 +27,7 @@ from a2d_mpi.core import reference
 from a2d_mpi.experiments.check import check_step, report
 from a2d_mpi.experiments.cli import check_room, together
 from a2d_mpi.experiments.grids import plan_of
-from a2d_mpi.experiments.hdf5 import add, check_output, read
+from a2d_mpi.experiments.hdf5 import check_output, extend_file, read_file
 from a2d_mpi.experiments.measure import Measurement, origin_of, random_inputs, turns
 from a2d_mpi.experiments.model_options import model_of
 from a2d_mpi.experiments.results import Check
@@ -85,7 +85,7 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     measured = {name: run.result(machine, origin) for name, run in runs.items()}
     for x in (*trainings.values(), *(run.plan for run in runs.values()), *grids.values()):
         x.free()
-    together(comm, lambda: add(args.output, SCHEMA, {"runs": measured}), on=0)
+    together(comm, lambda: extend_file(args.output, SCHEMA, {"runs": measured}), on=0)
     rows = [COLUMNS, *(_row(x) for x in measured.values() if x)]
     return report(comm, rows, {name: run.checks for name, run in runs.items()})
 
@@ -99,7 +99,7 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
     )
     plans = plans_for(case, args.plans, ranks, machine=machine)
     there = check_output(args.output, SCHEMA, args.resume)
-    return config, plans, machine, set(read(args.output, SCHEMA)["runs"]) if there else set()
+    return config, plans, machine, set(read_file(args.output, SCHEMA)["runs"]) if there else set()
 
 
 def _check_room(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.experiments.hdf5 import read, reading, write
+from a2d_mpi.experiments.hdf5 import read_file, reading, write_file
 from a2d_mpi.gpt.config import GPTConfig
 
 SCHEMA = ("a2d_mpi.gpt", 2)
@@ -93,7 +93,7 @@ def save(folder: Path, state: State) -> Path:
     path = folder / f"step-{state.step:09}.h5"
     arrays = {name: getattr(state, name) for name in _ARRAYS}
     attributes = {**state.texts, "step": state.step, "sha256": state.digest()}
-    write(path, SCHEMA, {**attributes, **arrays})
+    write_file(path, SCHEMA, {**attributes, **arrays})
     earlier = [x for x in _paths(folder) if x.name < path.name and _is_of(x, state)]
     for old in earlier[KEPT - 1 :]:
         old.unlink()
@@ -118,7 +118,7 @@ def load(path: Path) -> State:
     ValueError
         If the file is not a checkpoint.
     """
-    root = read(path, SCHEMA)
+    root = read_file(path, SCHEMA)
     try:
         config, run, ranges = (json.loads(root[x]) for x in ("config", "run", "ranges"))
         config, run, ranges = GPTConfig(**config), dict(run), [dict(x) for x in ranges]

@@ -21,7 +21,7 @@ from a2d_mpi.experiments import pretrained
 from a2d_mpi.experiments.check import samples
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.grids import open_grid
-from a2d_mpi.experiments.hdf5 import check_output, write
+from a2d_mpi.experiments.hdf5 import check_output, write_file
 from a2d_mpi.experiments.measure import origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
 from a2d_mpi.experiments.origin import sha256
@@ -99,7 +99,7 @@ def encode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             "texts": np.array(texts, h5py.string_dtype()),
             "lengths": np.diff(packed.cu_seqlens)[:count],
         }
-        together(comm, lambda: write(args.output, SCHEMA, tree), on=0)
+        together(comm, lambda: write_file(args.output, SCHEMA, tree), on=0)
     plan.free()
     grid.free()
     return 0 if passed else FAILED_CHECK

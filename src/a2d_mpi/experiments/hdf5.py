@@ -69,7 +69,7 @@ def reading(
         raise OSError(f"cannot read {path} as HDF5: {reason}") from error
 
 
-def read(
+def read_file(
     path: str | os.PathLike[str],
     schema: tuple[str, int],
     build: Callable[[Tree], Any] = lambda tree: tree,
@@ -120,7 +120,7 @@ def flat(tree: Mapping[str, object]) -> dict[str, np.ndarray]:
     return arrays
 
 
-def write(path: str | os.PathLike[str], schema: tuple[str, int], tree: Mapping) -> None:
+def write_file(path: str | os.PathLike[str], schema: tuple[str, int], tree: Mapping) -> None:
     """Write a new file; if writing fails, an existing file is left as it was.
 
     Raises
@@ -132,7 +132,7 @@ def write(path: str | os.PathLike[str], schema: tuple[str, int], tree: Mapping) 
         fill(file, tree)
 
 
-def add(path: str | os.PathLike[str], schema: tuple[str, int], tree: Mapping) -> None:
+def extend_file(path: str | os.PathLike[str], schema: tuple[str, int], tree: Mapping) -> None:
     """Add what is in the groups of a tree to a file, or make the file.
 
     Members of the file's groups that have the same names are replaced.  A run may have a group

@@ -15,7 +15,16 @@ import h5py
 import numpy as np
 
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.experiments.hdf5 import Tree, add, check_output, flat, member, read, reading, write
+from a2d_mpi.experiments.hdf5 import (
+    Tree,
+    check_output,
+    extend_file,
+    flat,
+    member,
+    read_file,
+    reading,
+    write_file,
+)
 from a2d_mpi.sharding.distribution import Distribution
 
 INPUT_SCHEMA = ("a2d_mpi input", 1)
@@ -240,7 +249,7 @@ def write_result(path: str | os.PathLike[str], result: Result) -> None:
         If it cannot be written (no room, ...).
     """
     run = _tree(result)
-    write(path, RESULT_SCHEMA, {**run.pop("origin"), **run})
+    write_file(path, RESULT_SCHEMA, {**run.pop("origin"), **run})
 
 
 def read_result(path: str | os.PathLike[str]) -> Result:
@@ -258,7 +267,7 @@ def read_result(path: str | os.PathLike[str]) -> Result:
         root["origin"] = {x: y for x, y in root.items() if not isinstance(y, (Tree, np.ndarray))}
         return _result(root)
 
-    return read(path, RESULT_SCHEMA, build)
+    return read_file(path, RESULT_SCHEMA, build)
 
 
 def start_benchmark(
@@ -286,7 +295,7 @@ def start_benchmark(
     """
     if not check_output(path, BENCHMARK_SCHEMA, resume):
         return {}
-    earlier, results = read(path, BENCHMARK_SCHEMA, _benchmark)
+    earlier, results = read_file(path, BENCHMARK_SCHEMA, _benchmark)
     for name in {**earlier, **settings}:
         here, there = settings.get(name), earlier.get(name)
         if here != there:
@@ -301,12 +310,12 @@ def add_results(
     if not results and os.path.exists(path):
         return
     runs = {name: _tree(result) for name, result in results.items()}
-    add(path, BENCHMARK_SCHEMA, {"settings": settings, "runs": runs})
+    extend_file(path, BENCHMARK_SCHEMA, {"settings": settings, "runs": runs})
 
 
 def read_benchmark(path: str | os.PathLike[str]) -> dict[str, Result]:
     """Read all results of a file, by name."""
-    return read(path, BENCHMARK_SCHEMA, _benchmark)[1]
+    return read_file(path, BENCHMARK_SCHEMA, _benchmark)[1]
 
 
 def _benchmark(tree: Tree) -> tuple[Tree, dict[str, Result]]:

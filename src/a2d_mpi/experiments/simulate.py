@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.experiments.hdf5 import check_output, flat, read, write
+from a2d_mpi.experiments.hdf5 import check_output, flat, read_file, write_file
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.summary import Summary
@@ -134,7 +134,7 @@ def simulate_all(args: argparse.Namespace) -> int:
                     continue
                 entry["picked"] = True  # an earlier run named this plan, now the planner picks it
             done[task.name] = entry
-            write(args.output, SCHEMA, {**origin, "runs": _table(done)})
+            write_file(args.output, SCHEMA, {**origin, "runs": _table(done)})
     if before:
         print(f"{before} simulations were in {args.output} already")
     print(f"written to {args.output}")
@@ -152,7 +152,7 @@ def read_simulations(path: str | Path) -> dict[str, dict[str, object]]:
         If its schema is wrong.
     """
     simulations = {}
-    table = flat(read(path, SCHEMA)["runs"])
+    table = flat(read_file(path, SCHEMA)["runs"])
     columns = [np.char.decode(x) if x.dtype.kind == "S" else x for x in table.values()]
     for values in zip(*(x.tolist() for x in columns)):
         row = {x: y for x, y in zip(table, values) if y == y and y != ""}  # NaN is not itself

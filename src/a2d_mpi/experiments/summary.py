@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.hdf5 import flat, read
+from a2d_mpi.experiments.hdf5 import flat, read_file
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import Result, phases_of, read_benchmark, usual_trial
 from a2d_mpi.experiments.streams import aligned
@@ -280,7 +280,7 @@ def read_steps(path: str | os.PathLike[str]) -> list[Steps]:
     OSError, ValueError
         If it cannot be read, or is another kind of file; one line.
     """
-    return [Steps(run) for run in read(path, STEPS_SCHEMA)["runs"].values()]
+    return [Steps(run) for run in read_file(path, STEPS_SCHEMA)["runs"].values()]
 
 
 def kernel_speeds(times: Mapping[str, object]) -> dict[str, dict[str, float]]:

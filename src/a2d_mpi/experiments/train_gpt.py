@@ -24,8 +24,7 @@ from a2d_mpi.experiments.checkpoint import State, differences, put_away, resumed
 from a2d_mpi.experiments.cli import check_room, check_survive, holding, surviving, together
 from a2d_mpi.experiments.files import files_written
 from a2d_mpi.experiments.grids import open_grid
-from a2d_mpi.experiments.hdf5 import check_output
-from a2d_mpi.experiments.hdf5 import write as write_file
+from a2d_mpi.experiments.hdf5 import check_output, write_file
 from a2d_mpi.experiments.measure import open_device, origin_of
 from a2d_mpi.experiments.model_options import model_of
 from a2d_mpi.experiments.options import FAILED_CHECK

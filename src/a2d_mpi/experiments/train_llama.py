@@ -18,7 +18,7 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.check import check_step
 from a2d_mpi.experiments.cli import check_room, together
 from a2d_mpi.experiments.grids import open_grid
-from a2d_mpi.experiments.hdf5 import write
+from a2d_mpi.experiments.hdf5 import write_file
 from a2d_mpi.experiments.measure import open_device, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import TRAINING_SCHEMA, Check
@@ -97,7 +97,7 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             "held_out": {},
             "checks": {name: x.attributes for name, x in checks.items()},
         }
-        together(comm, lambda: write(args.output, TRAINING_SCHEMA, tree), on=0)
+        together(comm, lambda: write_file(args.output, TRAINING_SCHEMA, tree), on=0)
     hooks.free()
     plan.free()
     grid.free()

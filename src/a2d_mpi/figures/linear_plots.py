@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from a2d_mpi.experiments.hdf5 import read
+from a2d_mpi.experiments.hdf5 import read_file
 from a2d_mpi.experiments.results import LINEAR_SCHEMA
 from a2d_mpi.figures.pictures import WIDTH, finish, in_short, plain_ticks, style
 
@@ -23,7 +23,7 @@ def read_lengths(path: str | os.PathLike[str]) -> dict[str, dict[int, Mapping]]:
     OSError, ValueError
         If it cannot be read, or is another kind of file; one line.
     """
-    plans = read(path, LINEAR_SCHEMA)["runs"]
+    plans = read_file(path, LINEAR_SCHEMA)["runs"]
     return {plan: {int(n): x for n, x in runs.items()} for plan, runs in plans.items()}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.experiments.hdf5 import read
+from a2d_mpi.experiments.hdf5 import read_file
 from a2d_mpi.experiments.results import (
     BENCHMARK_SCHEMA,
     TRAINING_SCHEMA,
@@ -266,8 +266,8 @@ FIGURES = {draw.__name__.removeprefix("draw_"): draw for draw in _DRAWN}
 # A kind of file: how to read it, and how to draw each of its figures.
 FILE_KINDS: list[tuple[Callable, dict[str, Callable]]] = [
     (Choice, FIGURES),
-    (lambda args: read(args.results, TRAINING_SCHEMA), {"training": draw_losses}),
-    (lambda args: read(args.results, BENCHMARK_SCHEMA)["figures"], {"kernels": draw_kernels}),
+    (lambda args: read_file(args.results, TRAINING_SCHEMA), {"training": draw_losses}),
+    (lambda args: read_file(args.results, BENCHMARK_SCHEMA)["figures"], {"kernels": draw_kernels}),
     (lambda args: read_steps(args.results), DRAWN),
     (lambda args: read_lengths(args.results), {"lengths": draw_lengths}),
     (lambda args: read_scale(args.results, args.workload), AT_SCALE),
