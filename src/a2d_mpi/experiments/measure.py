@@ -49,6 +49,8 @@ if TYPE_CHECKING:  # few runs are traced
     from a2d_mpi.experiments.trace import Trace
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
+TENSORS = ("q", "k", "v", "dout", "sink")
+T = TypeVar("T")
 
 
 def open_device(comm: MPI.Intracomm, name: str) -> Device:
@@ -341,9 +343,6 @@ def _usual_spans(phase: str, total: np.ndarray, spans: list) -> np.ndarray:
     return np.array(rows, SPAN)
 
 
-T = TypeVar("T")
-
-
 def turns(items: Sequence[T], trials: int) -> Iterator[T]:
     """Yield all items once in each trial; each trial begins one item later than the one before.
 
@@ -397,9 +396,6 @@ def in_turn(
     for name in turns(list(calls), warmup + trials):
         seconds[name].append(seconds_of(calls[name], comm, device=device))
     return {name: np.array(x[warmup:]) for name, x in seconds.items()}
-
-
-TENSORS = ("q", "k", "v", "dout", "sink")
 
 
 def other_data(name: str, x: np.ndarray, back: bool = False) -> np.ndarray:
