@@ -99,7 +99,7 @@ class Summary:
     @property
     def shape(self) -> str:
         """Shape of the grid and order of its ranks, as ROWSxCOLSxHEADS@ORDER/BLOCK."""
-        c, block = self.config, self.config["block"]
+        c, block = self.config, self.config.get("block", "1x1")  # old files have none
         shape = f"{c['rows']}x{c['cols']}x{c['heads']}@{c['order']}"
         return shape + f"/{block}" * (block != "1x1")
 
