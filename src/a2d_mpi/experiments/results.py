@@ -35,9 +35,9 @@ TRAINING_SCHEMA = ("a2d_mpi.training", 1)
 # A span of time of a rank: `part` is an index into TIMED_PARTS, `start` and `end` are seconds
 # since the phase began on this rank.
 SPAN = np.dtype([("rank", "i4"), ("part", "i4"), ("start", "f4"), ("end", "f4")])
-# Seconds are stored in quarters of a microsecond: finer digits are noise of barriers and Python,
+# Seconds are stored in eighths of a microsecond: finer digits are noise of barriers and Python,
 # and would be most of a file, because noise cannot be packed.
-TICKS = 1 << 22
+TICKS = 1 << 23
 TIMED_PARTS = ("compute", "merge", "wait", "total")  # as of `AttentionPlan.timings`
 
 
