@@ -384,7 +384,7 @@ def check_step(
     """
     (loss, gradient), (exact_loss, exact_gradient) = step, exact
     off = np.linalg.norm(gradient - exact_gradient) / np.linalg.norm(exact_gradient)
-    errors = np.nan_to_num([abs(loss / exact_loss - 1), off], nan=math.inf)
+    errors = np.nan_to_num([abs(loss / exact_loss - 1), off], nan=math.inf, posinf=math.inf)
     comm.Allreduce(MPI.IN_PLACE, errors, MPI.MAX)
     bound = STEP_BOUNDS[dtype]
     return {x: Check(y, bound, tokens) for x, y in zip(("loss", "gradients"), errors.tolist())}
