@@ -39,7 +39,6 @@ from a2d_mpi.experiments.results import (
     write_result,
 )
 from a2d_mpi.experiments.streams import aligned, progress
-from a2d_mpi.experiments.trace import Trace, check_trace
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules.problem import Workload
 
@@ -54,8 +53,12 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         elements = sum(math.prod(config.shape(name)) for name in RESULTS) * args.save_outputs
         nbytes = 8 * config.seqlen * elements + (1 << 20)
         together(comm, lambda: check_output(args.output, RESULT_SCHEMA, nbytes=nbytes), on=0)
-    together(comm, lambda: check_trace(args.trace), on=0)
-    trace = Trace(comm, args.trace) if args.trace else None
+    trace = None
+    if args.trace:  # few runs are traced
+        from a2d_mpi.experiments.trace import Trace, check_trace
+
+        together(comm, lambda: check_trace(args.trace), on=0)
+        trace = Trace(comm, args.trace)
     device = open_device(comm, args.device)
     phases = {"backward": args.backward, "overlap": args.overlap}
     grid = open_grid(comm, args, Workload(**config.arguments, mask=mask, **phases))
