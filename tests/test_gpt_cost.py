@@ -126,7 +126,7 @@ def test_benchmark(tmp_path):
         assert len(file["runs"]) == 4
         for run in file["runs"].values():
             assert run.attrs["passed"] and run["seconds"].shape == (2, 2, len(STEP_PARTS))
-            assert run.attrs["gradient error"] < 1e-5
+            assert run["checks/gradients"].attrs["error"] < 1e-5
             sizes = GPTConfig(256, 1, 32, 4, 64).parameters
             assert (run["sent"][:, 1] == sizes * 4).all()  # two halves, to the other rank
 

@@ -155,20 +155,10 @@ def _result(
     origin: Mapping[str, object],
 ) -> Result | None:
     """Return the result of a timed plan on rank 0, None on other ranks."""
-    run.finish()
-    options = {x: getattr(args, x) for x in ("check", "trials", "warmup", "seed", "threads")}
-    config = {
-        **options,
-        "name": c.name,
-        "workload": c.case.name,
-        "method": c.method,
-        "mask": c.case.mask,
-        "picked": c.picked,
-        "device": run.device.name,
-    }
-    plan = run.plan
-    result = run.result(config, origin)
+    config = {"name": c.name, "workload": c.case.name, "mask": c.case.mask, "picked": c.picked}
+    result = run.result(args, config, origin)
     if result is not None:
+        plan = run.plan
         result.predicted = c.expected(machine, plan.layout, plan.distribution.name)
         if args.spans == "none" or (args.spans == "picked" and not c.picked):
             result.spans.clear()

@@ -41,6 +41,10 @@ IDLE = 0.002  # s of sleep between the polls of a rank that waits for another ra
 STAGGER = 0.1
 LEAVING = 1.0  # most seconds that a rank waits at the end for others, some of which may have died
 PATIENCE = 10.0  # s after a CollectiveError in which all other ranks must come to their end
+_NO_ULFM = (
+    "--survive: this MPI ends the job when a rank dies; it needs Open MPI with ULFM, started by "
+    "mpiexec --with-ft ulfm"
+)
 
 
 def together(comm: MPI.Intracomm, step: Callable[[], T], on: int | None = None) -> T | None:
@@ -287,12 +291,6 @@ class Place:
             self.partners["inside"] = nodes[node][local + 1 :] + nodes[node][:local]
         if self.even and len(nodes) > 1:
             self.partners["between"] = [x[local] for x in nodes[node + 1 :] + nodes[:node]]
-
-
-_NO_ULFM = (
-    "--survive: this MPI ends the job when a rank dies; it needs Open MPI with ULFM, started by "
-    "mpiexec --with-ft ulfm"
-)
 
 
 def check_survive(comm: MPI.Intracomm, survive: bool) -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 SCHEMA = ("a2d_mpi.embeddings", 1)
 BOUND = 1e-5  # largest error of an element; embeddings have norm 1
+NEAREST = 3  # documents that are shown for a query
 SHOWN = 70  # printed characters of a text
 
 
@@ -78,7 +79,7 @@ def encode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     if comm.rank == 0:
         print(f"{count} documents, {len(queries)} queries, {len(packed.tokens)} tokens: "
               f"{len(packed.tokens) / seconds:.0f} tokens/s on {comm.size} ranks")  # fmt: skip
-        for query, best in zip(queries, nearest(vectors, len(queries), args.nearest)):
+        for query, best in zip(queries, nearest(vectors, len(queries), NEAREST)):
             print(f"nearest to {query!r}:")
             for i, cosine in best:
                 text = " ".join(packed.texts[i].split())[:SHOWN]

@@ -7,14 +7,14 @@
     run.check(rows=16)  # against float64, before anything is timed
     for _ in range(trials):
         run.trial()
-    run.finish()
-    result = run.result(config, origin)  # on rank 0
+    result = run.result(args, config, origin)  # on rank 0
 
 All functions and methods are collective over the plan's ranks.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -49,6 +49,8 @@ if TYPE_CHECKING:  # few runs are traced
     from a2d_mpi.experiments.trace import Trace
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
+TENSORS = ("q", "k", "v", "dout", "sink")
+T = TypeVar("T")
 
 
 def open_device(comm: MPI.Intracomm, name: str) -> Device:
@@ -190,18 +192,6 @@ class Measurement:
         if data:
             self._exchange(back=True)
 
-    def finish(self) -> None:
-        """Check after the trials that all had the same results and left memory unchanged.
-
-        Neither the inputs nor the first results may have changed in memory.
-        """
-        if not self._result_bits:
-            return
-        comm = self.plan.grid.comm
-        changed = _differing(self._on_host(self._given), self._given_bits)
-        for name, number in (("repeat", self._differ), ("inputs", changed)):
-            self.checks[name] = Check(float(comm.allreduce(number)), 0.0, comm.size)
-
     def _overwritten(self) -> int:
         """Count the first checked results that a later call has changed in memory."""
         return _differing(self._results(self.tensors), self._result_bits[0])
@@ -228,20 +218,33 @@ class Measurement:
         return outputs if plan.grid.comm.rank == 0 else {}
 
     def result(
-        self, config: Mapping[str, object], origin: Mapping[str, object], **others: Any
+        self,
+        args: argparse.Namespace,
+        config: Mapping[str, object],
+        origin: Mapping[str, object],
+        **others: Any,
     ) -> Result | None:
-        """Check the counted bytes, and return the result on rank 0, None on other ranks.
+        """Check the trials, and return the result on rank 0, None on other ranks.
+
+        All trials must have had the same results.  Neither the inputs nor the first results may
+        have changed in memory.  The counted bytes must be the predicted ones.
 
         Parameters
         ----------
+        args : Namespace
+            Options of the measurement: trials, warmup, check, seed, threads.
         config : mapping
-            Config that is not in `plan`: method, mask, trials, ...
+            Config that is neither in the plan nor in `args`: mask, ...
         origin : mapping
             Result of `origin_of`.
         **others
             Further fields of the `Result`.
         """
         comm, plan = self.plan.grid.comm, self.plan
+        if self._result_bits:
+            changed = _differing(self._on_host(self._given), self._given_bits)
+            for name, number in (("repeat", self._differ), ("inputs", changed)):
+                self.checks[name] = Check(float(comm.allreduce(number)), 0.0, comm.size)
         counted = plan.traffic.bytes
         gathered = comm.gather((self.seconds, counted, plan.area(), self._spans, gethostname()))
         if gathered is None:
@@ -254,9 +257,10 @@ class Measurement:
             provenance={**origin, "hostnames": list(hosts)},
             config={
                 **_config(plan),
+                **{x: getattr(args, x) for x in ("check", "trials", "warmup", "seed", "threads")},
                 "backward": len(self.phases) > 1,
+                "device": self.device.name,
                 **config,
-                "kernel": plan.kernel,  # the kernel itself; `config` may say "auto"
             },
             area=np.array(area),
             timings=timings,
@@ -277,6 +281,8 @@ def _differing(tensors: Mapping[str, np.ndarray], bits: Mapping[str, bytes]) -> 
 
 def _config(plan: AttentionPlan) -> dict[str, object]:
     return {
+        "method": plan.method,
+        "kernel": plan.kernel,
         **plan.layout.attributes,
         **plan.config.arguments,
         "logit_softcap": plan.logit_softcap or 0.0,  # 0: none
@@ -337,9 +343,6 @@ def _usual_spans(phase: str, total: np.ndarray, spans: list) -> np.ndarray:
     return np.array(rows, SPAN)
 
 
-T = TypeVar("T")
-
-
 def turns(items: Sequence[T], trials: int) -> Iterator[T]:
     """Yield all items once in each trial; each trial begins one item later than the one before.
 
@@ -393,9 +396,6 @@ def in_turn(
     for name in turns(list(calls), warmup + trials):
         seconds[name].append(seconds_of(calls[name], comm, device=device))
     return {name: np.array(x[warmup:]) for name, x in seconds.items()}
-
-
-TENSORS = ("q", "k", "v", "dout", "sink")
 
 
 def other_data(name: str, x: np.ndarray, back: bool = False) -> np.ndarray:

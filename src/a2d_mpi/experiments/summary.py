@@ -21,6 +21,7 @@ from a2d_mpi.schedules import METHODS
 
 TABLE = ("  plan", "phase", "ms", "ratio", "wait", "predicted", "received", "checks")
 STEPS_SCHEMA = ("a2d_mpi training steps", 2)
+CLOSE = 1.1  # a pick is good if it takes at most this multiple of the fastest plan's time
 # Methods alone and with a head axis, in the order of tables and figures.
 FAMILIES = tuple(
     method + heads for method in (*METHODS, "all-gather") for heads in ("", " + heads")
@@ -89,24 +90,30 @@ class Summary:
         return bool(self.config["overlap"])
 
     @property
+    def layout(self) -> Layout:
+        """Grid and order of the ranks."""
+        rows, cols, heads = (int(self.config[x]) for x in ("rows", "cols", "heads"))
+        # The simulations of data/results/scale have blocks in their order, and no slices.
+        order, _, block = str(self.config["order"]).partition("/")
+        block = block or str(self.config.get("block", "1x1"))
+        return Layout(rows, cols, heads, order, tuple(map(int, block.split("x"))))
+
+    @property
     def family(self) -> str:
         """The method, or its common name as in papers; "+ heads" if ranks share the heads."""
-        layout = Layout(*(int(self.config[x]) for x in ("rows", "cols", "heads")))
-        known = known_as(self.method, layout)
+        known = known_as(self.method, self.layout)
         name = known if known in FAMILIES else self.method
-        return name + " + heads" * (layout.heads > 1)
+        return name + " + heads" * (self.layout.heads > 1)
 
     @property
     def shape(self) -> str:
         """Shape of the grid and order of its ranks, as ROWSxCOLSxHEADS@ORDER/BLOCK."""
-        c, block = self.config, self.config.get("block", "1x1")  # old files have none
-        shape = f"{c['rows']}x{c['cols']}x{c['heads']}@{c['order']}"
-        return shape + f"/{block}" * (block != "1x1")
+        return f"{self.layout.shape}@{self.layout.numbering}"
 
     @property
     def plan(self) -> str:
         """Method and shape, slices, and "in turn" if it computes and communicates in turn."""
-        slices = self.config["slices"]
+        slices = self.config.get("slices", "1x1")
         sliced = f" in {slices} slices" * (slices != "1x1")
         return f"{self.method} {self.shape}{sliced}" + " in turn" * (not self.overlap)
 
@@ -185,9 +192,6 @@ def best_of_families(
     for (family, _), x in sorted(best.items(), key=lambda item: item[0]):
         by_family.setdefault(family, []).append(x)
     return by_family
-
-
-CLOSE = 1.1  # a pick is good if it takes at most this multiple of the fastest plan's time
 
 
 def print_study(files: Sequence[Path], read: Callable[[Path], list[Summary]]) -> int:

@@ -70,18 +70,9 @@ def cases_of(args: argparse.Namespace, masks: Sequence[str]) -> list[Case]:
     heads_kv = args.nheads_kv or [None]  # None: as many KV heads as query heads
     wires = [None if x == "none" else x for x in args.wire]
     sizes = product(args.dtypes, wires, args.headdim, args.nheads, heads_kv, args.seqlens, masks)
+    common = {"headdim_v": args.headdim_v, "backward": args.backward}
     cases = (
-        Case(
-            seqlen,
-            nheads,
-            headdim,
-            kv,
-            dtype=dtype,
-            headdim_v=args.headdim_v,
-            wire=wire,
-            mask=mask,
-            backward=args.backward,
-        )
+        Case(seqlen, nheads, headdim, kv, dtype=dtype, wire=wire, mask=mask, **common)
         for dtype, wire, headdim, nheads, kv, seqlen, mask in sizes
     )
     return list(dict.fromkeys(cases))
