@@ -237,7 +237,7 @@ def test_plots_without_predictions(workload, tmp_path):
     shutil.copy(workload, path)
     with h5py.File(path, "a") as file:
         for run in file["runs"].values():
-            run["predicted"].clear()
+            del run["predicted"]
     done = plot(path, "--output", tmp_path, "--what", "model,phases", "--format", "svg")
     assert done.stdout == f"{tmp_path / 'phases.svg'}\n"
     assert done.stderr == (

@@ -23,7 +23,7 @@ from a2d_mpi.core.atomic import check_writable, read_regular, replacing
 # Arrays of fewer bytes would hardly shrink.  Larger ones are tensors and weights: their digits are
 # random, and packing them would take a second for each 50 MB.
 PACKED = range(128, 1 << 24)
-MOST_ATTRIBUTES = 60000
+MOST_ATTRIBUTES = 60000  # in the header of a group; HDF5 takes up to 65535
 
 
 class Tree(dict):
