@@ -18,7 +18,6 @@ from a2d_mpi.experiments.options import (
     add_trace,
     path,
     real,
-    whole,
 )
 
 
@@ -40,8 +39,6 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add_options(group, "wire")
 
     group = add_grid(parser)
-    text = "ranks of each inner ring of a double ring; default: --cols"
-    group.add_argument("--inner", type=whole(1), metavar="N", help=text)
     add_options(group, "distribution", "overlap", "slices")
 
     group = parser.add_argument_group("measurement and checks")

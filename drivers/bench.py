@@ -67,8 +67,8 @@ def attention(parser: Parser) -> Callable:
     group = parser.add_argument_group("output")
     add_options(group, "output", required=True)
     add_options(group, "resume")
-    text = "plans whose time lines are kept in the file; picked: the planner's pick"
-    group.add_argument("--spans", choices=SPANS, default="all", help=text)
+    text = "plans of which the timeline can be drawn later; picked: the planner's pick"
+    group.add_argument("--spans", choices=SPANS, default="none", help=text)
     add_trace(group, "one more run of each plan")
     add_engine(parser)
     return bench
@@ -191,7 +191,6 @@ def linear(parser: Parser) -> Callable:
     from a2d_mpi.experiments.model_options import FLOATS
     from a2d_mpi.linear.features import FEATURE_MAPS
     from a2d_mpi.linear.norms import NORMS
-    from a2d_mpi.linear.plan import CHUNK
     from a2d_mpi.schedules import METHODS
 
     group = parser.add_argument_group("workloads and plans")
@@ -211,8 +210,6 @@ def linear(parser: Parser) -> Callable:
     add("--decay", type=real(0, 1), metavar="X", help="decay of all heads; default: none")
     text = "distribution of tokens over ranks"
     add("--distribution", metavar="NAME", default="contiguous", help=text)
-    text = "tokens that are computed at once"
-    add("--chunk", type=tokens(most=4096), metavar="TOKENS", default=CHUNK, help=text)
     _add_measurement(parser)
     return bench_linear
 

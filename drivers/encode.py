@@ -30,7 +30,6 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--documents", type=whole(1), metavar="N", help=text)
     text = "text whose nearest documents are shown; may be repeated"
     add("--query", type=utf8, metavar="TEXT", action="append", help=text)
-    add("--nearest", type=whole(1), metavar="N", default=3, help="documents shown for a query")
     text = "folder of a BERT model; default: the installed model"
     add("--model", type=path, metavar="DIR", help=text)
     group = parser.add_argument_group("output and checks")

@@ -18,7 +18,6 @@ from a2d_mpi.experiments.options import (
     add_options,
     add_workloads,
     listed,
-    method_name,
     path,
     real,
     run_serial,
@@ -47,14 +46,9 @@ def rank(parser: Parser) -> Callable:
     from a2d_mpi.experiments.candidates import add_problem, plan
     from a2d_mpi.experiments.sweep import PLANNED
     from a2d_mpi.gpt.config import PRESETS
-    from a2d_mpi.schedules import METHODS
 
     add_problem(parser, PLANNED, needs_heads=False)
     add = parser.add_argument_group("plans and table").add_argument
-    text = f"only these methods, from {', '.join(METHODS)}; default: all"
-    add("--methods", type=listed(method_name), metavar="METHOD,...", help=text)
-    text = "memory of a rank: 80GB, 80GiB; default: the memory in the profile"
-    add("--memory", metavar="SIZE", help=text)
     text = f"also predict training steps of a model, with its heads: {', '.join(PRESETS)}"
     add("--gpt", choices=PRESETS, metavar="MODEL", help=text)
     text = "with --gpt: keep less of each layer, and compute it again"

@@ -175,7 +175,7 @@ def study(parser: Parser) -> Callable:
     The last lines say how far the model was off, and how many picks take at most 1.1 times the
     fastest.
     """
-    from a2d_mpi.experiments.study import print_study, read_measured
+    from a2d_mpi.experiments.summary import print_study, read_measured
 
     parser.add_argument("files", type=path, nargs="+", help="HDF5 files of bench.py")
     return lambda args: print_study(args.files, read_measured)
@@ -190,7 +190,7 @@ def scale(parser: Parser) -> Callable:
     ranks.  Plans that do not fit in the memory of the ranks are left out.
     """
     from a2d_mpi.experiments.simulate import read_summaries
-    from a2d_mpi.experiments.study import print_study
+    from a2d_mpi.experiments.summary import print_study
 
     parser.add_argument("files", type=path, nargs="+", help="HDF5 files of plan.py simulate")
     return lambda args: print_study(args.files, read_summaries)

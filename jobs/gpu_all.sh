@@ -128,7 +128,7 @@ everything() {
   fi
   # This part makes gpu.h5.
   local plan=(python drivers/bench.py "${output[@]}" --resume --device gpu --seqlens 16K)
-  plan+=(--nheads 16 --headdim 128 --dtypes bfloat16 --backward --plans attention2d)
+  plan+=(--nheads 16 --headdim 128 --dtypes bfloat16 --backward --plans attention2d --spans all)
   if wanted "4 ranks" || wanted "overlap on 4 ranks"; then with_mps shared "${plan[@]}"; fi
   part "1 rank" 50 1 "${plan[@]}"
   main 1 1

@@ -22,7 +22,7 @@ from a2d_mpi import Attention2D, Causal, Full, ProcessGrid
 from a2d_mpi.comm.gpus import bind_gpu
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.experiments.grids import grid_shape
-from a2d_mpi.experiments.timing import turns
+from a2d_mpi.experiments.measure import turns
 
 TRIALS = 10
 COLUMNS = ("total", "wait", "host")  # milliseconds

@@ -30,9 +30,8 @@ import h5py
 from helpers import ROOT, SAMPLE
 from test_killed import kill, ranks_below, start
 
-from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.checkpoint import latest
-from a2d_mpi.experiments.results import read_result
+from a2d_mpi.experiments.results import read_benchmark, read_result
 
 TRAINED = Path(tempfile.gettempdir(), f"a2d_mpi-kills-{os.getpid()}")
 KINDS = ("all", "rank", "term")

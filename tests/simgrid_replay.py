@@ -17,7 +17,7 @@ from test_model import RESULTS, machine
 from test_simulate import PLANS
 
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.results import read_benchmark
 from a2d_mpi.experiments.summary import summarise
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.masks.patterns import make_mask

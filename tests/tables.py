@@ -17,10 +17,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from a2d_mpi.experiments.benchmark import read_benchmark
-from a2d_mpi.experiments.gpt_files import read_steps
+from a2d_mpi.experiments.results import read_benchmark
 from a2d_mpi.experiments.simulate import read_summaries
-from a2d_mpi.experiments.summary import summarise
+from a2d_mpi.experiments.summary import read_steps, summarise
 from a2d_mpi.planning.profile import read_machine
 
 ROOT = Path(__file__).parents[1]
@@ -162,7 +161,8 @@ def tiles(path, model):
     with h5py.File(ROOT / path) as file:
         for size in ("large", "small"):
             group = file[f"figures/AMD EPYC (family 25, model {model}), {size} tiles"]
-            for shape, mask, phase in product(group, ("full", "causal"), BOTH):
+            shapes = sorted(group.keys() - {"origin"}, key=lambda x: int(x.split("x")[0]))
+            for shape, mask, phase in product(shapes, ("full", "causal"), BOTH):
                 trials = group[f"{shape}/{mask}/{phase}"]
                 yield shape, phase, {x: y[()] for x, y in trials.items()}
 
@@ -301,8 +301,8 @@ def training_steps(path):
         parts, predicted = run.parts, run.predicted
         pairs = [(run.seconds, sum(predicted.values()))]
         pairs += [(parts[x], predicted[x]) for x in parts]
-        pairs += [(run.operator, run.attributes["predicted/operator"])]
-        name = run.plan + " (pick)" * bool(run.attributes["picked"])
+        pairs += [(run.operator, run["predicted/operator"])]
+        name = run.plan + " (pick)" * bool(run["picked"])
         yield [name, *(f"{x:.2f} ({y:.2f})" for x, y in pairs)]
 
 

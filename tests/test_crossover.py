@@ -3,7 +3,7 @@
 import pytest
 from helpers import ROOT, parser_of
 
-from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.results import read_benchmark
 from a2d_mpi.figures import crossover_plots
 from a2d_mpi.figures.crossover_plots import MACHINES, PLANS, Point, measured, simulated
 from a2d_mpi.planning.profile import read_machine

@@ -42,7 +42,7 @@ MAIN = {
     "2x2": ["--rows", "2", "--cols", "2", "--backward", "--check", "full"],
     "ring": ["--rows", "1", "--method", "ring", "--mask", "full", "--backward", "--dtype",
              "float64"],
-    "double ring": ["--method", "double_ring", "--inner", "2", "--backward", "--check", "full"],
+    "double ring": ["--method", "double_ring", "--rows", "2", "--backward", "--check", "full"],
     "4x1": ["--cols", "1", "--distribution", "striped", "--no-overlap", "--check", "none"],
     "bfloat16": ["--dtype", "bfloat16", "--backward", "--check", "full", "--save-outputs"],
 }  # fmt: skip
@@ -185,11 +185,6 @@ OPTIONS = [
         "2 rows x 2 ranks per Ulysses group do not divide 2 ranks",
     ),
     (["--rows", "2", "--cols", "2"], "2 x 2 grid does not fit 2 ranks"),
-    (["--inner", "2"], "--inner needs --method double_ring"),
-    (
-        ["--method", "double_ring", "--inner", "3"],
-        "inner must divide the 2 ranks of the ring, got 3",
-    ),
     (["--method", "triple_ring"], "must be one of attention2d, ring, striped ring, double ring"),
     (
         ["--method", "striped ring", "--distribution", "zigzag"],

@@ -12,9 +12,8 @@ from helpers import DRIVERS, ROOT, SAMPLE, assert_each_refused, launch, parser_o
 
 from a2d_mpi.core.atomic import check_writable, held, replacing
 from a2d_mpi.experiments.files import READ, WRITTEN, check_files
-from a2d_mpi.experiments.hdf5 import check_output
+from a2d_mpi.experiments.hdf5 import check_output, write_file
 from a2d_mpi.experiments.options import path
-from a2d_mpi.experiments.results import new_file, set_attributes
 from a2d_mpi.figures.pictures import check_picture
 
 PROGRAMS = sorted(x.name for x in DRIVERS.glob("*.py"))
@@ -83,8 +82,7 @@ def test_drivers_replace_nothing_else(tmp_path):
     """A text or another kind of HDF5 file is refused before any work."""
     sample = SAMPLE
     (text := tmp_path / "notes.h5").write_text("kept")
-    with new_file(other := tmp_path / "other.h5") as file:
-        set_attributes(file, {"schema": "somebody's", "schema_version": 1})
+    write_file(other := tmp_path / "other.h5", ("somebody's", 1), {})
     (profile := tmp_path / "p.toml").write_text('name = "m"\nranks_per_node = 1\n')
     readme, before = ROOT / "README.md", other.read_bytes()
     train = [readme, "--folder", tmp_path / "run", *TRAIN]
@@ -106,8 +104,7 @@ def test_drivers_replace_nothing_else(tmp_path):
 
 
 def test_own_and_empty_files_are_replaced(tmp_path):
-    with new_file(own := tmp_path / "own.h5") as file:
-        set_attributes(file, {"schema": SCHEMA[0], "schema_version": SCHEMA[1]})
+    write_file(own := tmp_path / "own.h5", SCHEMA, {})
     (empty := tmp_path / "empty.png").touch()
     check_output(own, SCHEMA)
     check_output(empty, SCHEMA)

@@ -56,9 +56,9 @@ from a2d_mpi import Causal, Distribution, Full, IntervalMask, devices, kernels
 from a2d_mpi.core import atomic, dtypes, merge, reference, sizes
 from a2d_mpi.schedules import attention2d
 from a2d_mpi.sharding import pairs
-from a2d_mpi.experiments import bench_kernel, benchmark, candidates, options, results
+from a2d_mpi.experiments import candidates, options, results
 from a2d_mpi.figures import plots
-from a2d_mpi.experiments import pretrained, study, summary, sweep, timing
+from a2d_mpi.experiments import pretrained, summary, sweep
 from a2d_mpi.figures import schedule_plots
 from a2d_mpi.planning import calibration, cost, memory, model, planner
 try:

@@ -12,8 +12,8 @@ from mpi4py import MPI
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.gpt_files import read_steps
 from a2d_mpi.experiments.options import FAILED_CHECK
+from a2d_mpi.experiments.summary import read_steps
 from a2d_mpi.experiments.sweep import Case
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import STEP_PARTS, activations, predict_step, product_flops, sum_seconds
@@ -126,7 +126,7 @@ def test_benchmark(tmp_path):
         assert len(file["runs"]) == 4
         for run in file["runs"].values():
             assert run.attrs["passed"] and run["seconds"].shape == (2, 2, len(STEP_PARTS))
-            assert run.attrs["gradient error"] < 1e-5
+            assert run["checks/gradients"].attrs["error"] < 1e-5
             sizes = GPTConfig(256, 1, 32, 4, 64).parameters
             assert (run["sent"][:, 1] == sizes * 4).all()  # two halves, to the other rank
 
@@ -171,12 +171,12 @@ def test_plan_of_steps():
 def test_activations_fall_as_ranks_grow():
     """In the runs of docs/models.md activations fall as 1 / P, as predicted."""
     runs = read_steps(ROOT / "data/results/gpt/memory.h5")
-    assert len(runs) == 8 and all(run.attributes["passed"] for run in runs)
-    first = {run.attributes["recompute"]: run for run in runs if run.attributes["ranks"] == 1}
+    assert len(runs) == 8 and all(run["passed"] for run in runs)
+    first = {run["recompute"]: run for run in runs if run["ranks"] == 1}
     names = [x.name for x in fields(GPTConfig)]
     for run in runs:
-        a, found = run.attributes, run.arrays["activations"]
-        most = first[a["recompute"]].arrays["activations"][0]
+        a, found = run, run["activations"]
+        most = first[a["recompute"]]["activations"][0]
         assert found.max() * a["ranks"] == pytest.approx(most, rel=0.005)
         tokens = a["seqlen"] // a["ranks"]
         config = GPTConfig(**{x: a[x] for x in names if x in a})  # older files have no headdim
@@ -187,11 +187,11 @@ def test_activations_fall_as_ranks_grow():
 def test_steps_of_emulated_nodes():
     """In the runs of docs/models.md the pick is the fastest, and as fast as predicted."""
     runs = read_steps(ROOT / "data/results/gpt/step.h5")
-    assert all(run.attributes["passed"] and run.attributes["ranks"] == 16 for run in runs)
+    assert all(run["passed"] and run["ranks"] == 16 for run in runs)
     fastest = min(runs, key=lambda run: run.seconds)
-    [picked] = [run for run in runs if run.attributes["picked"]]
+    [picked] = [run for run in runs if run["picked"]]
     ring = max(runs, key=lambda run: run.seconds)
-    assert ring.attributes["method"] == "ring" and picked.seconds < 1.05 * fastest.seconds
+    assert ring["method"] == "ring" and picked.seconds < 1.05 * fastest.seconds
     assert ring.seconds / fastest.seconds > 1.8 and ring.operator / fastest.operator > 3
     for run in runs:
         assert sum(run.predicted.values()) == pytest.approx(run.seconds, rel=0.25)

@@ -9,10 +9,11 @@ import pytest
 from helpers import assert_all_refused
 from test_results import SHAPES, error_of, make_result, write_input
 
-from a2d_mpi.experiments.benchmark import add_results, read_benchmark
+from a2d_mpi.experiments.hdf5 import extend_file, read_file
 from a2d_mpi.experiments.results import (
-    SMALLER,
+    add_results,
     inspect_input,
+    read_benchmark,
     read_result,
     read_shard,
     write_result,
@@ -78,7 +79,8 @@ def test_refuses_sizes_that_cannot_be(folder):
     with h5py.File(path, "w") as file:
         file.attrs.update({"schema": "a2d_mpi input", "schema_version": 1})
         for name in "qkv":
-            file.create_dataset(name, (1, 1, 1 << 20), "f4", np.zeros((1, 1, 1 << 20)), **SMALLER)
+            zeros = np.zeros((1, 1, 1 << 20), "f4")
+            file.create_dataset(name, data=zeros, compression="gzip")
     assert "headdim must be at most 65536" in error_of(lambda: inspect_input(path), ValueError)
 
 
@@ -104,6 +106,29 @@ def test_result_files_that_lack_something(folder):
     with h5py.File(bench, "a") as file:
         del file["runs/one"]["config"]
     assert "config is missing" in error_of(lambda: read_benchmark(bench), OSError)
+
+
+def test_equal_members_are_stored_once(tmp_path):
+    """Runs share their origin, also with later runs; replaced runs leave the others alone."""
+    path, schema, sent = tmp_path / "runs.h5", ("test", 1), np.arange(64.0)
+    # More names than an attribute in the header of a group can hold.
+    origin = {"hostnames": [f"node{i}" for i in range(6000)], "mpi_library": "Open MPI\0"}
+    for names, number in (("ab", 1), ("bc", 2)):
+        runs = {x: {"origin": origin, "sent": sent * number, "number": number} for x in names}
+        extend_file(path, schema, {"settings": {"seed": 0}, "runs": runs})
+    extend_file(path, schema, {"runs": {"d": {"origin": {**origin, "device": "other"}}}})
+    found = read_file(path, schema)
+    numbers = {x: y.get("number") for x, y in found["runs"].items()}
+    assert numbers == {"a": 1, "b": 2, "c": 2, "d": None}
+    assert found["settings"] == {"seed": 0} and len(found["origins"]) == 2
+    assert found["runs"]["a"]["origin"] == {**origin, "mpi_library": "Open MPI"}
+    assert found["runs"]["d"]["origin"]["device"] == "other"
+    for name, number in (("a", 1), ("b", 2), ("c", 2)):
+        np.testing.assert_array_equal(found["runs"][name]["sent"], sent * number)
+    with h5py.File(path) as file:
+        assert file["runs/a/origin"] == file["runs/c/origin"] != file["runs/d/origin"]
+        assert file["runs/b/sent"] == file["runs/c/sent"] != file["runs/a/sent"]
+        assert (file["runs/a/sent"].chunks, file["runs/a/sent"].compression) == ((64,), "gzip")
 
 
 def test_drivers_refuse_them_at_once(folder):

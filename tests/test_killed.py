@@ -15,9 +15,9 @@ import pytest
 from helpers import DRIVERS, ENVIRONMENT, MPIEXEC, ROOT, drive, named
 from test_bench import SMALL, bench
 
-from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.checkpoint import latest
-from a2d_mpi.experiments.gpt_files import read_losses
+from a2d_mpi.experiments.hdf5 import read_file
+from a2d_mpi.experiments.results import TRAINING_SCHEMA, read_benchmark
 from a2d_mpi.experiments.sweep import Case, plans_for
 
 launches = pytest.mark.launches
@@ -122,9 +122,10 @@ def test_killed_while_writing(tmp_path, moment):
     options = ["--output", output, *SMALL, "--seqlens", "64,65", "--plans", "ring,attention2d:1x2"]
     # The file is made empty first, then there are two workloads of two plans each.
     sabotage = {
-        "while filling": "import a2d_mpi.experiments.benchmark as b\nold, calls = b.fill, []\n"
-        "def fill(*x):\n    old(*x)\n    calls.append(0)\n"
-        "    if len(calls) == 3: os.kill(os.getpid(), 9)\nb.fill = fill",
+        "while filling": "import a2d_mpi.experiments.hdf5 as b\nold, calls = b._new_group, []\n"
+        "def new_group(parent, name):\n    calls.extend([0] * (name == 'timings'))\n"
+        "    if len(calls) == 3: os.kill(os.getpid(), 9)\n    return old(parent, name)\n"
+        "b._new_group = new_group",
         "before the replacement": "old, calls = os.replace, []\n"
         "def replace(*x):\n    calls.append(0)\n"
         "    if len(calls) == 3: os.kill(os.getpid(), 9)\n    old(*x)\nos.replace = replace",
@@ -151,7 +152,7 @@ def ended(folder):
     assert sorted(os.listdir(folder)) == ["checkpoints", "log.h5"]
     state, refused = latest(folder / "checkpoints")
     assert not refused and len(os.listdir(folder / "checkpoints")) == 2
-    losses = read_losses(folder / "log.h5").loss
+    losses = read_file(folder / "log.h5", TRAINING_SCHEMA)["loss"]
     assert losses.tolist() == state.losses.tolist()
     return state.step, state.weights.tobytes(), state.moments.tobytes(), losses.tobytes()
 
@@ -193,10 +194,10 @@ def step_of(folder):
 
 KILL = """
 old, calls = {0}, []
-def counted(*x):
+def counted(*x, **options):
     calls.append(0)
     if len(calls) == {1}: os.kill(os.getpid(), 9)
-    old(*x)
+    old(*x, **options)
 {0} = counted
 """
 
@@ -206,7 +207,7 @@ def test_training_killed_while_writing(tmp_path):
     options, expected = [*TRAINING, "--steps", "9"], None
     for name, sabotage, step in (
         ("whole", "", 9),
-        ("filling", "import h5py\n" + KILL.format("h5py.File.__setitem__", 11), 4),
+        ("filling", "import h5py\n" + KILL.format("h5py.Group.create_dataset", 11), 4),
         ("after it", KILL.format("os.unlink", 4), 6),
         ("losses", KILL.format("os.replace", 6), 9),
     ):

@@ -356,7 +356,8 @@ right = states.StateExchange.finish
 states.StateExchange.finish = lambda self: [1.001 * x for x in right(self)]
 """
     done = drive(program, 2, *sizes, "--plans", "lasp2", sabotage=wrong, code=1)
-    assert done.stdout.count("FAILED") == 2, done.stderr
+    for seqlen, name in product((40, 90), ("out", "dq", "dk", "dv")):
+        assert f"FAILED lasp2, {seqlen} tokens, {name}: error" in done.stdout, done.stderr
     wrong = """
 from a2d_mpi import LinearAttention
 right = LinearAttention.backward
@@ -367,3 +368,4 @@ LinearAttention.backward = backward
 """
     done = drive(program, 2, *sizes, "--plans", "lasp2", sabotage=wrong, code=1)
     assert done.stdout.count("FAILED") == 2, done.stdout
+    assert "FAILED lasp2, 90 tokens, dq: error inf" in done.stdout

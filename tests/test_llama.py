@@ -11,7 +11,8 @@ import numpy as np
 from helpers import ROOT, assert_one_line_each, drive, drive_each, launch
 from test_readme import blocks, read
 
-from a2d_mpi.experiments.gpt_files import read_losses
+from a2d_mpi.experiments.hdf5 import read_file
+from a2d_mpi.experiments.results import TRAINING_SCHEMA
 
 SMALL = ["--seqlen", "60", "--width", "16", "--mlp", "24", "--nheads", "4", "--steps", "3"]
 TEXT = ROOT / "data" / "new_testament.txt"
@@ -26,10 +27,11 @@ def test_driver(tmp_path):
     done, found = drive_each(cases, 4, timeout=200)
     assert [code for code, _ in found] == [0, 0], done.stdout + done.stderr
     assert [text.count("(passed, bound 1e-10)") for _, text in found] == [2, 0]
-    grid, ring = map(read_losses, files)
-    assert np.allclose(grid.loss, ring.loss, rtol=1e-10, atol=0) and len(grid.loss) == 3
-    assert grid.loss[2] < grid.loss[0] < 6
-    assert (grid.config["method"], grid.text["name"]) == ("attention2d", TEXT.name)
+    run, ring = (read_file(x, TRAINING_SCHEMA) for x in files)
+    loss = run["loss"]
+    assert np.allclose(loss, ring["loss"], rtol=1e-10, atol=0) and len(loss) == 3
+    assert loss[2] < loss[0] < 6
+    assert (run["config"]["method"], run["text"]["name"]) == ("attention2d", TEXT.name)
     with h5py.File(files[0]) as file:
         errors = {x: dict(y.attrs) for x, y in file["checks"].items()}
         assert file["seconds/total"].shape == (3,)

@@ -9,9 +9,8 @@ from helpers import SAMPLE, assert_all_refused, drive, drive_each
 from test_schedule_plots import MACHINE
 
 from a2d_mpi import Documents, IntervalMask
-from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.mask_file import read_mask
-from a2d_mpi.experiments.results import read_result
+from a2d_mpi.experiments.results import read_benchmark, read_result
 from a2d_mpi.masks.patterns import PATTERNS
 
 N = 40

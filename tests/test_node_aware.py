@@ -17,7 +17,7 @@ from test_bench import PROFILE
 from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
-from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.results import read_benchmark
 from a2d_mpi.experiments.summary import summarise
 from a2d_mpi.masks.mask import IntervalMask
 from a2d_mpi.planning import cost
@@ -304,7 +304,7 @@ def test_drivers(tmp_path):
     assert set(found) == {f"{x}-2x2x1-rcu_2x1-{case}" for x in ("node_aware", "attention2d")}
     for name, result in found.items():
         assert (result.config["block"], result.config["nodes"]) == ("2x1", "0 0 0 0")
-        assert result.passed and result.predicted["forward/total"].shape == (4,)
+        assert result.passed and result.predicted["forward seconds"] > 0
         assert summarise(result).shape == "2x2x1@rcu/2x1"
         inside = name.startswith("node") and {"forward/row node", "forward/col node"}
         assert not inside or inside <= result.traffic.keys()

@@ -286,20 +286,17 @@ OPTIONS = ("--profile", MACHINES / "h100-64x1.toml", "--ranks", 64, "--seqlen", 
 
 def test_driver():
     few = (*OPTIONS, "--ranks", 20)
-    done = run(*few, "--mask", "causal", "--backward", "--top", 5, "--memory", "80GiB")
+    done = run(*few, "--mask", "causal", "--backward", "--top", 5)
     lines = done.stdout.splitlines()
-    assert (
-        lines[0] == "64 nodes of one H100: 20 ranks, 1 per node, 85.9 GB per rank (6 GB reserved)"
-    )
+    assert lines[0] == "64 nodes of one H100: 20 ranks, 1 per node, 80 GB per rank (6 GB reserved)"
     table = lines[lines.index("") + 2 :]
     assert len([line for line in table if line.startswith(tuple(METHODS))]) == 5
     assert "no plan with 20 ranks that share the heads: 20 does not divide 96 heads" in lines
-    only = run(*few, "--methods", "ring", "--top", 0, "--ranks-per-node", 4)
-    assert "attention2d" not in only.stdout
     # k and v of 32K tokens, 128 elements each, of 2 bytes, or 33 bytes for 32.
     for wire, received in (("none", "16.8 MB"), ("mxfp8", "8.65 MB")):
-        two = run(*OPTIONS, "--ranks", 2, "--nheads", 1, "--method", "ring", "--wire", wire)
-        assert received in two.stdout, two.stdout + two.stderr
+        two = run(*OPTIONS, "--ranks", 2, "--nheads", 1, "--simulate", "all", "--wire", wire)
+        ring = re.search(r"^ring .*", two.stdout, re.MULTILINE)[0]
+        assert received in ring, two.stdout + two.stderr
 
 
 BAD = [
@@ -307,13 +304,8 @@ BAD = [
     (("--seqlen", "99999999999G"), "seqlen must be at most 2147483648, got 1073741823989"),
     (("--seqlen", "9" * 18), "seqlen must be at most 2147483648, got 999"),
     (("--seqlen", "9" * 5000), "--seqlen must be a number of tokens, as 65536 or 64K"),
-    (("--memory", "80"), "no plan"),
-    (("--memory", "0"), "no plan fits in 0 B per rank"),
-    (("--memory", ""), "--memory: '' is not a size"),
-    (("--memory", "much"), "'much' is not a size"),
     (("--ranks", "0"), "--ranks must be at least 1, got 0"),
     (("--ranks", "99999999"), "--ranks must be at most 4096, got 99999999"),
-    (("--ranks", "1", "--methods", "ring"), "no plan of ring fits 1 ranks"),
     (("--nheads", "99999999999"), "nheads must be at most 65536"),
     (("--nheads-kv", "5"), "nheads_kv must divide nheads"),
     (("--nheads-kv", "0"), "--nheads-kv must be at least 1, got 0"),
@@ -326,9 +318,6 @@ BAD = [
     (("--dtype", "float64"), "no kernel for float64: give --dtype bfloat16 or --dtype float16"),
     (("--profile", "/nowhere.toml"), "/nowhere.toml"),
     (("--top", "-1"), "--top must be at least 0"),
-    (("--ranks-per-node", "0"), "--ranks-per-node must be at least 1, got 0"),
-    (("--ranks-per-node", "9" * 30), "--ranks-per-node must be at most 65536"),
-    (("--methods", "bus"), "no method 'bus': must be one of"),
     (("--ranks", "many"), "--ranks must be a whole number, got 'many'"),
 ]
 

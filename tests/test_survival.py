@@ -8,7 +8,7 @@ from helpers import DRIVERS, drive, launch
 from survivals import OPTIONS, PROMPTS, TEXT, lines_of, problem_of, survive, trained_badly
 from test_ulfm import ULFM
 
-from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.results import read_benchmark
 
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 # After a call rank 3 dies, rank 1 hears of it, and the others go on as if nothing had happened.

@@ -26,7 +26,8 @@ from test_gpt import alone, lone, shaken, trainer_of
 
 from a2d_mpi import Documents, ProcessGrid
 from a2d_mpi.experiments.checkpoint import State, latest, save
-from a2d_mpi.experiments.gpt_files import read_losses
+from a2d_mpi.experiments.hdf5 import read_file
+from a2d_mpi.experiments.results import TRAINING_SCHEMA
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
@@ -121,7 +122,7 @@ def test_grid_auto(tmp_path, profile):
     assert [code for code, _ in found] == [0, 0, 0], done.stderr
     states, grids = [], []
     for name in chosen:
-        config = read_losses(tmp_path / f"{name}.h5").config
+        config = read_file(tmp_path / f"{name}.h5", TRAINING_SCHEMA)["config"]
         grids.append([config[x] for x in ("method", "rows", "cols", "heads")])
         states.append(latest(tmp_path / name)[0])
     assert grids == [["attention2d", *x, 1] for x in ((2, 1), (2, 1), (1, 2))]
@@ -216,20 +217,20 @@ def test_options_of_one_process(tmp_path):
 
 def test_the_committed_run():
     """The committed run of `tiny` is far below the unigram entropy."""
-    run = read_losses(COMMITTED)
+    run = read_file(COMMITTED, TRAINING_SCHEMA)
     sizes = {"layers": 4, "width": 128, "nheads": 4, "seqlen": 1024, "rows": 2, "cols": 2}
-    assert sizes.items() <= run.config.items()
-    assert run.text["sha256"] == hashlib.sha256(BOOK.read_bytes()).hexdigest()
-    assert run.text["sha256"] in (ROOT / "data" / "README.md").read_text()
+    assert sizes.items() <= run["config"].items()
+    assert run["text"]["sha256"] == hashlib.sha256(BOOK.read_bytes()).hexdigest()
+    assert run["text"]["sha256"] in (ROOT / "data" / "README.md").read_text()
     documents = BOOK.read_bytes().split(b"\n\n\n")
-    assert len(documents) == run.text["documents"] + run.held_out["documents"] == 260
+    assert len(documents) == run["text"]["documents"] + run["held_out"]["documents"] == 260
     held = b"".join(x for i, x in enumerate(documents) if i % 20 == 19)
     rest = b"".join(x for i, x in enumerate(documents) if i % 20 != 19)
-    for name, data in ((run.text, rest), (run.held_out, held)):
+    for name, data in ((run["text"], rest), (run["held_out"], held)):
         assert name["unigram_entropy"] == pytest.approx(entropy(data)) and entropy(data) > 2.9
         assert name["bytes"] == len(data)
-    assert len(run.loss) == int(run.config["steps"]) and run.loss[0] > log(200)
-    assert run.loss[-50:].mean() < 1.6 and run.held_out["loss"] < 1.6
+    assert len(run["loss"]) == int(run["config"]["steps"]) and run["loss"][0] > log(200)
+    assert run["loss"][-50:].mean() < 1.6 and run["held_out"]["loss"] < 1.6
 
 
 def test_checkpoints_as_documented(tmp_path, monkeypatch):

@@ -85,6 +85,23 @@ class Layout:
         return self.positions * self.heads
 
     @property
+    def shape(self) -> str:
+        """Text of the shape, ROWSxCOLSxHEADS: "4x4x1"."""
+        return f"{self.rows}x{self.cols}x{self.heads}"
+
+    @property
+    def sliced(self) -> str:
+        """Text of `slices`, FORWARDxBACKWARD: "2x4"; "1x1" if they are not chosen yet."""
+        return "x".join(map(str, self.slices or (1, 1)))
+
+    @property
+    def attributes(self) -> dict[str, object]:
+        """Attributes of the grid in files."""
+        names = "rows", "cols", "heads", "order"
+        block = "x".join(map(str, self.block))
+        return {"ranks": self.size, **{x: getattr(self, x) for x in names}, "block": block}
+
+    @property
     def numbering(self) -> str:
         """Text of `order` and, if blocks are larger than one rank, of `block`: "rcu/2x2"."""
         return self.order + f"/{self.block[0]}x{self.block[1]}" * (self.block != (1, 1))

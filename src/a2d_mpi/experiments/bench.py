@@ -14,23 +14,20 @@ from tqdm import tqdm
 from a2d_mpi.comm.failures import Failures, RanksLost, survivors
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments.benchmark import add_results, start_benchmark
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.grids import plan_of
-from a2d_mpi.experiments.inputs import random_inputs
 from a2d_mpi.experiments.mask_file import FILE
-from a2d_mpi.experiments.measure import Measurement, open_device, origin_of
+from a2d_mpi.experiments.measure import Measurement, open_device, origin_of, random_inputs, turns
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
-from a2d_mpi.experiments.results import Result, phases_of
+from a2d_mpi.experiments.results import Result, add_results, phases_of, start_benchmark
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.summary import summarise, table
 from a2d_mpi.experiments.sweep import Configuration, cases_of, plans_for
-from a2d_mpi.experiments.timing import turns
 from a2d_mpi.experiments.trace import Trace, check_trace
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.profile import read_machine, to_toml
 
-SPANS = ("all", "picked", "none")  # plans whose spans are kept: spans are most of a file
+SPANS = ("none", "picked", "all")  # plans whose spans are kept: spans are most of a file
 
 
 def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
@@ -158,22 +155,11 @@ def _result(
     origin: Mapping[str, object],
 ) -> Result | None:
     """Return the result of a timed plan on rank 0, None on other ranks."""
-    run.finish()
-    options = {x: getattr(args, x) for x in ("check", "trials", "warmup", "seed", "threads")}
-    config = {
-        **options,
-        "name": c.name,
-        "workload": c.case.name,
-        "method": c.method,
-        "mask": c.case.mask,
-        "picked": c.picked,
-        "device": run.device.name,
-    }
-    plan = run.plan
-    result = run.result(config, origin)
+    config = {"name": c.name, "workload": c.case.name, "mask": c.case.mask, "picked": c.picked}
+    result = run.result(args, config, origin)
     if result is not None:
-        expected = c.expected(machine, plan.layout, plan.distribution.name)
-        result.predicted, result.figures = expected
+        plan = run.plan
+        result.predicted = c.expected(machine, plan.layout, plan.distribution.name)
         if args.spans == "none" or (args.spans == "picked" and not c.picked):
             result.spans.clear()
     return result

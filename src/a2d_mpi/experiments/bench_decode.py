@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Mapping, Sequence
-from itertools import product
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -14,14 +14,12 @@ from threadpoolctl import threadpool_limits
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
 from a2d_mpi.core.sizes import misfit
-from a2d_mpi.experiments.benchmark import Entry, write_entries
+from a2d_mpi.experiments.check import report, within
 from a2d_mpi.experiments.cli import check_room, together
-from a2d_mpi.experiments.hdf5 import check_output
+from a2d_mpi.experiments.hdf5 import check_output, write_file
 from a2d_mpi.experiments.measure import origin_of
-from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import Check
 from a2d_mpi.experiments.streams import progress
-from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.experiments.trace import COMMUNICATION, COMPUTE, Slice, Trace, check_trace
 from a2d_mpi.gpt.apart import attention_grid, open_apart, step_traffic_apart, weights_of_rank
 from a2d_mpi.gpt.config import GPTConfig
@@ -34,6 +32,7 @@ SCHEMA = ("a2d_mpi decoding", 1)
 # Parts of a step's seconds.  "cpu" is a part of attention; "wait", for other ranks, is a part of
 # "merge" and "other".
 DECODE_PARTS = ("attention", "merge", "other", "cpu", "wait")
+COLUMNS = ("ranks", "context", "step", *DECODE_PARTS, "wait %", "sent bytes", "messages")
 BOUND = 1e-4  # largest error of attention, relative to its largest value
 SIZES = ("layers", "width", "nheads", "nheads_kv", "headdim", "requests", "micro_batches")
 SIZES += ("trials", "seed")
@@ -50,9 +49,13 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     runs = [(x, None) for x in args.ranks] + [(x[0], x) for x in args.apart or ()]
     for ranks, _ in runs:  # that hold the cache
         check_room(comm, f"{what} on one of {ranks} ranks", _room(config, args, ranks), ranks)
-    origin, entries = origin_of(comm), {}
+    sizes = {x: getattr(args, x) for x in SIZES}
+    sizes |= {"block": args.kv_block, "heads": args.head_ranks}
+    origin, measured = origin_of(comm), {}
     trace = Trace(comm, args.trace) if args.trace else None
+    rows, checks = [[*COLUMNS, "cache MB"]], {}
     for ranks, split in progress(runs, comm.rank, desc="ranks"):
+        label = f"{split[0]}+{split[1]}" if split else str(ranks)
         used = sum(split) if split else ranks
         part = comm.Split(0 if comm.rank < used else MPI.UNDEFINED, comm.rank)
         if part != MPI.COMM_NULL:
@@ -60,7 +63,14 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             grid = attention_grid(part, split, shape) if split else ProcessGrid(part, *shape)
             with threadpool_limits(args.threads):
                 for context in args.contexts:
-                    entries |= _measured(part, grid, split, config, args, context, trace)
+                    name = f"{label} ranks, {context} tokens"
+                    to = trace and (trace, name)
+                    found = _measured(part, grid, split, config, args, context, to)
+                    if found is None:
+                        continue
+                    run, checks[name] = found
+                    measured[f"{label}/{context}"] = run
+                    rows.append([label, str(context), *_numbers(run)])
             if grid:
                 grid.free()
             part.Free()
@@ -70,13 +80,11 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             section += [[]] * (comm.size - len(section))
         together(comm, trace.write, on=0)
     if args.output:
-        sizes = {x: getattr(args, x) for x in SIZES}
-        sizes |= {"block": args.kv_block, "heads": args.head_ranks}
-        about = {"/": Entry(origin), "config": Entry(sizes)}
-        together(
-            comm, lambda: write_entries(args.output, SCHEMA, about | entries, extend=False), on=0
-        )
-    return comm.bcast(_report(args, entries) if comm.rank == 0 else None)
+        tree = {**origin, "config": sizes, "runs": measured}
+        together(comm, lambda: write_file(args.output, SCHEMA, tree), on=0)
+    if comm.rank == 0:
+        print(f"{args.requests} requests, {args.layers} layers; milliseconds of a step, medians")
+    return report(comm, rows, checks)
 
 
 def _measured(
@@ -86,11 +94,11 @@ def _measured(
     config: GPTConfig,
     args: argparse.Namespace,
     context: int,
-    trace: Trace | None,
-) -> dict[str, Entry]:
-    """Check and time steps after a context of random keys and values; return groups of a file."""
+    trace: tuple[Trace, str] | None,
+) -> tuple[dict[str, object], dict[str, Check]] | None:
+    """Check and time steps after a context of random keys and values; None but on rank 0."""
     names, ranks = list(range(args.requests)), split[0] if split else comm.size
-    label, positions = f"{split[0]}+{split[1]}" if split else comm.size, ranks // args.head_ranks
+    positions = ranks // args.head_ranks
     decoder = _decoder(comm, grid, split, config, args)
     for name in names:
         decoder.table.admit(name, context + args.trials + 1)
@@ -121,32 +129,29 @@ def _measured(
         predicted = step_traffic_apart(config, *at, args.requests, args.micro_batches, 4)
     else:
         predicted = step_traffic(config, positions, args.head_ranks, args.requests, 4)
-    error = max(abs(a - b) for x in sent for a, b in zip(x, predicted))
-    error = comm.allreduce(error, op=MPI.MAX)
+    off = max(abs(a - b) for x in sent for a, b in zip(x, predicted))
+    traffic = Check(float(comm.allreduce(off, op=MPI.MAX)), 0.0, comm.size)
     nbytes = comm.allreduce(decoder.cache.nbytes if grid else 0, op=MPI.MAX)
     counts = np.array([*max(sent), *predicted])
     comm.Allreduce(MPI.IN_PLACE, counts, MPI.MAX)  # counts of the rank that sends most
     of_ranks = comm.gather(seconds[1:])  # the first step is the warm-up
     decoder.free()
     if trace:
-        slices = comm.gather(_slices(log, start, total, f"{label} ranks, {context} tokens"))
-        trace.sections += [slices] if slices else []
+        slices = comm.gather(_slices(log, start, total, trace[1]))
+        trace[0].sections += [slices] if slices else []
     if of_ranks is None:
-        return {}
-    run, kinds = f"runs/{label}/{context}", ("bytes", "messages")
-    attributes = {
-        f"{what}_{x}": int(n)
-        for (what, x), n in zip(product(("sent", "predicted"), kinds), counts)
+        return None
+    counted = [f"{x}_{y}" for x in ("sent", "predicted") for y in ("bytes", "messages")]
+    checks = {"out": _check(config, args, context, q, out), "traffic": traffic}
+    run = {
+        **dict(zip(counted, counts.tolist())),
+        "cache_bytes": nbytes,
+        "parts": list(DECODE_PARTS),
+        "attention_ranks": ranks,
+        "seconds": np.array(of_ranks).swapaxes(0, 1),
+        "checks": {name: x.attributes for name, x in checks.items()},
     }
-    attributes |= {"cache_bytes": nbytes, "parts": DECODE_PARTS, "attention_ranks": ranks}
-    checks = {
-        "out": _checked(config, args, context, q, out),
-        "traffic": Check(float(error), 0.0, comm.size),
-    }
-    entries = {run: Entry(attributes, {"seconds": np.array(of_ranks).swapaxes(0, 1)})}
-    for name, check in checks.items():
-        entries[f"{run}/checks/{name}"] = Entry(check.attributes)
-    return entries
+    return run, checks
 
 
 def _decoder(
@@ -192,7 +197,7 @@ def _keys(config: GPTConfig, seed: int, *which: int) -> np.ndarray:
     return np.random.default_rng([seed, *which]).standard_normal(shape, np.float32)
 
 
-def _checked(
+def _check(
     config: GPTConfig, args: argparse.Namespace, context: int, q: np.ndarray, out: np.ndarray
 ) -> Check:
     """Compare attention of the last request's row in the last layer with float64."""
@@ -200,38 +205,19 @@ def _checked(
     k, v = _keys(config, args.seed, context, name, config.layers - 1)
     visible = np.ones((1, context), bool)
     exact, _ = reference.attention(q[[name]], k, v, visible, config.headdim**-0.5)
-    error = np.abs(out[name] - exact[0]).max()
-    return Check(float(error), BOUND * float(np.abs(exact).max()), 1)
+    return within(BOUND, out[[name]], exact)
 
 
-def _report(args: argparse.Namespace, entries: Mapping[str, Entry]) -> int:
-    """Print the table, medians over the trials; return the exit code."""
-    print(f"{args.requests} requests, {args.layers} layers; milliseconds of a step, medians")
-    rows = [
-        ["ranks", "context", "step", *DECODE_PARTS, "wait %", "sent bytes", "messages", "cache MB"]
-    ]
-    failed = []
-    for name, entry in entries.items():
-        _, ranks, context, *check = name.split("/")
-        a = entry.attributes
-        if not check:
-            seconds = 1e3 * entry.arrays["seconds"]  # (trials, ranks, parts)
-            step = np.median(seconds[..., :3].sum(axis=2).max(axis=1))
-            parts = np.median(seconds.mean(axis=1), axis=0)
-            waits = np.median(seconds[..., 4] / seconds[..., :3].sum(axis=2), axis=0)  # (ranks,)
-            kinds = np.split(100 * waits, [a["attention_ranks"]])
-            shares = " + ".join(f"{x.mean():.0f}" for x in kinds if len(x))
-            numbers = [*(f"{x:.2f}" for x in (step, *parts)), shares]
-            counts = str(a["sent_bytes"]), str(a["sent_messages"])
-            rows.append([ranks, context, *numbers, *counts, f"{a['cache_bytes'] / 1e6:.1f}"])
-        elif not a["passed"]:
-            failed.append(
-                f"FAILED {ranks} ranks, {context} tokens, {check[-1]}: {a['error']:.2e}, bound "
-                f"{a['bound']:.2e}"
-            )
-    print(aligned(rows, left=()))
-    print("\n".join(failed) or "all checks passed")
-    return FAILED_CHECK if failed else 0
+def _numbers(run: Mapping[str, Any]) -> list[str]:
+    """Return the numbers of a run in the table: medians over the trials."""
+    seconds = 1e3 * run["seconds"]  # (trials, ranks, parts)
+    step = np.median(seconds[..., :3].sum(axis=2).max(axis=1))
+    parts = np.median(seconds.mean(axis=1), axis=0)
+    waits = np.median(seconds[..., 4] / seconds[..., :3].sum(axis=2), axis=0)  # (ranks,)
+    kinds = np.split(100 * waits, [run["attention_ranks"]])
+    shares = " + ".join(f"{x.mean():.0f}" for x in kinds if len(x))
+    counts = f"{run['sent_bytes']}", f"{run['sent_messages']}", f"{run['cache_bytes'] / 1e6:.1f}"
+    return [*(f"{x:.2f}" for x in (step, *parts)), shares, *counts]
 
 
 def _validated(comm: MPI.Intracomm, args: argparse.Namespace) -> GPTConfig:
@@ -251,7 +237,7 @@ def _validated(comm: MPI.Intracomm, args: argparse.Namespace) -> GPTConfig:
                 f"--apart must be at least 1+1 ranks and at most {comm.size} together, the first "
                 f"a multiple of --head-ranks {heads}, got {x[0]}+{x[1]}"
             )
-    if args.output and comm.rank == 0:
+    if comm.rank == 0:
         check_output(args.output, SCHEMA)
     check_trace(args.trace)
     most = max(args.contexts) + args.trials + 1

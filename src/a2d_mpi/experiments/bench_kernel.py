@@ -15,26 +15,31 @@ import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
+from a2d_mpi.comm.agreement import agree
+from a2d_mpi.core import reference
 from a2d_mpi.core.config import PHASES, AttentionConfig
-from a2d_mpi.core.dtypes import as_dtype
+from a2d_mpi.core.dtypes import as_dtype, compute_dtype
 from a2d_mpi.core.sizes import flops, parse_count
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments.benchmark import SCHEMA, Entry, kernel_speeds, write_entries
+from a2d_mpi.experiments.check import report, samples, within
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.hdf5 import check_output
-from a2d_mpi.experiments.measure import open_device
-from a2d_mpi.experiments.options import FAILED_CHECK, BadOption
+from a2d_mpi.experiments.hdf5 import check_output, extend_file
+from a2d_mpi.experiments.measure import in_turn, open_device
+from a2d_mpi.experiments.options import SAMPLE, BadOption
 from a2d_mpi.experiments.origin import provenance
+from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, Check
 from a2d_mpi.experiments.streams import progress
-from a2d_mpi.experiments.tile import RandomTile
-from a2d_mpi.experiments.timing import in_turn
+from a2d_mpi.experiments.summary import kernel_speeds
 from a2d_mpi.kernels import Kernel, check_kernel, make_kernel
+from a2d_mpi.masks.intervals import Intervals
+from a2d_mpi.masks.mask import Mask
 from a2d_mpi.masks.patterns import make_mask
 
 MASKS = ("full", "causal")  # masks that torch has
 # Largest errors relative to the largest value of a tensor.
 BOUNDS = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+COLUMNS = ("shape/mask", "phase", "kernel", "GFLOP/s", "of the full mask's", "of torch's")
 BACKENDS = ("CUDNN", "FLASH", "EFFICIENT")  # backends of torch on a GPU
 # Options of the driver, by device.
 DEFAULTS = {
@@ -58,22 +63,17 @@ def shape(text: str) -> tuple[int, int, int]:
 
 
 def bench_kernel(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Print a line for each shape, mask, phase and kernel; return the exit code."""
-    together(comm, lambda: _check_alone(comm))
+    """Check and time the kernels of each shape and mask; return the exit code."""
+    wrong = f"kernels are timed in one process, got {comm.size}"
+    agree(comm, wrong if comm.size > 1 else None)
     return together(comm, lambda: _bench_kernel(args))
-
-
-def _check_alone(comm: MPI.Intracomm) -> None:
-    if comm.size > 1:
-        raise ValueError(f"kernels are timed in one process, got {comm.size}")
 
 
 def _bench_kernel(args: argparse.Namespace) -> int:
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.output:
-        check_output(args.output, SCHEMA)
+    check_output(args.output, BENCHMARK_SCHEMA)
     for name in args.kernels:
         check_kernel(name, as_dtype(args.dtype))
     problems = []  # all options are checked before the first kernel runs
@@ -82,43 +82,39 @@ def _bench_kernel(args: argparse.Namespace) -> int:
         problems.append((config, text, make_mask(text, config.seqlen)))
     device = _device(args.device)
     torch = _torch(device)
-    about: dict[str, object] = {
-        **provenance("none", [socket.gethostname()], device.description),
+    origin = provenance("none", [socket.gethostname()], device.description)
+    times: dict[str, object] = {
+        "origin": origin,
         "threads": 1,
         "trials": args.trials,
         "dtype": args.dtype,
         "torch": str(torch.__version__) if torch else "none",
     }
-    times, right = Entry(about), True
-    print("{device}, {dtype}; {blas}, 1 thread; numpy {numpy_version}".format(**about))
+    checks = {}
+    print("{device}, {dtype}; {blas}, 1 thread; numpy {numpy_version}".format(**times, **origin))
     with threadpool_limits(1):
-        for config, text, mask in (bar := progress(problems, desc="workloads")):
+        for config, text, mask in progress(problems, desc="workloads"):
             sizes = config.seqlen, config.seqlen, config.nheads, config.nheads_kv, config.headdim
-            tile = RandomTile(*sizes, mask, args.dtype, device)
-            calls, error = {}, 0.0
+            tile, calls = RandomTile(*sizes, mask, args.dtype, device), {}
+            of = f"{config.seqlen}x{config.nheads}x{config.headdim}/{text}"
             for kernel in (_kernel(name, tile) for name in args.kernels):
                 by_phase = tile.calls(kernel)
                 for phase in PHASES:
                     by_phase[phase]()
-                error = float(np.max([error, tile.error()]))  # unlike max(), it keeps NaN
+                checks[f"{of}, {kernel.name}"] = tile.checks()
                 calls |= {f"{phase}/{kernel.name}": by_phase[phase] for phase in PHASES}
             if torch is not None and text in MASKS:
                 calls |= _torch_calls(torch, tile, text == "causal")
-            of = f"{config.seqlen}x{config.nheads}x{config.headdim}/{text}"
             seconds = in_turn(calls, args.trials, device=device)
-            times.arrays |= {f"{of}/{call}": x for call, x in seconds.items()}
+            times |= {f"{of}/{call}": x for call, x in seconds.items()}
             for phase in PHASES:
                 work = flops(tile.area, config.nheads, config.headdim, phase == "backward")
-                about[f"tflop/{of}/{phase}"] = work / 1e12
-            bar.write("\n".join(_speeds(times, of)))
-            if not error < BOUNDS[args.dtype]:
-                right = False
-                bar.write(f"{of}: results are WRONG by {error:.1e}")
+                times[f"tflop/{of}/{phase}"] = work / 1e12
+    times["right"] = all(x.passed for of_run in checks.values() for x in of_run.values())
     if args.output:
-        name = args.name or f"{about['device']}, {about['blas']}"
-        about["right"] = right
-        write_entries(args.output, SCHEMA, {f"figures/{name.replace('/', ' ')}": times})
-    return 0 if right else FAILED_CHECK
+        name = args.name or f"{origin['device']}, {origin['blas']}"
+        extend_file(args.output, BENCHMARK_SCHEMA, {"figures": {name.replace("/", " "): times}})
+    return report(MPI.COMM_SELF, [COLUMNS, *_speeds(times)], checks)
 
 
 def _device(name: str) -> Device:
@@ -204,21 +200,111 @@ def _torch_calls(
     return calls
 
 
-def _speeds(times: Entry, of: str) -> Iterator[str]:
-    """Yield a line for each phase and implementation of a shape and mask ("shape/mask").
+def _speeds(times: dict[str, object]) -> Iterator[list[str]]:
+    """Yield a row of the table for each shape, mask, phase and implementation.
 
-    A line has the median speed and two ratios: to the speed under the full mask, if it was timed
-    before, and to the speed of torch's fastest backend.
+    A row has the median speed, its ratio to the speed under the full mask, if this was timed, and
+    its ratio to the speed of torch's fastest backend.
     """
-    speeds, (shape, mask) = kernel_speeds(times), of.split("/", 1)
-    for phase in PHASES:
-        here, full = speeds[f"{of}/{phase}"], speeds.get(f"{shape}/full/{phase}", {})
+    speeds = kernel_speeds(times)
+    for group, here in speeds.items():
+        shape, mask, phase = group.split("/")
+        full = speeds.get(f"{shape}/full/{phase}", {})
         torch = max((x for name, x in here.items() if name.startswith("torch")), default=None)
         for name, speed in here.items():
-            unit, size = ("TFLOP/s", 1) if speed >= 1 else ("GFLOP/s", 1e-3)
-            line = f"{f'{shape}/{mask[:40]}':<30} {phase:<8} {name:<12}{speed / size:7.4g} {unit}"
-            if mask != "full" and name in full:
-                line += f"   of the full mask's {speed / full[name]:.2f}"
-            if torch and not name.startswith("torch"):
-                line += f"   of torch's {speed / torch:.3f}"
-            yield line
+            of_full = f"{speed / full[name]:.2f}" if mask != "full" and name in full else ""
+            of_torch = f"{speed / torch:.3f}" if torch and not name.startswith("torch") else ""
+            yield [f"{shape}/{mask[:40]}", phase, name, f"{1e3 * speed:.4g}", of_full, of_torch]
+
+
+class RandomTile:
+    """Random tensors of a tile, and arrays for a kernel's results.
+
+    Parameters
+    ----------
+    nq, nk : int
+        Number of queries and keys; the tokens of both begin at 0.
+    nheads, nheads_kv, headdim : int
+    mask : Mask
+    dtype : str
+        Storage dtype.
+    device : Device
+
+    Attributes
+    ----------
+    q, dout : (nq, nheads, headdim) dtype
+    k, v : (nk, nheads_kv, headdim) dtype
+    out : (nq, nheads, headdim) dtype
+    lse, delta : (nq, nheads) accumulation dtype
+    gradients : list of array
+        dq, dk and dv.
+    area : int
+        Visible pairs.
+    """
+
+    def __init__(
+        self,
+        nq: int,
+        nk: int,
+        nheads: int,
+        nheads_kv: int,
+        headdim: int,
+        mask: Mask,
+        dtype: str = "float32",
+        device: Device = HOST,
+    ) -> None:
+        rng, storage = np.random.default_rng(0), as_dtype(dtype)
+        queries, keys = (nq, nheads, headdim), (nk, nheads_kv, headdim)
+        self.q, self.dout, self.k, self.v = (
+            device.upload(rng.standard_normal(shape).astype(storage))
+            for shape in (queries, queries, keys, keys)
+        )
+        self.device, self.mask, self._tokens = device, mask, (np.arange(nq), np.arange(nk))
+        self.intervals = Intervals.of(mask.intervals(*self._tokens))
+        self.area = mask.area(*self._tokens)
+        self.out = device.empty(queries, storage)
+        self.lse = device.empty((nq, nheads), compute_dtype(storage))
+        self.gradients = [device.empty(x, storage) for x in (queries, keys, keys)]
+
+    @property
+    def softmax_scale(self) -> float:
+        """Scale of logits: 1 / sqrt(headdim)."""
+        return self.q.shape[-1] ** -0.5
+
+    def forward(self, kernel: Kernel) -> None:
+        """Compute out and lse."""
+        kernel.forward(self.q, self.k, self.v, self.intervals, self.out, self.lse)
+
+    def backward(self, kernel: Kernel) -> None:
+        """Compute delta and the gradients; autograd computes delta in its backward pass, too."""
+        self.delta = self.device.delta(self.dout, self.out)
+        given = self.dout, self.q, self.k, self.v, self.lse, self.delta, self.intervals
+        kernel.backward(*given, *self.gradients, fresh=True)
+
+    def calls(self, kernel: Kernel) -> dict[str, Callable[[], None]]:
+        """Return the calls of a kernel by phase; a backward call needs a forward call before."""
+        return {
+            "forward": partial(self.forward, kernel),
+            "backward": partial(self.backward, kernel),
+        }
+
+    def checks(self) -> dict[str, Check]:
+        """Compare a sample of the rows of out, dq, dk and dv with float64."""
+        names = ("q", "k", "v", "dout", "out", "lse", "delta")
+        q, k, v, dout, out, lse, delta = (self.device.download(getattr(self, x)) for x in names)
+        dq, dk, dv = map(self.device.download, self.gradients)
+        queries, keys = (np.concatenate(samples(len(x), SAMPLE, 1)) for x in (q, k))
+        scale, seen = self.softmax_scale, self.mask.dense(queries, self._tokens[1])
+        exact, exact_lse = reference.attention(q[queries], k, v, seen, scale)
+        given = dout[queries], q[queries], k, v, exact_lse
+        exact_dq, _, _ = reference.attention_backward(*given, delta[queries], seen, scale)
+        seen = self.mask.dense(self._tokens[0], keys)
+        given = dout, q, k[keys], v[keys], lse, delta
+        _, exact_dk, exact_dv = reference.attention_backward(*given, seen, scale)
+        bound = BOUNDS[q.dtype.name]
+        return {
+            "out": within(bound, out[queries], exact),
+            "dq": within(bound, dq[queries], exact_dq),
+            "dk": within(bound, dk[keys], exact_dk),
+            "dv": within(bound, dv[keys], exact_dv),
+        }

@@ -4,7 +4,8 @@
 
     /                       attributes: schema, schema_version, origin
     /config                 attributes: options
-    /runs/<plan>/<tokens>   attributes: passed, error/<tensor>, bound/<tensor>
+    /runs/<plan>/<tokens>   attribute passed
+        checks/<tensor>     attributes: error, bound, rows, passed
         seconds             (trials, ranks, phases) seconds of calls: forward, backward
         wait                (trials, ranks, phases) seconds of these in waits for messages
         sent                (ranks, phases) bytes of a call
@@ -13,6 +14,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 
 import numpy as np
 from mpi4py import MPI
@@ -22,17 +24,13 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import squarest
-from a2d_mpi.experiments.benchmark import Entry, write_entries
-from a2d_mpi.experiments.check import check_attention
+from a2d_mpi.experiments.check import check_attention, report, samples, within
 from a2d_mpi.experiments.cli import check_room, together
-from a2d_mpi.experiments.gpt_files import LINEAR_SCHEMA
-from a2d_mpi.experiments.hdf5 import check_output
-from a2d_mpi.experiments.inputs import random_inputs, random_rows
-from a2d_mpi.experiments.measure import origin_of
-from a2d_mpi.experiments.options import FAILED_CHECK, SAMPLE
-from a2d_mpi.experiments.results import Check
+from a2d_mpi.experiments.hdf5 import check_output, write_file
+from a2d_mpi.experiments.measure import origin_of, random_inputs, random_rows
+from a2d_mpi.experiments.options import SAMPLE
+from a2d_mpi.experiments.results import LINEAR_SCHEMA, Check
 from a2d_mpi.experiments.streams import progress
-from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.linear.features import make_feature_map
 from a2d_mpi.linear.norms import make_norm
 from a2d_mpi.linear.plan import LinearAttention
@@ -41,33 +39,45 @@ from a2d_mpi.masks.patterns import make_mask
 LINEAR = {"lasp2": "gather", "lasp": "ring"}  # plans of linear attention, and their `states`
 BOUNDS = {"float32": 1e-4, "float64": 1e-10}  # largest errors, relative to the largest value
 RESULTS = ("out", "lse", "dq", "dk", "dv")
+COLUMNS = ("plan", "tokens", "forward", "wait", "backward", "wait", "sent MB", "error")
+Plan = AttentionPlan | LinearAttention
 
 
 def bench_linear(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Measure all plans at all lengths; returns the exit code."""
-    together(comm, lambda: args.output and check_output(args.output, LINEAR_SCHEMA), on=0)
+    """Measure all plans at all lengths; return the exit code."""
+    together(comm, lambda: check_output(args.output, LINEAR_SCHEMA), on=0)
     token = 8 * args.nheads * args.headdim  # bytes of a token in float64
     # 30 arrays: copies, features, gradients.
     most = -(-max(args.seqlens) // comm.size)
     check_room(comm, f"{max(args.seqlens)} tokens (--seqlens) on one rank", 30 * token * most)
-    grid, origin, entries = ProcessGrid(comm, *squarest(comm.size)), origin_of(comm), {}
+    options = {x: str(y) for x, y in vars(args).items() if x not in ("output", "command")}
+    grid, rows, checks = ProcessGrid(comm, *squarest(comm.size)), [COLUMNS], {}
+    measured: dict[str, dict] = {}
+    tree = {**origin_of(comm), "config": options, "runs": measured}
     runs = [(name, seqlen) for seqlen in args.seqlens for name in args.plans]
     for name, seqlen in progress(runs, comm.rank, desc="plans x lengths"):
-        entries[f"runs/{name}/{seqlen}"] = _measured(grid, args, name, seqlen)
+        arrays, of_run = _measured(grid, args, name, seqlen)
+        checks[f"{name}, {seqlen} tokens"] = of_run
+        if comm.rank == 0:
+            rows.append([name, str(seqlen), *_numbers(arrays, of_run)])
+        measured[f"{name}/{seqlen}"] = {
+            **arrays,
+            "passed": all(x.passed for x in of_run.values()),
+            "checks": {x: y.attributes for x, y in of_run.items()},
+        }
         if args.output:  # what there is, should the job be ended
-            left_out = "output", "command"
-            options = {x: str(y) for x, y in vars(args).items() if x not in left_out}
-            about = {"/": Entry(origin), "config": Entry(options)}
-            both = about | entries
-            together(
-                comm, lambda x=both: write_entries(args.output, LINEAR_SCHEMA, x, False), on=0
-            )
+            together(comm, lambda: write_file(args.output, LINEAR_SCHEMA, tree), on=0)
     grid.free()
-    return comm.bcast(_report(entries) if comm.rank == 0 else None)
+    return report(comm, rows, checks)
 
 
-def _measured(grid: ProcessGrid, args: argparse.Namespace, name: str, seqlen: int) -> Entry | None:
-    """Measure one plan at one length; return its entry on rank 0.  The first call is checked."""
+def _measured(
+    grid: ProcessGrid, args: argparse.Namespace, name: str, seqlen: int
+) -> tuple[dict[str, np.ndarray], dict[str, Check]]:
+    """Measure one plan at one length; return its arrays on rank 0, and its checks.
+
+    The first call is checked.
+    """
     comm, seconds, wait = grid.comm, [], []
     plan = _plan(grid, args, name, seqlen)
     tensors = random_inputs(plan, True, args.seed)
@@ -77,35 +87,40 @@ def _measured(grid: ProcessGrid, args: argparse.Namespace, name: str, seqlen: in
         wait.append([plan.timings[f"{phase}/wait"] for phase in PHASES])
         if trial == 0:
             counted = {key: sent for key, (sent, _) in plan.traffic.bytes.items()}
-            checks = _checked(plan, args, name, tensors | results)
+            off = comm.allreduce(plan.traffic.bytes != plan.predicted_traffic())
+            checks = {"traffic": Check(float(off), 0.0, comm.size)}
+            if name in LINEAR:
+                checks |= _check_linear(plan, tensors | results, args)
+            else:
+                checks |= check_attention(plan, tensors | results, SAMPLE, args.seed)
     sent = [sum(n for key, n in counted.items() if key[0] == phase) for phase in PHASES]
-    gathered = comm.gather((seconds, wait, sent))
+    gathered = comm.gather((seconds, wait, sent)) or [(seconds, wait, sent)]
     plan.free()
-    if gathered is None:
-        return None
     seconds, wait, sent = map(np.array, zip(*gathered))
     arrays = {"seconds": seconds.swapaxes(0, 1), "wait": wait.swapaxes(0, 1), "sent": sent}
-    attributes = {"passed": all(x.passed for x in checks.values())}
-    attributes |= {f"error/{x}": y.error for x, y in checks.items()}
-    attributes |= {f"bound/{x}": y.bound for x, y in checks.items()}
-    return Entry(attributes, arrays)
+    return arrays, checks
 
 
-def _plan(
-    grid: ProcessGrid, args: argparse.Namespace, name: str, seqlen: int
-) -> AttentionPlan | LinearAttention:
+def _numbers(arrays: Mapping[str, np.ndarray], checks: Mapping[str, Check]) -> list[str]:
+    """Return the numbers of a run in the table: medians of the slowest rank, and mean waits."""
+    seconds = np.median(arrays["seconds"].max(axis=1), axis=0)
+    wait = np.median(arrays["wait"].mean(axis=1), axis=0)
+    times = [f"{x:.3f}" for both in zip(seconds, wait) for x in both]
+    sent = arrays["sent"].sum(axis=1).max() / 1e6
+    return [*times, f"{sent:.3f}", f"{max(x.error for x in checks.values()):.1e}"]
+
+
+def _plan(grid: ProcessGrid, args: argparse.Namespace, name: str, seqlen: int) -> Plan:
     mask, names = make_mask(args.mask, seqlen), ("nheads", "headdim", "dtype", "threads")
     sizes = {"seqlen": seqlen, **{x: getattr(args, x) for x in names}}
     if name not in LINEAR:
         return make_plan(name, grid, mask, **sizes)
-    names = ("feature_map", "norm", "decay", "distribution", "chunk", "seed")
+    names = ("feature_map", "norm", "decay", "distribution", "seed")
     options = {x: getattr(args, x) for x in names}
     return LinearAttention(grid, mask, **sizes, **options, states=LINEAR[name])
 
 
-def _called(
-    plan: AttentionPlan | LinearAttention, tensors: dict[str, np.ndarray]
-) -> dict[str, object]:
+def _called(plan: Plan, tensors: Mapping[str, np.ndarray]) -> dict[str, object]:
     """Call each phase once; return the results.  Linear attention has its `Kept` as "lse"."""
     q, k, v, dout = (tensors[x] for x in ("q", "k", "v", "dout"))
     plan.grid.comm.Barrier()
@@ -114,24 +129,8 @@ def _called(
     return dict(zip(RESULTS, (out, lse, *plan.backward(dout, q, k, v, out, lse))))
 
 
-def _checked(
-    plan: AttentionPlan | LinearAttention,
-    args: argparse.Namespace,
-    name: str,
-    tensors: dict[str, object],
-) -> dict[str, Check]:
-    """Check sampled rows, and the counted bytes."""
-    comm, counted = plan.grid.comm, plan.traffic.bytes
-    if name in LINEAR:
-        checks = _check_linear(plan, args, tensors)
-    else:
-        checks = check_attention(plan, tensors, SAMPLE, args.seed)
-    off = comm.allreduce(counted != plan.predicted_traffic())
-    return {**checks, "traffic": Check(float(off), 0.0, comm.size)}
-
-
 def _check_linear(
-    plan: LinearAttention, args: argparse.Namespace, t: dict[str, object]
+    plan: LinearAttention, t: Mapping[str, object], args: argparse.Namespace
 ) -> dict[str, Check]:
     """Compare sampled rows with dense linear attention in float64.
 
@@ -140,8 +139,8 @@ def _check_linear(
     normalisations are the plan's, in float64; tests compare them with other code.
     """
     config, comm, own = plan.config, plan.grid.comm, plan.tokens
-    chosen = np.random.default_rng(args.seed).integers(0, config.seqlen, SAMPLE)
-    tokens, norm = np.union1d(chosen, [0, config.seqlen - 1]), make_norm(args.norm)
+    tokens = np.concatenate(samples(config.seqlen, SAMPLE, args.seed))
+    norm = make_norm(args.norm)
     sizes = config.headdim, config.headdim, args.seed, np.dtype(np.float64)
     here = make_feature_map(args.feature_map, own, *sizes)
     there = make_feature_map(args.feature_map, tokens, *sizes)
@@ -151,9 +150,6 @@ def _check_linear(
 
     def with_ones(v: np.ndarray) -> np.ndarray:
         return np.concatenate([v, np.ones((*v.shape[:2], norm.columns))], axis=2)
-
-    def sums(x: np.ndarray) -> np.ndarray:
-        return comm.allreduce(x)
 
     def factors(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
         lag = queries[:, None] - keys
@@ -167,40 +163,21 @@ def _check_linear(
     fq, fk = here.forward(turned(t["q"])), here.forward(turned(t["k"]))
     v, v_rows = with_ones(turned(t["v"])), with_ones(of_tokens["v"])
     fq_rows, fk_rows = there.forward(of_tokens["q"]), there.forward(of_tokens["k"])
-    exact, shown = {}, factors(tokens, own)  # (rows, n)
-    out, scale = norm.forward(sums((fq_rows @ fk.swapaxes(1, 2) * shown) @ v).swapaxes(0, 1))
+    shown = factors(tokens, own)  # (rows, n)
+    products = comm.allreduce((fq_rows @ fk.swapaxes(1, 2) * shown) @ v)
+    out, scale = norm.forward(products.swapaxes(0, 1))
     do = norm.backward(of_tokens["dout"].swapaxes(0, 1), out, scale).swapaxes(0, 1)
-    exact["out"] = out
-    exact["dq"] = there.backward(sums((do @ v.swapaxes(1, 2) * shown) @ fk), fq_rows)
+    dq = comm.allreduce((do @ v.swapaxes(1, 2) * shown) @ fk)
     shown = factors(own, tokens)  # (n, rows)
     do = turned(norm.backward(t["dout"].astype("f8"), t["out"].astype("f8"), t["lse"].scale))
-    of_keys = (do @ v_rows.swapaxes(1, 2) * shown).swapaxes(1, 2)
-    exact["dk"] = there.backward(sums(of_keys @ fq), fk_rows)
-    weights = (fq @ fk_rows.swapaxes(1, 2) * shown).swapaxes(1, 2)
-    exact["dv"] = sums(weights @ do)[..., : config.headdim]
-    checks, mine = {}, np.isin(tokens, own)
-    for name, x in exact.items():
-        x = x if name == "out" else x.swapaxes(0, 1)  # (rows, H, D)
-        error = np.abs(t[name][np.searchsorted(own, tokens[mine])] - x[mine]).max(initial=0)
-        error = np.nan_to_num(error, nan=np.inf)  # MPI's maximum of a number and NaN may be either
-        bound = BOUNDS[plan.dtype.name] * float(np.abs(x).max())
-        checks[name] = Check(float(comm.allreduce(error, MPI.MAX)), bound, len(tokens))
-    return checks
-
-
-def _report(entries: dict[str, Entry]) -> int:
-    """Print the table, medians of the slowest rank; return the exit code."""
-    columns = ["plan", "tokens", "forward", "wait", "backward", "wait", "sent MB", "error"]
-    rows, failed = [[*columns, ""]], False
-    for name, entry in entries.items():
-        _, plan, seqlen = name.split("/")
-        a = entry.attributes
-        seconds = np.median(entry.arrays["seconds"].max(axis=1), axis=0)
-        wait = np.median(entry.arrays["wait"].mean(axis=1), axis=0)
-        times = [f"{x:.3f}" for both in zip(seconds, wait) for x in both]
-        sent = entry.arrays["sent"].sum(axis=1).max() / 1e6
-        error = max(y for x, y in a.items() if x.startswith("error/"))
-        mark, failed = "" if a["passed"] else "FAILED", failed or not a["passed"]
-        rows.append([plan, seqlen, *times, f"{sent:.3f}", f"{error:.1e}", mark])
-    print(aligned(rows))
-    return FAILED_CHECK if failed else 0
+    dk = comm.allreduce((do @ v_rows.swapaxes(1, 2) * shown).swapaxes(1, 2) @ fq)
+    dv = comm.allreduce((fq @ fk_rows.swapaxes(1, 2) * shown).swapaxes(1, 2) @ do)
+    exact = {
+        "out": out,
+        "dq": there.backward(dq, fq_rows).swapaxes(0, 1),  # (rows, H, D)
+        "dk": there.backward(dk, fk_rows).swapaxes(0, 1),
+        "dv": dv[..., : config.headdim].swapaxes(0, 1),
+    }
+    mine, bound = np.isin(tokens, own), BOUNDS[plan.dtype.name]
+    rows = np.searchsorted(own, tokens[mine])
+    return {name: within(bound, t[name][rows], x[mine], comm) for name, x in exact.items()}

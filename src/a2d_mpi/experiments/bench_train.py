@@ -2,9 +2,10 @@
 
 The file::
 
-    /                 attributes: schema, schema_version
-    /runs/<name>      attributes: ranks, plan, model, predicted/<part>, predicted/memory, ...
-        seconds       (trials, ranks, parts) seconds of steps; attribute parts
+    /runs/<name>      attributes: ranks, plan, model, predicted/<part>, parts, ...
+        origin        attributes: provenance
+        checks/<...>  attributes: error, bound, rows, passed
+        seconds       (trials, ranks, parts) seconds of steps
         operator      (trials, ranks) seconds of attention alone, forward and backward once
         sent          (ranks, 2) bytes of a step: attention, sums of gradients
         activations   (ranks,) peak bytes of a step without attention's buffers
@@ -23,19 +24,17 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
-from a2d_mpi.experiments.benchmark import extends, read_entries, write_entries
+from a2d_mpi.experiments.check import check_step, report
 from a2d_mpi.experiments.cli import check_room, together
-from a2d_mpi.experiments.gpt_files import STEPS_SCHEMA as SCHEMA
-from a2d_mpi.experiments.gpt_files import Steps
 from a2d_mpi.experiments.grids import plan_of
-from a2d_mpi.experiments.inputs import random_inputs
-from a2d_mpi.experiments.measure import Measurement, origin_of
+from a2d_mpi.experiments.hdf5 import check_output, extend_file, read_file
+from a2d_mpi.experiments.measure import Measurement, origin_of, random_inputs, turns
 from a2d_mpi.experiments.model_options import model_of
-from a2d_mpi.experiments.options import FAILED_CHECK
+from a2d_mpi.experiments.results import Check
 from a2d_mpi.experiments.streams import progress
+from a2d_mpi.experiments.summary import STEPS_SCHEMA as SCHEMA
+from a2d_mpi.experiments.summary import Steps
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
-from a2d_mpi.experiments.tables import aligned
-from a2d_mpi.experiments.timing import turns
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.cost import STEP_PARTS, activations, predict_step, training_bytes
 from a2d_mpi.gpt.model import GPT
@@ -47,7 +46,7 @@ from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.planner import candidate, duration
 from a2d_mpi.planning.profile import read_machine
 
-BOUNDS = {"float32": 1e-5, "float64": 1e-10}  # largest relative errors of loss and gradients
+COLUMNS = ("plan", "step", *STEP_PARTS, "operator", "activations", "error")
 
 
 def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
@@ -77,20 +76,18 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             plan = plan_of(comm, c, grids, threads=args.threads)
             operator = Measurement(plan, random_inputs(plan, True), backward=True)
             runs[name] = _Run(c, again, trainings[again], batch, operator)
-            runs[name].check(wanted, BOUNDS[args.dtype])
+            runs[name].check(wanted)
         steps = turns(list(runs.values()), args.trials)
         total = args.trials * len(runs)
         for run in progress(steps, comm.rank, desc="steps", total=total):
             run.trial()
     origin = origin_of(comm)
-    measured = {f"runs/{name}": run.result(machine, origin) for name, run in runs.items()}
-    passed = all(run.passed for run in runs.values())
+    measured = {name: run.result(machine, origin) for name, run in runs.items()}
     for x in (*trainings.values(), *(run.plan for run in runs.values()), *grids.values()):
         x.free()
-    together(comm, lambda: write_entries(args.output, SCHEMA, measured), on=0)
-    if comm.rank == 0:
-        _report(list(measured.values()))
-    return 0 if comm.allreduce(passed, MPI.LAND) else FAILED_CHECK
+    together(comm, lambda: extend_file(args.output, SCHEMA, {"runs": measured}), on=0)
+    rows = [COLUMNS, *(_row(x) for x in measured.values() if x)]
+    return report(comm, rows, {name: run.checks for name, run in runs.items()})
 
 
 def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
@@ -101,8 +98,8 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
         seqlen=args.seqlen, **config.heads, dtype=args.dtype, mask=args.mask, backward=True
     )
     plans = plans_for(case, args.plans, ranks, machine=machine)
-    there = extends(args.output, args.resume, 1 << 16)
-    return config, plans, machine, set(read_entries(args.output, SCHEMA)) if there else set()
+    there = check_output(args.output, SCHEMA, args.resume)
+    return config, plans, machine, set(read_file(args.output, SCHEMA)["runs"]) if there else set()
 
 
 def _check_room(
@@ -161,7 +158,8 @@ class _Run:
     batch: Batch
     operator: Measurement
     seconds: list[list[float]] = field(default_factory=list)
-    passed: bool = True
+    checks: dict[str, Check] = field(default_factory=dict)
+    differ: int = 0  # steps whose loss was not the first step's
 
     def __post_init__(self) -> None:
         self.plan = self.operator.plan
@@ -173,18 +171,14 @@ class _Run:
         self.seconds.append(list(parts.values()))
         return loss
 
-    def check(self, wanted: tuple[float, np.ndarray], bound: float) -> None:
+    def check(self, wanted: tuple[float, np.ndarray]) -> None:
         """Do a first step, check it, and count its memory and its bytes."""
         self.first = self.step()
-        flat = self.training.gradients.flat
         # Adam has clipped the gradients: clip the expected ones in the same way.
-        norm = np.linalg.norm(wanted[1])
-        gradient = wanted[1] * min(1.0, 1.0 / norm)
-        self.errors = (
-            abs(self.first - wanted[0]) / abs(wanted[0]),
-            float(np.linalg.norm(flat - gradient) / np.linalg.norm(gradient)),
-        )
-        self.passed = max(self.errors) <= bound
+        gradient = wanted[1] * min(1.0, 1.0 / np.linalg.norm(wanted[1]))
+        config, flat = self.configuration.case, self.training.gradients.flat
+        step, exact = (self.first, flat), (wanted[0], gradient)
+        self.checks = check_step(step, exact, config.dtype, config.seqlen, self.comm)
         self.activations = self._activations()
         self.operator.call()
         self.plan.traffic.clear()
@@ -195,7 +189,7 @@ class _Run:
         self.seconds = []
 
     def trial(self) -> None:
-        self.passed &= self.step() == self.first
+        self.differ += self.step() != self.first
         self.operator.trial()
 
     def _activations(self) -> int:
@@ -218,14 +212,15 @@ class _Run:
             "activations": self.activations,
             "buffers": self.plan.buffer_bytes,
         })  # fmt: skip
-        passed = self.comm.allreduce(self.passed, MPI.LAND)
+        differ = float(self.comm.allreduce(self.differ))
+        self.checks["repeat"] = Check(differ, 0.0, self.comm.size)
         if gathered is None:
             return None
         attributes = {
-            **origin, **c.attributes, **asdict(config),
-            "recompute": self.recompute, "passed": passed,
-            "distribution": self.plan.distribution.name,
-            "loss error": self.errors[0], "gradient error": self.errors[1],
+            "origin": origin, **c.attributes, **asdict(config), "parts": list(STEP_PARTS),
+            "recompute": self.recompute, "distribution": self.plan.distribution.name,
+            "passed": all(x.passed for x in self.checks.values()),
+            "checks": {name: x.attributes for name, x in self.checks.items()},
         }  # fmt: skip
         if machine is not None:
             plan = candidate(machine, c.method, c.layout, c.case.work())
@@ -236,24 +231,19 @@ class _Run:
         arrays = {name: np.array([x[name] for x in gathered]) for name in gathered[0]}
         for name in ("seconds", "operator"):
             arrays[name] = arrays[name].swapaxes(0, 1)  # (trials, ranks, ...)
-        return Steps(attributes, arrays)
+        return Steps(attributes | arrays)
 
 
-def _report(measured: list[Steps]) -> None:
-    """Print the table: medians of the slowest rank, with predictions in parentheses."""
-    rows = [["plan", "step", *STEP_PARTS, "operator", "activations", "error", ""]]
-    for run in measured:
-        a = run.attributes
-        parts = [duration(x) for x in run.parts.values()]
-        if run.predicted:
-            parts = [f"{x} ({duration(y)})" for x, y in zip(parts, run.predicted.values())]
-        rows.append([
-            run.plan + " again" * a["recompute"],
-            duration(run.seconds),
-            *parts,
-            duration(run.operator),
-            f"{run.arrays['activations'].max() / 1e6:.2f} MB",
-            f"{max(a['loss error'], a['gradient error']):.1e}",
-            "" if a["passed"] else "FAILED",
-        ])  # fmt: skip
-    print(aligned(rows))
+def _row(run: Steps) -> list[str]:
+    """Return a run's row: medians of the slowest rank, with predictions in parentheses."""
+    parts = [duration(x) for x in run.parts.values()]
+    if run.predicted:
+        parts = [f"{x} ({duration(y)})" for x, y in zip(parts, run.predicted.values())]
+    return [
+        run.plan + " again" * run["recompute"],
+        duration(run.seconds),
+        *parts,
+        duration(run.operator),
+        f"{run['activations'].max() / 1e6:.2f} MB",
+        f"{max(run['checks'][x]['error'] for x in ('loss', 'gradients')):.1e}",
+    ]

@@ -9,14 +9,13 @@ from functools import partial
 from a2d_mpi.core.sizes import misfit
 from a2d_mpi.experiments.mask_file import FILE
 from a2d_mpi.experiments.options import Parser, add_mask, add_options, whole
-from a2d_mpi.experiments.streams import progress
-from a2d_mpi.experiments.sweep import Case, grid_text, slices_text
-from a2d_mpi.experiments.tables import aligned
+from a2d_mpi.experiments.streams import aligned, progress
+from a2d_mpi.experiments.sweep import SIZES, Case
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import STEP_PARTS, predict_step
 from a2d_mpi.planning.machine import Machine, one_line
 from a2d_mpi.planning.planner import candidates, duration, why_not
-from a2d_mpi.planning.profile import parse_size, read_machine
+from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.planning.trial import Candidate
 from a2d_mpi.schedules import METHODS
@@ -32,8 +31,6 @@ def add_problem(parser: Parser, ranks: int, needs_heads: bool = True) -> None:
     add_options(group, "profile", required=True)
     text = f"ranks, at most {ranks}"
     group.add_argument("--ranks", type=whole(1, ranks), metavar="N", required=True, help=text)
-    text = "ranks on a node; default: the number in the profile"
-    group.add_argument("--ranks-per-node", type=whole(1, 65536), metavar="N", help=text)
     group = parser.add_argument_group("problem")
     add_options(group, "seqlen", required=True)
     add_options(group, "nheads", required=needs_heads)
@@ -59,19 +56,11 @@ def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
     if args.nheads is None:
         raise ValueError("give --nheads, or --gpt with the heads of a model")
     machine = read_machine(args.profile)
-    if args.ranks_per_node is not None:
-        machine = machine.with_ranks_per_node(args.ranks_per_node)
-    case = Case(
-        args.seqlen,
-        args.nheads,
-        args.headdim,
-        args.nheads_kv,
-        dtype=args.dtype,
-        mask=f"{FILE}{args.mask_file}" if args.mask_file else args.mask,
-        backward=args.backward,
-        headdim_v=args.headdim_v,
-        wire=None if args.wire == "none" else args.wire,
-    )
+    given = {x: getattr(args, x) for x in (*SIZES, "mask", "backward")}
+    given["wire"] = None if args.wire == "none" else args.wire
+    if args.mask_file:
+        given["mask"] = f"{FILE}{args.mask_file}"
+    case = Case(**given)
     width = max(case.headdim, case.headdim_v)
     if args.ranks * case.seqlen * case.nheads * width >= 1 << 57:
         raise ValueError(
@@ -93,19 +82,16 @@ def plan(args: argparse.Namespace) -> int:
         vars(args).update(PRESETS[args.gpt].heads, backward=True)
     machine, case = read_problem(args)
     work = case.work(args.overlap)
-    memory = machine.memory if args.memory is None else parse_size(args.memory, "--memory")
     bar = partial(progress, desc="plans", delay=2)
-    methods = tuple(args.methods or METHODS)
     idle = IDLE if args.ranks <= IDLE_RANKS else 0.0
     number = None if args.simulate == "all" else 1
-    plans = candidates(machine, args.ranks, work, memory, methods, bar, idle, number)
-    if not plans:
-        raise ValueError(f"no plan of {', '.join(args.methods)} fits {args.ranks} ranks")
-    _print(plans, args, machine, work, memory)
+    options = {"methods": tuple(METHODS), "progress": bar, "idle": idle, "number": number}
+    plans = candidates(machine, args.ranks, work, machine.memory, **options)
+    _print(plans, args, machine, work)
     if args.gpt:
         _print_steps(plans[: args.top or None], machine, PRESETS[args.gpt], args)
     if not plans[0].fits:
-        raise ValueError(f"no plan fits in {_bytes(memory)} per rank")
+        raise ValueError(f"no plan fits in {_bytes(machine.memory)} per rank")
     return 0
 
 
@@ -114,10 +100,9 @@ def _print(
     args: argparse.Namespace,
     machine: Machine,
     work: Workload,
-    memory: int | None,
 ) -> None:
     """Print the table, and say which plans are not in it."""
-    ranks = args.ranks
+    ranks, memory = args.ranks, machine.memory
     room = "no limit of memory" if memory is None else f"{_bytes(memory)} per rank"
     print(f"{one_line(machine.name)}: {ranks} ranks, {machine.ranks_per_node} per node, {room}"
           + f" ({_bytes(machine.reserved)} reserved)" * bool(machine.reserved))  # fmt: skip
@@ -157,13 +142,13 @@ def _print_steps(
         step = predict_step(machine, plan, config, args.seqlen, args.dtype, args.recompute)
         seconds = map(duration, (step.total, *step.seconds.values()))
         rate = f"{args.seqlen / step.total:.4g}"
-        rows.append([plan.method, grid_text(plan.layout), *seconds, rate, _bytes(step.memory)])
+        rows.append([plan.method, plan.layout.shape, *seconds, rate, _bytes(step.memory)])
     print(aligned(rows, left=(0, 1)))
 
 
 def _row(plan: Candidate, ranks: int, best: Candidate) -> list[str]:
     """Return the cells of a plan: its numbers, or their bounds if it was not simulated."""
-    cells, used = [plan.method, grid_text(plan.layout), plan.layout.numbering], plan.layout.size
+    cells, used = [plan.method, plan.layout.shape, plan.layout.numbering], plan.layout.size
     if plan.phases:
         cells += map(duration, (plan.seconds, *plan.split.values()))
         over_bound = f"{plan.over_bound:.2f}" if math.isfinite(plan.over_bound) else "-"
@@ -172,8 +157,7 @@ def _row(plan: Candidate, ranks: int, best: Candidate) -> list[str]:
     else:
         cells += [f">= {duration(plan.bound)}", *["-"] * 7, f">= {_bytes(plan.memory)}"]
     idle = f"{used} of {ranks} ranks, {1 - used / ranks:.0%} idle" if used < ranks else ""
-    slices = slices_text(plan.layout)
-    sliced = f"{slices} slices" * (slices != "1x1")
+    sliced = f"{plan.layout.sliced} slices" * (plan.layout.sliced != "1x1")
     notes = plan.layout.distribution, sliced, plan.known_as, idle, why_not(plan, best)
     return [*cells, "; ".join(filter(None, notes))]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -25,11 +25,14 @@ from a2d_mpi.core import reference
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.core.wire import FORMATS
+from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import Check
+from a2d_mpi.experiments.streams import aligned
 from a2d_mpi.schedules import write
 from a2d_mpi.schedules.accounts import roundings
 from a2d_mpi.sharding.triangle import segment_begins
 
+STEP_BOUNDS = {"float32": 1e-5, "float64": 1e-10}  # largest relative errors of training steps
 ROWS = 64  # rows that are checked together
 
 
@@ -354,6 +357,56 @@ def error_bounds(
         proves = math.isfinite(bound) and bound <= max(least, half_of_digits * term)
         bounds[name] = bound if proves else math.nan
     return bounds
+
+
+def within(
+    bound: float, result: np.ndarray, exact: np.ndarray, comm: MPI.Intracomm = MPI.COMM_SELF
+) -> Check:
+    """Check that errors are at most `bound` times the largest exact value.
+
+    Collective: every rank of `comm` gives some of the rows.
+    """
+    error = _distance(result.astype(np.float64), exact)
+    largest = comm.allreduce(float(np.abs(exact).max(initial=0)), MPI.MAX)
+    return Check(comm.allreduce(error, MPI.MAX), bound * largest, comm.allreduce(len(exact)))
+
+
+def check_step(
+    step: tuple[float, np.ndarray],
+    exact: tuple[float, np.ndarray],
+    dtype: str,
+    tokens: int,
+    comm: MPI.Intracomm = MPI.COMM_SELF,
+) -> dict[str, Check]:
+    """Check loss and gradient of a training step by their relative errors, the worst of all ranks.
+
+    Collective over `comm`.
+    """
+    (loss, gradient), (exact_loss, exact_gradient) = step, exact
+    off = np.linalg.norm(gradient - exact_gradient) / np.linalg.norm(exact_gradient)
+    errors = np.nan_to_num([abs(loss / exact_loss - 1), off], nan=math.inf, posinf=math.inf)
+    comm.Allreduce(MPI.IN_PLACE, errors, MPI.MAX)
+    bound = STEP_BOUNDS[dtype]
+    return {x: Check(y, bound, tokens) for x, y in zip(("loss", "gradients"), errors.tolist())}
+
+
+def report(
+    comm: MPI.Intracomm, rows: Sequence[Sequence[str]], checks: Mapping[str, Mapping[str, Check]]
+) -> int:
+    """Print a table and the failed checks of each of its runs; return the exit code.
+
+    Collective; the arguments of rank 0 count.
+    """
+    failed = [
+        f"FAILED {run}, {name}: error {x.error:.2e}, bound {x.bound:.2e}"
+        for run, of_run in checks.items()
+        for name, x in of_run.items()
+        if not x.passed
+    ]
+    if comm.rank == 0:
+        print(aligned(rows, left=(0,)))
+        print("\n".join(failed) or "all checks passed", flush=True)
+    return comm.bcast(FAILED_CHECK if failed else 0)
 
 
 def worse(a: Check, b: Check) -> Check:

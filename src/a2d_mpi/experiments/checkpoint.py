@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.experiments.hdf5 import arrays, plain, reading
-from a2d_mpi.experiments.results import new_file, set_attributes
+from a2d_mpi.experiments.hdf5 import read_file, reading, write_file
 from a2d_mpi.gpt.config import GPTConfig
 
 SCHEMA = ("a2d_mpi.gpt", 2)
@@ -92,10 +91,9 @@ def save(folder: Path, state: State) -> Path:
         If it cannot be written; earlier checkpoints are kept.
     """
     path = folder / f"step-{state.step:09}.h5"
-    with new_file(path, SCHEMA) as file:
-        set_attributes(file, {**state.texts, "step": state.step, "sha256": state.digest()})
-        for name in _ARRAYS:
-            file[name] = getattr(state, name)
+    arrays = {name: getattr(state, name) for name in _ARRAYS}
+    attributes = {**state.texts, "step": state.step, "sha256": state.digest()}
+    write_file(path, SCHEMA, {**attributes, **arrays})
     earlier = [x for x in _paths(folder) if x.name < path.name and _is_of(x, state)]
     for old in earlier[KEPT - 1 :]:
         old.unlink()
@@ -120,18 +118,17 @@ def load(path: Path) -> State:
     ValueError
         If the file is not a checkpoint.
     """
-    with reading(path, SCHEMA) as file:
-        root, by_name = plain(file.attrs), arrays(file)
+    root = read_file(path, SCHEMA)
     try:
         config, run, ranges = (json.loads(root[x]) for x in ("config", "run", "ranges"))
         config, run, ranges = GPTConfig(**config), dict(run), [dict(x) for x in ranges]
         n, step = config.parameters, operator.index(root["step"])
         shapes = {"weights": (n,), "moments": (2, n), "losses": (step,), "seconds": (step,)}
         for name, shape in shapes.items():
-            if by_name[name].shape != shape or by_name[name].dtype.kind != "f":
+            if root[name].shape != shape or root[name].dtype.kind != "f":
                 raise ValueError(f"{name} must be {shape} real numbers")
-        state = State(config, run, step, *(by_name[x] for x in _ARRAYS), ranges)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        state = State(config, run, step, *(root[x] for x in _ARRAYS), ranges)
+    except (OSError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise OSError(f"cannot read {path} as HDF5: it is damaged: {error}") from error
     if root.get("sha256") != state.digest():
         raise OSError(f"cannot read {path} as HDF5: it is damaged: its checksum does not match")

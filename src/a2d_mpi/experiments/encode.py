@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+import h5py
 import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
@@ -20,11 +21,10 @@ from a2d_mpi.experiments import pretrained
 from a2d_mpi.experiments.check import samples
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.grids import open_grid
-from a2d_mpi.experiments.hdf5 import check_output
+from a2d_mpi.experiments.hdf5 import check_output, write_file
 from a2d_mpi.experiments.measure import origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
 from a2d_mpi.experiments.origin import sha256
-from a2d_mpi.experiments.results import new_file, set_attributes
 from a2d_mpi.gpt.encoder import Encoder
 from a2d_mpi.gpt.gradients import total
 from a2d_mpi.masks.documents import Documents, positions_in
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 SCHEMA = ("a2d_mpi.embeddings", 1)
 BOUND = 1e-5  # largest error of an element; embeddings have norm 1
+NEAREST = 3  # documents that are shown for a query
 SHOWN = 70  # printed characters of a text
 
 
@@ -78,7 +79,7 @@ def encode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     if comm.rank == 0:
         print(f"{count} documents, {len(queries)} queries, {len(packed.tokens)} tokens: "
               f"{len(packed.tokens) / seconds:.0f} tokens/s on {comm.size} ranks")  # fmt: skip
-        for query, best in zip(queries, nearest(vectors, len(queries), args.nearest)):
+        for query, best in zip(queries, nearest(vectors, len(queries), NEAREST)):
             print(f"nearest to {query!r}:")
             for i, cosine in best:
                 text = " ".join(packed.texts[i].split())[:SHOWN]
@@ -90,15 +91,15 @@ def encode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
                   f"({verdict}, bound {BOUND:.0e})")  # fmt: skip
     attributes |= origin_of(comm)
 
-    def write() -> None:
-        with new_file(args.output, SCHEMA) as file:
-            set_attributes(file, attributes)
-            file["embeddings"] = vectors[:count].astype(np.float32)
-            file["texts"] = [x.replace("\0", "") for x in packed.texts[:count]]
-            file["lengths"] = np.diff(packed.cu_seqlens)[:count]
-
     if args.output:
-        together(comm, write, on=0)
+        texts = [x.replace("\0", "") for x in packed.texts[:count]]
+        tree = {
+            **attributes,
+            "embeddings": vectors[:count].astype(np.float32),
+            "texts": np.array(texts, h5py.string_dtype()),
+            "lengths": np.diff(packed.cu_seqlens)[:count],
+        }
+        together(comm, lambda: write_file(args.output, SCHEMA, tree), on=0)
     plan.free()
     grid.free()
     return 0 if passed else FAILED_CHECK

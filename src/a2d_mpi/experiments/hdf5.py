@@ -1,19 +1,36 @@
-"""Reading of HDF5 files: complete, or refused with one line.
+"""HDF5 files as trees: written whole or not at all, read whole or refused with one line.
 
-HDF5 reads missing numbers as zeros, for example after a job was killed while it wrote.
+In memory a group is a dict.  A dict in it is a group, an array is a dataset, and anything else is
+an attribute.  Equal members of a file are stored once.  In files of many runs the group
+``origins`` has the different origins of the runs, and the group ``origin`` of a run is a link.
 """
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
+from typing import Any
 
 import h5py
 import numpy as np
+from h5py import h5g, h5p, h5t
 
-from a2d_mpi.core.atomic import check_writable
+from a2d_mpi.core.atomic import check_writable, read_regular, replacing
+
+# Arrays of fewer bytes would hardly shrink.  Larger ones are tensors and weights: their digits are
+# random, and packing them would take a second for each 50 MB.
+PACKED = range(128, 1 << 24)
+MOST_ATTRIBUTES = 60000  # in the header of a group; HDF5 takes up to 65535
+
+
+class Tree(dict):
+    """A group that was read: what it lacks is an OSError, an error of the file."""
+
+    def __missing__(self, name: str) -> None:
+        raise OSError(f"{name} is missing")
 
 
 @contextmanager
@@ -28,7 +45,7 @@ def reading(
     ------
     OSError
         If the file cannot be read, or the ``with`` statement raises OSError (as `member` does),
-        KeyError, RuntimeError or TypeError.
+        KeyError, RuntimeError, TypeError or AttributeError.
     ValueError
         If the schema is wrong.
     """
@@ -46,61 +63,251 @@ def reading(
                     f"{schema[0]!r} and {schema[1]}, got {has}"
                 )
             yield file
-    except (OSError, KeyError, RuntimeError, TypeError) as error:
+    except (OSError, KeyError, RuntimeError, TypeError, AttributeError) as error:
         number = getattr(error, "errno", None)
         reason = os.strerror(number) if number else " ".join(str(error).split())
         raise OSError(f"cannot read {path} as HDF5: {reason}") from error
 
 
-def check_output(path: str | os.PathLike[str], schema: tuple[str, int], nbytes: int = 0) -> None:
-    """Check before the work that a file of `nbytes` bytes can be written afterwards.
+def read_file(
+    path: str | os.PathLike[str],
+    schema: tuple[str, int],
+    build: Callable[[Tree], Any] = lambda tree: tree,
+) -> Any:
+    """Read a whole file, without its schema.
+
+    Parameters
+    ----------
+    path : path
+    schema : (str, int)
+    build : callable, optional
+        Function that makes the returned object of the tree.  What the tree lacks is an error of
+        the file.  Default: the tree itself is returned.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read, numbers in it are missing, or it lacks something.
+    ValueError
+        If the schema is wrong.
+    """
+    with reading(path, schema) as file:
+        tree = load(file)
+        del tree["schema"], tree["schema_version"]
+        return build(tree)
+
+
+def load(group: h5py.Group) -> Tree:
+    """Read everything in a group; OSError if numbers of a dataset are missing.
+
+    HDF5 reads missing numbers as zeros, for example after a job was killed while it wrote.
+    """
+    tree = Tree(plain(group.attrs))
+    for name in group:
+        x = member(group, name)
+        tree[name] = load(x) if isinstance(x, h5py.Group) else x[()]
+    return tree
+
+
+def flat(tree: Mapping[str, object]) -> dict[str, np.ndarray]:
+    """Return all arrays of a tree by their paths."""
+    arrays: dict[str, np.ndarray] = {}
+    for name, x in tree.items():
+        if isinstance(x, Mapping):
+            arrays |= {f"{name}/{path}": y for path, y in flat(x).items()}
+        elif isinstance(x, np.ndarray):
+            arrays[name] = x
+    return arrays
+
+
+def write_file(path: str | os.PathLike[str], schema: tuple[str, int], tree: Mapping) -> None:
+    """Write a new file; if writing fails, an existing file is left as it was.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written (no room, ...).
+    """
+    with new_file(path, schema) as file:
+        fill(file, tree)
+
+
+def extend_file(path: str | os.PathLike[str], schema: tuple[str, int], tree: Mapping) -> None:
+    """Add what is in the groups of a tree to a file, or make the file.
+
+    Members of the file's groups that have the same names are replaced.  A run may have a group
+    "origin", which is stored once.  If writing fails, nothing changes.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written.
+    """
+    with new_file(path, schema, extend=os.path.exists(path)) as file:
+        for name, members in tree.items():
+            for run in members.keys() & file.require_group(name).keys():
+                del file[name][run]
+        origins = file.require_group("origins")
+        written = {_key(load(x)): x for x in origins.values()}
+        runs = [x for members in tree.values() for x in members.values()]
+        for origin in (x["origin"] for x in runs if isinstance(x, Mapping) and "origin" in x):
+            if _key(origin) not in written:
+                fill(origins, {f"{len(origins)}": origin}, written)
+        fill(file, tree, written)
+
+
+def fill(group: h5py.Group, tree: Mapping[str, object], written: dict | None = None) -> None:
+    """Write a tree into a group; names of groups and arrays may be paths.
+
+    `written` has the groups and arrays written so far.  Equal ones become links: runs have one
+    origin, and most ranks move as many bytes as their formula says.
+    """
+    written = {} if written is None else written
+    for name, x in tree.items():
+        if not isinstance(x, (Mapping, np.ndarray)):
+            group.attrs[name] = _attribute(x)
+            continue
+        key = _key(x)
+        if key in written:
+            group[name] = written[key]
+        elif isinstance(x, Mapping):
+            fill(_new_group(group, name), x, written)
+        else:
+            packs = x.nbytes in PACKED and not x.dtype.hasobject
+            packed = {"chunks": x.shape, "compression": "gzip", "shuffle": True}
+            group.create_dataset(name, data=x, **packed if packs else {})
+        if key is not None:
+            written[key] = group[name]
+
+
+def _key(x: object) -> object:
+    """Return what is the same for equal groups, arrays and attributes; None: write it anew."""
+    if isinstance(x, Mapping):
+        keys = [(name, _key(y)) for name, y in sorted(x.items())]
+        return None if not keys or None in dict(keys).values() else tuple(keys)
+    if isinstance(x, np.ndarray):
+        is_small = x.nbytes < PACKED.stop and not x.dtype.hasobject
+        return (x.dtype.str, x.shape, x.tobytes()) if is_small else None
+    return repr(_attribute(x))
+
+
+def _new_group(parent: h5py.Group, name: str) -> h5py.Group:
+    """Return a group, which is made if it does not exist.
+
+    Its attributes stay in its header: HDF5 would give more than eight of them a heap and a
+    B-tree, which take 3 KB.
+    """
+    if name in parent:
+        return parent[name]
+    links, creation = h5p.create(h5p.LINK_CREATE), h5p.create(h5p.GROUP_CREATE)
+    links.set_char_encoding(h5t.CSET_UTF8)
+    links.set_create_intermediate_group(True)
+    creation.set_attr_phase_change(MOST_ATTRIBUTES, MOST_ATTRIBUTES)
+    return h5py.Group(h5g.create(parent.id, name.encode(), links, creation))
+
+
+def _attribute(value: object) -> object:
+    """Return what HDF5 can hold as an attribute: paths become text, and text is escaped."""
+    if isinstance(value, list):
+        return [_attribute(x) for x in value]
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, str):
+        # A path may have bytes that are not UTF-8, and Open MPI's version ends with a NUL.
+        value = value.encode(errors="backslashreplace").decode().replace("\0", "")
+    return value
+
+
+@contextmanager
+def new_file(
+    path: str | os.PathLike[str], schema: tuple[str, int] | None = None, extend: bool = False
+) -> Iterator[h5py.File]:
+    """Open a new HDF5 file; it appears under its name, complete, when the ``with`` statement ends.
+
+    At first it has only its schema, or with `extend` the contents of the existing file.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written (no room, ...); an existing file is left as it was.
+    """
+    with replacing(path) as (target, temporary):
+        # In memory, because HDF5 cannot close a file after a failed write and may crash at exit.
+        memory = io.BytesIO(read_regular(target) if extend else b"")
+        # Formats before HDF5 1.8 limit an attribute to 64 KiB, too little for 4095 host names.
+        # Those before 1.10 have a B-tree of 2 KB for each packed array.  Since then the header of
+        # an array has the place of its only chunk.
+        with h5py.File(memory, "r+" if extend else "w", libver=("v110", "v110")) as file:
+            if schema and not extend:
+                file.attrs.update({"schema": schema[0], "schema_version": schema[1]})
+            yield file
+        with open(temporary, "wb") as output:
+            output.write(memory.getbuffer())
+            output.flush()
+            os.fsync(output.fileno())
+        os.replace(temporary, target)
+
+
+def check_output(
+    path: str | os.PathLike[str] | None,
+    schema: tuple[str, int],
+    resume: bool | None = None,
+    nbytes: int = 1 << 16,
+) -> bool:
+    """Check before the work that a file can be written afterwards.
+
+    Parameters
+    ----------
+    path : path or None
+        None: there is nothing to write.
+    schema : (str, int)
+    resume : bool, optional
+        Whether the file may exist, which the caller then reads.  Default: a file of this schema
+        may exist.
+    nbytes : int
+        Size that the file may have.
+
+    Returns
+    -------
+    bool
+        Whether the file exists.
 
     Raises
     ------
     OSError
         If it cannot be written.
     ValueError
-        If a file exists whose schema is another: it was not made by this program.
+        If it exists and `resume` is false, or another program made it.
     """
+    if path is None:
+        return False
 
     def read(path: str | os.PathLike[str]) -> None:
         with reading(path, schema):
             pass
 
-    check_writable(path, nbytes, read)
+    there = os.path.exists(path)
+    check_writable(path, nbytes, read if resume is None else None)
+    if there and resume is False:
+        raise ValueError(f"{path} exists: give --resume to add to it, or another --output")
+    return there
 
 
 def member(group: h5py.Group, path: str) -> h5py.Group | h5py.Dataset | None:
     """Return the object under a path, or None; OSError if numbers of the dataset are missing."""
-    item = group.get(path)
-    if isinstance(item, h5py.Dataset):
-        _check_complete(item, path)
-    return item
-
-
-def needed(group: h5py.Group, path: str, kind: type = h5py.Group) -> h5py.Group | h5py.Dataset:
-    """Return the `member` of a group; OSError if there is none, or it is of another kind."""
-    item = member(group, path)
-    if not isinstance(item, kind):
-        raise OSError(f"{kind.__name__.lower()} {path} is missing")
-    return item
-
-
-def arrays(group: h5py.Group | None) -> dict[str, np.ndarray]:
-    """Read all datasets below a group, by their paths in it; an empty dict for None."""
-    datasets: dict[str, np.ndarray] = {}
-    if group is None:
-        return datasets
-    if not isinstance(group, h5py.Group):
-        raise OSError(f"{group.name} must be a group")
-
-    def add(name: str, x: h5py.Group | h5py.Dataset) -> None:
-        if isinstance(x, h5py.Dataset):
-            _check_complete(x, name)
-            datasets[name] = x[()]
-
-    group.visititems(add)
-    return datasets
+    data = group.get(path)
+    is_whole = not isinstance(data, h5py.Dataset) or data.external or data.is_virtual
+    if is_whole or data.shape is None or 0 in data.shape:
+        return data
+    if data.chunks:
+        needed = prod(-(-n // size) for n, size in zip(data.shape, data.chunks))
+        held, unit = data.id.get_num_chunks(), "chunks"
+    else:
+        needed = prod(data.shape) * data.id.get_type().get_size()
+        held, unit = data.id.get_storage_size(), "bytes"
+    if held < needed:
+        raise OSError(f"{path} has {held} of the {needed} {unit} of its shape {data.shape}")
+    return data
 
 
 def plain(attrs: h5py.AttributeManager) -> dict[str, object]:
@@ -108,16 +315,3 @@ def plain(attrs: h5py.AttributeManager) -> dict[str, object]:
     values = {k: np.asarray(v).tolist() for k, v in attrs.items()}
     texts = {k: v.decode(errors="replace") for k, v in values.items() if isinstance(v, bytes)}
     return {**values, **texts}
-
-
-def _check_complete(data: h5py.Dataset, name: str) -> None:
-    """Raise OSError unless all numbers of a dataset are in its file."""
-    if data.shape is not None and 0 not in data.shape and not (data.external or data.is_virtual):
-        if data.chunks:
-            needed = prod(-(-n // size) for n, size in zip(data.shape, data.chunks))
-            held, unit = data.id.get_num_chunks(), "chunks"
-        else:
-            needed = prod(data.shape) * data.id.get_type().get_size()
-            held, unit = data.id.get_storage_size(), "bytes"
-        if held < needed:
-            raise OSError(f"{name} has {held} of the {needed} {unit} of its shape {data.shape}")

@@ -10,7 +10,7 @@ import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
-from a2d_mpi.attention.methods import DoubleRingAttention, make_plan
+from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.core.config import AttentionConfig
@@ -18,9 +18,15 @@ from a2d_mpi.core.sizes import flops
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.grids import open_grid
 from a2d_mpi.experiments.hdf5 import check_output
-from a2d_mpi.experiments.inputs import random_rows, refuse_nan
 from a2d_mpi.experiments.mask_file import FILE, mask_of
-from a2d_mpi.experiments.measure import RESULTS, Measurement, open_device, origin_of
+from a2d_mpi.experiments.measure import (
+    RESULTS,
+    Measurement,
+    open_device,
+    origin_of,
+    random_rows,
+    refuse_nan,
+)
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
 from a2d_mpi.experiments.origin import sha256
 from a2d_mpi.experiments.results import (
@@ -32,7 +38,7 @@ from a2d_mpi.experiments.results import (
     read_shard,
     write_result,
 )
-from a2d_mpi.experiments.streams import progress
+from a2d_mpi.experiments.streams import aligned, progress
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules.problem import Workload
 
@@ -46,9 +52,9 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     if args.output:
         elements = sum(math.prod(config.shape(name)) for name in RESULTS) * args.save_outputs
         nbytes = 8 * config.seqlen * elements + (1 << 20)
-        together(comm, lambda: check_output(args.output, RESULT_SCHEMA, nbytes), on=0)
+        together(comm, lambda: check_output(args.output, RESULT_SCHEMA, nbytes=nbytes), on=0)
     trace = None
-    if args.trace:
+    if args.trace:  # few runs are traced
         from a2d_mpi.experiments.trace import Trace, check_trace
 
         together(comm, lambda: check_trace(args.trace), on=0)
@@ -56,7 +62,7 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     device = open_device(comm, args.device)
     phases = {"backward": args.backward, "overlap": args.overlap}
     grid = open_grid(comm, args, Workload(**config.arguments, mask=mask, **phases))
-    names = ("kernel", "transfers", "threads", "inner", "distribution", "slices")
+    names = ("kernel", "transfers", "threads", "distribution", "slices")
     options = {name: x for name in names if (x := getattr(args, name)) is not None}
     options |= {**config.arguments, "overlap": args.overlap}
     plan = make_plan(args.method, grid, mask, **options)
@@ -77,13 +83,10 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             together(comm, trace.write, on=0)
         for _ in progress(range(args.trials), comm.rank, desc="trials"):
             measured.trial()
-        measured.finish()
-    names = ("method", "mask", "trials", "warmup", "check", "seed", "threads", "kernel", "sink")
-    config = {name: getattr(args, name) for name in names}
-    config |= {"input": str(args.input), "device": device.name}
+    config = {"mask": args.mask, "sink": args.sink, "input": str(args.input)}
     outputs = measured.outputs() if args.save_outputs else {}
     origin = origin_of(comm, device) | (digests or {})
-    result = measured.result(config, origin, outputs=outputs)
+    result = measured.result(args, config, origin, outputs=outputs)
     try:
         if args.output:
             together(comm, lambda: write_result(args.output, result), on=0)
@@ -102,9 +105,6 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
     """Check the options that no plan checks; return the input's info, the config and the mask."""
     if args.save_outputs and not args.output:
         raise ValueError("--save-outputs needs --output")
-    double = DoubleRingAttention.method
-    if args.inner is not None and args.method != double:
-        raise ValueError(f"--inner needs --method {double.replace(' ', '_')}, got {args.method}")
     info = inspect_input(args.input)
     tokens = info.config.seqlen
     if args.seqlen is None:
@@ -141,23 +141,22 @@ def _read(args: argparse.Namespace, info: InputInfo, plan: AttentionPlan) -> dic
 
 
 def _report(result: Result, plan: AttentionPlan) -> None:
-    """Print the short table."""
+    """Print the short tables."""
     c = result.config
+    ranks = " x ".join(str(c[x]) for x in ("rows", "cols", "heads") if x != "heads" or c[x] > 1)
     wire = f" ({c['wire']} on the wire)" * (c["wire"] != "none")
     values = f", headdim_v {c['headdim_v']}" * (c["headdim_v"] != c["headdim"])
     print(
-        f"{c['method']} on {c['rows']} x {c['cols']}"
-        f"{' x ' + str(c['heads']) if c['heads'] > 1 else ''} ranks, {c['mask']} mask, "
-        f"{c['distribution']} distribution, {c['dtype']}{wire}, "
-        f"{result.provenance['device']}\n"
+        f"{c['method']} on {ranks} ranks, {c['mask']} mask, {c['distribution']} distribution, "
+        f"{c['dtype']}{wire}, {result.provenance['device']}\n"
         f"seqlen {c['seqlen']}, nheads {c['nheads']}, nheads_kv {c['nheads_kv']}, "
         f"headdim {c['headdim']}{values}; {c['trials']} trial{'s' * (c['trials'] != 1)}; "
         f"tile area max/mean {result.area.max() / result.area.mean():.3f}\n"
     )
-    print("milliseconds        min    median       max   over trials and ranks")
+    rows = [["milliseconds", "min", "median", "max", "over trials and ranks"]]
     for name, seconds in result.timings.items():
-        low, middle, high = (1e3 * f(seconds) for f in (np.min, np.median, np.max))
-        print(f"{name:<17}{low:>8.2f}{middle:>10.2f}{high:>10.2f}")
+        rows.append([name, *(f"{1e3 * f(seconds):.2f}" for f in (np.min, np.median, np.max)), ""])
+    print(aligned(rows))
     for phase in phases_of(result):
         heads = plan.nheads // plan.grid.heads  # heads of a context-parallel group
         area, backward = int(result.area.sum()), phase == "backward"
@@ -167,13 +166,14 @@ def _report(result: Result, plan: AttentionPlan) -> None:
             f"{phase}: {work / slowest / 1e9:.1f} GFLOP/s of all ranks, in the time of the slowest"
         )
     if result.traffic:
-        print("\nbytes of one rank       sent  predicted  received  predicted   (largest)")
+        columns = ("sent", "predicted_sent", "received", "predicted_received")
+        rows = [["bytes of one rank", "sent", "predicted", "received", "predicted", "(largest)"]]
         for name, x in result.traffic.items():
-            columns = ("sent", "predicted_sent", "received", "predicted_received")
-            print(f"{name:<17}" + "".join(f"{int(x[col].max()):>11}" for col in columns))
-    print("\nchecked             error     bound      rows" + "  as given" * bool(wire))
-    for name, check in result.checks.items():
-        numbers = f"{check.error:>10.2e}{check.bound:>10.2e}{check.rows:>10}"
-        if wire:  # the error against the tensors before rounding
-            numbers += " " * 10 if check.as_given is None else f"{check.as_given:>10.2e}"
-        print(f"{name:<15}{numbers}   {check.verdict}")
+            rows.append([name, *(str(x[col].max()) for col in columns), ""])
+        print(f"\n{aligned(rows)}")
+    # "as given": the error against the tensors before rounding, with a narrow format on the wire.
+    rows = [["checked", "error", "bound", "rows", "as given" * bool(wire), ""]]
+    for name, x in result.checks.items():
+        given = "" if x.as_given is None else f"{x.as_given:.2e}"
+        rows.append([name, f"{x.error:.2e}", f"{x.bound:.2e}", str(x.rows), given, x.verdict])
+    print(f"\n{aligned(rows, left=(0, 5))}")

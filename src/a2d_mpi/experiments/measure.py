@@ -1,4 +1,4 @@
-"""Checks and timings of one plan.
+"""Random inputs, timing of calls in turn, and checks and timings of one plan.
 
 ::
 
@@ -7,30 +7,40 @@
     run.check(rows=16)  # against float64, before anything is timed
     for _ in range(trials):
         run.trial()
-    run.finish()
-    result = run.result(config, origin)  # on rank 0
+    result = run.result(args, config, origin)  # on rank 0
 
 All functions and methods are collective over the plan's ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from socket import gethostname
-from typing import TYPE_CHECKING, Any
+import argparse
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.comm.agreement import agree
+from a2d_mpi.devices.host import HOST
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from a2d_mpi.devices.protocol import Device
+
+from socket import gethostname
+from typing import TYPE_CHECKING, Any
+
+from mpi4py import MPI
+
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.comm.gpus import bind_gpu
-from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.experiments.check import check_attention, digests, worse
-from a2d_mpi.experiments.inputs import other_data
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import SPAN, TIMED_PARTS, Check, Result, usual_trial
 from a2d_mpi.schedules.steps import SUMS
@@ -39,6 +49,8 @@ if TYPE_CHECKING:  # few runs are traced
     from a2d_mpi.experiments.trace import Trace
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
+TENSORS = ("q", "k", "v", "dout", "sink")
+T = TypeVar("T")
 
 
 def open_device(comm: MPI.Intracomm, name: str) -> Device:
@@ -180,18 +192,6 @@ class Measurement:
         if data:
             self._exchange(back=True)
 
-    def finish(self) -> None:
-        """Check after the trials that all had the same results and left memory unchanged.
-
-        Neither the inputs nor the first results may have changed in memory.
-        """
-        if not self._result_bits:
-            return
-        comm = self.plan.grid.comm
-        changed = _differing(self._on_host(self._given), self._given_bits)
-        for name, number in (("repeat", self._differ), ("inputs", changed)):
-            self.checks[name] = Check(float(comm.allreduce(number)), 0.0, comm.size)
-
     def _overwritten(self) -> int:
         """Count the first checked results that a later call has changed in memory."""
         return _differing(self._results(self.tensors), self._result_bits[0])
@@ -218,20 +218,33 @@ class Measurement:
         return outputs if plan.grid.comm.rank == 0 else {}
 
     def result(
-        self, config: Mapping[str, object], origin: Mapping[str, object], **others: Any
+        self,
+        args: argparse.Namespace,
+        config: Mapping[str, object],
+        origin: Mapping[str, object],
+        **others: Any,
     ) -> Result | None:
-        """Check the counted bytes, and return the result on rank 0, None on other ranks.
+        """Check the trials, and return the result on rank 0, None on other ranks.
+
+        All trials must have had the same results.  Neither the inputs nor the first results may
+        have changed in memory.  The counted bytes must be the predicted ones.
 
         Parameters
         ----------
+        args : Namespace
+            Options of the measurement: trials, warmup, check, seed, threads.
         config : mapping
-            Config that is not in `plan`: method, mask, trials, ...
+            Config that is neither in the plan nor in `args`: mask, ...
         origin : mapping
             Result of `origin_of`.
         **others
             Further fields of the `Result`.
         """
         comm, plan = self.plan.grid.comm, self.plan
+        if self._result_bits:
+            changed = _differing(self._on_host(self._given), self._given_bits)
+            for name, number in (("repeat", self._differ), ("inputs", changed)):
+                self.checks[name] = Check(float(comm.allreduce(number)), 0.0, comm.size)
         counted = plan.traffic.bytes
         gathered = comm.gather((self.seconds, counted, plan.area(), self._spans, gethostname()))
         if gathered is None:
@@ -244,9 +257,10 @@ class Measurement:
             provenance={**origin, "hostnames": list(hosts)},
             config={
                 **_config(plan),
+                **{x: getattr(args, x) for x in ("check", "trials", "warmup", "seed", "threads")},
                 "backward": len(self.phases) > 1,
+                "device": self.device.name,
                 **config,
-                "kernel": plan.kernel,  # the kernel itself; `config` may say "auto"
             },
             area=np.array(area),
             timings=timings,
@@ -265,25 +279,17 @@ def _differing(tensors: Mapping[str, np.ndarray], bits: Mapping[str, bytes]) -> 
     return sum(x != bits[name] for name, x in digests(tensors).items())
 
 
-def grid_config(grid: ProcessGrid) -> dict[str, object]:
-    """Return the attributes of a grid in result files."""
-    layout = grid.layout
-    return {
-        "ranks": grid.comm.size,
-        **{x: getattr(layout, x) for x in ("rows", "cols", "heads", "order")},
-        "block": "x".join(map(str, layout.block)),
-    }
-
-
 def _config(plan: AttentionPlan) -> dict[str, object]:
     return {
-        **grid_config(plan.grid),
+        "method": plan.method,
+        "kernel": plan.kernel,
+        **plan.layout.attributes,
         **plan.config.arguments,
         "logit_softcap": plan.logit_softcap or 0.0,  # 0: none
         "wire": plan.config.wire or "none",
         "sent": _sent(plan.config),
         "overlap": plan.overlap,
-        "slices": "x".join(map(str, plan.slices)),  # of the forward and the backward pass
+        "slices": plan.layout.sliced,  # of the forward and the backward pass
         # Node of every grid rank; empty if each rank is alone on its node.
         "nodes": " ".join(map(str, plan.grid.layout.nodes or ())),
         "distribution": plan.distribution.name,
@@ -335,3 +341,122 @@ def _usual_spans(phase: str, total: np.ndarray, spans: list) -> np.ndarray:
         for part, start, end in trials[trial][phase]
     ]
     return np.array(rows, SPAN)
+
+
+def turns(items: Sequence[T], trials: int) -> Iterator[T]:
+    """Yield all items once in each trial; each trial begins one item later than the one before.
+
+    So no item always follows the same other item.
+    """
+    for trial in range(trials):
+        first = trial % len(items)
+        yield from [*items[first:], *items[:first]]
+
+
+def seconds_of(
+    action: Callable[[], object],
+    comm: MPI.Intracomm | None = None,
+    over: Callable[[float, float], float] = max,
+    device: Device = HOST,
+) -> float:
+    """Time one call that all ranks make together; return its seconds.
+
+    Parameters
+    ----------
+    action : callable
+    comm : Intracomm, optional
+        Communicator of the ranks.  Default: this process is alone.
+    over : callable
+        Reduction of the seconds over the ranks.  Default: the slowest rank.
+    device : Device
+        The time ends when all work that is queued on this device is done.
+    """
+    device.seconds(device.mark(), device.mark())  # waits for work that was queued before
+    if comm is not None:
+        comm.Barrier()
+    start = time.perf_counter()
+    action()
+    device.seconds(device.mark(), device.mark())
+    taken = time.perf_counter() - start
+    return taken if comm is None else comm.allreduce(taken, over)
+
+
+def in_turn(
+    calls: Mapping[str, Callable[[], object]],
+    trials: int,
+    comm: MPI.Intracomm | None = None,
+    warmup: int = 1,
+    device: Device = HOST,
+) -> dict[str, np.ndarray]:
+    """Time calls in turn; return seconds of each on the slowest rank, (trials,).
+
+    `warmup` further trials come first and are not counted.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for name in turns(list(calls), warmup + trials):
+        seconds[name].append(seconds_of(calls[name], comm, device=device))
+    return {name: np.array(x[warmup:]) for name, x in seconds.items()}
+
+
+def other_data(name: str, x: np.ndarray, back: bool = False) -> np.ndarray:
+    """Make other numbers with the same norms, for which kernels take the same time.
+
+    The rows of a shard are reversed and negated, and their elements are rotated by a number that
+    differs between tensors.  The elements of a sink, which is the same on all ranks, are only
+    rotated.
+
+    Parameters
+    ----------
+    name : str
+        Name of the tensor.
+    x : (..., elements) float
+    back : bool
+        Invert the operation: return the first numbers, bit for bit.
+    """
+    by = 1 + TENSORS.index(name)
+    if name == "sink":
+        return np.roll(x, -by if back else by)
+    return -(np.roll(x, -by, axis=-1)[::-1] if back else np.roll(x[::-1], by, axis=-1))
+
+
+def random_rows(
+    tokens: Iterable[int], shape: tuple[int, ...], dtype: np.dtype, seed: int, stream: int = 0
+) -> np.ndarray:
+    """Draw standard normal rows of tokens; a row does not depend on ranks or distribution.
+
+    Parameters
+    ----------
+    tokens : iterable of int
+        Global indices.
+    shape : tuple of int
+        Shape of one row.
+    dtype : dtype
+    seed, stream : int
+        Each seed, and each stream (one for each tensor), has its own numbers.
+
+    Returns
+    -------
+    (tokens, *shape) dtype
+    """
+    generators = (
+        np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, stream, token]))
+        for token in tokens
+    )
+    rows = [generator.standard_normal(shape).astype(dtype) for generator in generators]
+    return np.array(rows, dtype).reshape(len(rows), *shape)
+
+
+def random_inputs(plan: AttentionPlan, backward: bool, seed: int = 0) -> dict[str, np.ndarray]:
+    """Draw this rank's shards of q, k, v and, with `backward`, dout; see `random_rows`."""
+    return {
+        name: random_rows(plan.tokens.tolist(), plan.config.shape(name), plan.dtype, seed, stream)
+        for stream, name in enumerate(("dout", "q", "k", "v"))
+        if name != "dout" or backward
+    }
+
+
+def refuse_nan(comm: MPI.Intracomm, tensors: Mapping[str, np.ndarray]) -> None:
+    """Raise ValueError on all ranks if a number on any rank is NaN or infinite."""
+    bad = {name: int(x.size - np.isfinite(x).sum()) for name, x in tensors.items()}
+    wrong = [f"{name} has {n} elements that are NaN or infinite" for name, n in bad.items() if n]
+    agree(comm, "; ".join(wrong) + ": nothing can be checked" if wrong else None)

@@ -1,4 +1,4 @@
-"""The input file and the result file of a run, both HDF5.
+"""The input file of a run, its result, and files of one result or of many, all HDF5.
 
 Every function raises OSError if a file cannot be read or written, and ValueError if its contents
 are wrong.  The message is one line that names the file, for the user to read.
@@ -6,34 +6,39 @@ are wrong.  The message is one line that names the file, for the user to read.
 
 from __future__ import annotations
 
-import io
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import h5py
 import numpy as np
 
-from a2d_mpi.core.atomic import read_regular, replacing
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.experiments.hdf5 import arrays, member, needed, plain, reading
+from a2d_mpi.experiments.hdf5 import (
+    Tree,
+    check_output,
+    extend_file,
+    flat,
+    member,
+    read_file,
+    reading,
+    write_file,
+)
 from a2d_mpi.sharding.distribution import Distribution
 
 INPUT_SCHEMA = ("a2d_mpi input", 1)
 RESULT_SCHEMA = ("a2d_mpi result", 1)
+BENCHMARK_SCHEMA = ("a2d_mpi benchmark", 2)
+LINEAR_SCHEMA = ("a2d_mpi linear attention", 2)
+TRAINING_SCHEMA = ("a2d_mpi.training", 1)
 # A span of time of a rank: `part` is an index into TIMED_PARTS, `start` and `end` are seconds
 # since the phase began on this rank.
 SPAN = np.dtype([("rank", "i4"), ("part", "i4"), ("start", "f4"), ("end", "f4")])
+# Seconds are stored in eighths of a microsecond: finer digits are noise of barriers and Python,
+# and would be most of a file, because noise cannot be packed.
+TICKS = 1 << 23
 TIMED_PARTS = ("compute", "merge", "wait", "total")  # as of `AttentionPlan.timings`
-# Units and names of axes of arrays.
-UNITS = {
-    "timings": ("s", ("trial", "rank")),
-    "traffic": ("byte", ("rank",)),
-    "area": ("(query, key) pair", ("rank",)),
-}
-SMALLER = {"compression": "gzip", "shuffle": True}
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ def inspect_input(path: str | os.PathLike[str]) -> InputInfo:
     """
     with reading(path, INPUT_SCHEMA) as file:
         names = ["q", "k", "v"] + ["dout"] * (member(file, "dout") is not None)
-        datasets = {name: needed(file, name, h5py.Dataset) for name in names}
+        datasets = {name: _dataset(file, name) for name in names}
         shapes = {name: x.shape or () for name, x in datasets.items()}
         dtypes = {name: x.dtype for name, x in datasets.items()}
     for name in names:
@@ -117,7 +122,7 @@ def read_shard(
     """
     rows = np.empty((distribution.count(rank), *info.config.shape(name)), dtype)
     with reading(info.path, INPUT_SCHEMA) as file:
-        data = needed(file, name, h5py.Dataset)
+        data = _dataset(file, name)
         if len(data) < distribution.seqlen:
             raise ValueError(
                 f"{info.path} has {len(data)} tokens, must have {distribution.seqlen}"
@@ -125,6 +130,13 @@ def read_shard(
         for here, there in distribution.slices(rank):
             rows[here] = data[there]
     return rows
+
+
+def _dataset(file: h5py.File, name: str) -> h5py.Dataset:
+    data = member(file, name)
+    if not isinstance(data, h5py.Dataset):
+        raise OSError(f"dataset {name} is missing")
+    return data
 
 
 @dataclass(frozen=True)
@@ -194,11 +206,9 @@ class Result:
         Checks by tensor: "out", "lse", "dq", ...
     outputs : dict of str to arrays (seqlen, ...)
         Gathered tensors in the order of the sequence, if they are to be kept.
-    predicted : dict of str to (rank,) float64
-        Predicted seconds by "phase/part" as in `timings`; the parts are "compute", "merge",
-        "wait", "other" and "total".
-    figures : dict of str to number or str
-        Other predictions: bytes of memory, lower bounds, ...
+    predicted : dict of str to number or str
+        Predictions: "memory" in bytes of a rank, "forward seconds" of the slowest rank, "forward
+        lower bound" of a rank's bytes, ...
     spans : dict of str to (n,) SPAN
         Spans of all ranks in one trial, by phase.
     """
@@ -210,8 +220,7 @@ class Result:
     traffic: dict[str, dict[str, np.ndarray]]
     checks: dict[str, Check]
     outputs: dict[str, np.ndarray] = field(default_factory=dict)
-    predicted: dict[str, np.ndarray] = field(default_factory=dict)
-    figures: dict[str, object] = field(default_factory=dict)
+    predicted: dict[str, object] = field(default_factory=dict)
     spans: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
@@ -231,34 +240,6 @@ def usual_trial(total: np.ndarray) -> int:
     return int(np.argsort(slowest, kind="stable")[(len(slowest) - 1) // 2])
 
 
-@contextmanager
-def new_file(
-    path: str | os.PathLike[str], schema: tuple[str, int] | None = None, extend: bool = False
-) -> Iterator[h5py.File]:
-    """Open a new HDF5 file; it appears under its name, complete, when the ``with`` statement ends.
-
-    At first it has only its schema, or with `extend` the contents of the existing file.
-
-    Raises
-    ------
-    OSError
-        If it cannot be written (no room, ...); an existing file is left as it was.
-    """
-    with replacing(path) as (target, temporary):
-        # In memory, because HDF5 cannot close a file after a failed write and may crash at exit.
-        memory = io.BytesIO(read_regular(target) if extend else b"")
-        # Formats before HDF5 1.8 limit an attribute to 64 KiB, too little for 4095 host names.
-        with h5py.File(memory, "r+" if extend else "w", libver="v108") as file:
-            if schema and not extend:
-                set_attributes(file, {"schema": schema[0], "schema_version": schema[1]})
-            yield file
-        with open(temporary, "wb") as output:
-            output.write(memory.getbuffer())
-            output.flush()
-            os.fsync(output.fileno())
-        os.replace(temporary, target)
-
-
 def write_result(path: str | os.PathLike[str], result: Result) -> None:
     """Write a result file.  If writing fails, an existing file is left as it was.
 
@@ -267,8 +248,8 @@ def write_result(path: str | os.PathLike[str], result: Result) -> None:
     OSError
         If it cannot be written (no room, ...).
     """
-    with new_file(path, RESULT_SCHEMA) as file:
-        fill(file, result)
+    run = _tree(result)
+    write_file(path, RESULT_SCHEMA, {**run.pop("origin"), **run})
 
 
 def read_result(path: str | os.PathLike[str]) -> Result:
@@ -281,84 +262,106 @@ def read_result(path: str | os.PathLike[str]) -> Result:
     ValueError
         If the schema is wrong.
     """
-    with reading(path, RESULT_SCHEMA) as file:
-        return load(file)
+
+    def build(root: Tree) -> Result:
+        root["origin"] = {x: y for x, y in root.items() if not isinstance(y, (Tree, np.ndarray))}
+        return _result(root)
+
+    return read_file(path, RESULT_SCHEMA, build)
 
 
-def fill(group: h5py.Group, result: Result) -> None:
-    """Write a result into an empty group."""
-    set_attributes(group, result.provenance)
-    set_attributes(group.create_group("config"), result.config)
-    group["area"] = np.asarray(result.area, np.int64)
-    timings, traffic, outputs = map(group.create_group, ("timings", "traffic", "outputs"))
-    for name, (unit, axes) in UNITS.items():
-        set_attributes(group[name], {"unit": unit, "axes": axes, "ranks": len(result.area)})
-    for name, seconds in result.timings.items():
-        timings[name] = np.asarray(seconds, np.float64)
-        timings[name].attrs["unit"] = "s"
-    for name, counts in result.traffic.items():
-        for what, nbytes in counts.items():
-            traffic[f"{name}/{what}"] = np.asarray(nbytes, np.int64)
-    write_checks(group, result.checks)
-    for name, x in result.outputs.items():
+def start_benchmark(
+    path: str | os.PathLike[str], settings: Mapping[str, object], resume: bool
+) -> dict[str, bool]:
+    """List the results of a benchmark file; nothing is written.
+
+    Parameters
+    ----------
+    path : path
+    settings : mapping
+        Settings of this run, which all results of a file share.
+    resume : bool
+        Whether the file may exist.
+
+    Returns
+    -------
+    dict of str to bool
+        By name of each result: whether all checks passed.
+
+    Raises
+    ------
+    ValueError
+        If the file exists and `resume` is false, or it was made with other settings.
+    """
+    if not check_output(path, BENCHMARK_SCHEMA, resume):
+        return {}
+    earlier, results = read_file(path, BENCHMARK_SCHEMA, _benchmark)
+    for name in {**earlier, **settings}:
+        here, there = settings.get(name), earlier.get(name)
+        if here != there:
+            raise ValueError(f"{path} was made with {name} {there}, but now it is {here}")
+    return {name: result.passed for name, result in results.items()}
+
+
+def add_results(
+    path: str | os.PathLike[str], settings: Mapping[str, object], results: Mapping[str, Result]
+) -> None:
+    """Add results by name to a file, or make the file; if writing fails, nothing changes."""
+    if not results and os.path.exists(path):
+        return
+    runs = {name: _tree(result) for name, result in results.items()}
+    extend_file(path, BENCHMARK_SCHEMA, {"settings": settings, "runs": runs})
+
+
+def read_benchmark(path: str | os.PathLike[str]) -> dict[str, Result]:
+    """Read all results of a file, by name."""
+    return read_file(path, BENCHMARK_SCHEMA, _benchmark)[1]
+
+
+def _benchmark(tree: Tree) -> tuple[Tree, dict[str, Result]]:
+    return tree["settings"], {name: _result(run) for name, run in tree["runs"].items()}
+
+
+def _tree(result: Result) -> dict[str, object]:
+    """Return a result as it stands in files, with its provenance as "origin"."""
+    origin = dict(result.provenance)
+    tree = {
+        "utc_time": origin.pop("utc_time"),
+        "origin": origin,
+        "config": result.config,
+        "area": np.asarray(result.area, np.int64),
+        "timings": {x: np.round(y * TICKS) / TICKS for x, y in result.timings.items()},
+        "traffic": result.traffic,
+        "checks": {name: check.attributes for name, check in result.checks.items()},
         # HDF5 has no bfloat16; float32 holds its numbers as they are.
-        outputs[name] = x if x.dtype.kind == "f" else x.astype(np.float32)
-    if result.predicted or result.figures:
-        predicted = group.create_group("predicted")
-        set_attributes(predicted, result.figures)
-        for name, seconds in result.predicted.items():
-            predicted[name] = np.asarray(seconds, np.float64)
-            predicted[name].attrs["unit"] = "s"
-    for phase, spans in result.spans.items():
-        # Compressed, because spans are most of a benchmark's file.
-        group.create_dataset(f"spans/{phase}", data=spans, **SMALLER if len(spans) else {})
-        group[f"spans/{phase}"].attrs.update({"unit": "s", "parts": TIMED_PARTS})
-
-
-def write_checks(group: h5py.Group, checks: Mapping[str, Check]) -> None:
-    """Write checks into the subgroup "checks" of a group."""
-    group = group.create_group("checks")
-    for name, check in checks.items():
-        set_attributes(group.create_group(name), check.attributes)
-
-
-def load(group: h5py.Group) -> Result:
-    """Read the result that `fill` wrote into a group or file."""
-    root = plain(group.attrs)
-    names = needed(group, "checks")
-    checks = {name: plain(needed(group, f"checks/{name}").attrs) for name in names}
-    traffic: dict[str, dict[str, np.ndarray]] = {}
-    for name, nbytes in arrays(needed(group, "traffic")).items():
-        key, _, what = name.rpartition("/")
-        traffic.setdefault(key, {})[what] = nbytes
-    predicted = member(group, "predicted")
-    return Result(
-        provenance={k: v for k, v in root.items() if not k.startswith("schema")},
-        config=plain(needed(group, "config").attrs),
-        area=needed(group, "area", h5py.Dataset)[()],
-        timings=arrays(needed(group, "timings")),
-        traffic=traffic,
-        checks={
-            k: Check(c["error"], c["bound"], c["rows"], c.get("as_given"))
-            for k, c in checks.items()
+        "outputs": {
+            name: x if x.dtype.kind == "f" else x.astype(np.float32)
+            for name, x in result.outputs.items()
         },
-        outputs=arrays(needed(group, "outputs")),
-        predicted=arrays(predicted),
-        figures={} if predicted is None else plain(predicted.attrs),
-        spans=arrays(member(group, "spans")),
+        "predicted": result.predicted,
+        "spans": result.spans,
+    }
+    optional = ("outputs", "predicted", "spans")
+    return {name: x for name, x in tree.items() if name not in optional or x}
+
+
+def _result(run: Tree) -> Result:
+    """Return the result of a tree that was read."""
+    return Result(
+        provenance={**run["origin"], "utc_time": run["utc_time"]},
+        config=run["config"],
+        area=run["area"],
+        timings=flat(run["timings"]),
+        traffic={
+            f"{phase}/{channel}": counts
+            for phase, channels in run["traffic"].items()
+            for channel, counts in channels.items()
+        },
+        checks={
+            name: Check(x["error"], x["bound"], x["rows"], x.get("as_given"))
+            for name, x in run["checks"].items()
+        },
+        outputs=flat(run.get("outputs", {})),
+        predicted=run.get("predicted", {}),
+        spans=flat(run.get("spans", {})),
     )
-
-
-def set_attributes(group: h5py.Group, values: Mapping[str, object]) -> None:
-    """Set attributes of a group; paths become text, and text that HDF5 cannot hold is escaped."""
-    for name, value in values.items():
-        group.attrs[name] = list(map(_text, value)) if isinstance(value, list) else _text(value)
-
-
-def _text(value: object) -> object:
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if isinstance(value, str):
-        # A path may have bytes that are not UTF-8, and Open MPI's version ends with a NUL.
-        value = value.encode(errors="backslashreplace").decode().replace("\0", "")
-    return value

@@ -2,16 +2,21 @@
 
 The file::
 
-    /              attributes: schema, schema_version, and the origin of the latest entries
-    /runs/<name>   attributes: plan and workload, as in a benchmark's config; machine, network;
-                   "forward/simulated", "forward/predicted": seconds of the slowest rank, and
-                   "forward/simulated wait", "forward/predicted wait": mean wait of all ranks;
-                   likewise "backward/...";
-                   "memory": peak bytes of a rank; "room": bytes that a rank may use;
-                   "cost seconds", "cost memory", "cost messages": cost of the simulation;
-                   "coarse": seconds within which ends of messages were one event;
-                   "timeout": seconds after which the simulation was given up; such an entry has
-                   nothing simulated
+    /       attributes: schema, schema_version, and the origin of the latest simulations
+    /runs   a table: arrays of one length, where NaN and "" mean that a simulation has no value
+
+====================================  ==========================================================
+``name``                              plan, network and machine
+``method``, ``mask``, ...             plan and workload, as in a benchmark's config
+``machine``, ``network``, ...         where it was simulated
+``<phase> simulated``, ``predicted``  seconds of the slowest rank
+``<phase> simulated wait``, ...       mean wait of all ranks
+``memory``, ``room``                  peak bytes of a rank; bytes that a rank may use
+``cost seconds``, ``memory``, ...     cost of the simulation
+``coarse``                            seconds within which ends of messages were one event
+``timeout``                           seconds after which the simulation was given up; it has
+                                      nothing simulated
+====================================  ==========================================================
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.experiments.benchmark import Entry, extends, read_entries, write_entries
+from a2d_mpi.experiments.hdf5 import check_output, flat, read_file, write_file
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.summary import Summary
@@ -37,7 +42,7 @@ from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.simgrid import replayer, simulate
 from a2d_mpi.schedules import problem_of
 
-SCHEMA = ("a2d_mpi simulation", 1)
+SCHEMA = ("a2d_mpi simulation", 2)
 RANKS = 4096
 
 
@@ -104,8 +109,8 @@ class Task:
                 entry[f"cost {name}"] = getattr(replay, name)
         for name, phases in both.items():
             for phase, parts in phases.items():
-                entry[f"{phase}/{name}"] = float(parts.total.max())
-                entry[f"{phase}/{name} wait"] = float(parts.wait.mean())
+                entry[f"{phase} {name}"] = float(parts.total.max())
+                entry[f"{phase} {name} wait"] = float(parts.wait.mean())
         return entry
 
 
@@ -113,8 +118,9 @@ def simulate_all(args: argparse.Namespace) -> int:
     """Run the simulations that a file lacks, one after the other; return the exit code."""
     networks = [replace(parse_network(x), slow_port=args.slow_port) for x in args.networks]
     replayer()  # raises an error now if SimGrid is not installed
-    done = read_simulations(args.output) if extends(args.output, args.resume) else {}
-    origin, before = Entry(provenance("none", ["simulated"])), 0
+    there = check_output(args.output, SCHEMA, args.resume)
+    done = read_simulations(args.output) if there else {}
+    origin, before = provenance("none", ["simulated"]), 0
     with progress(_tasks(args, networks), unit="plan") as bar:
         for task in bar:  # the planner runs lazily, in this loop
             entry = done.get(task.name)
@@ -128,8 +134,7 @@ def simulate_all(args: argparse.Namespace) -> int:
                     continue
                 entry["picked"] = True  # an earlier run named this plan, now the planner picks it
             done[task.name] = entry
-            entries = {"/": origin, f"runs/{task.name}": Entry(entry)}
-            write_entries(args.output, SCHEMA, entries)
+            write_file(args.output, SCHEMA, {**origin, "runs": _table(done)})
     if before:
         print(f"{before} simulations were in {args.output} already")
     print(f"written to {args.output}")
@@ -146,7 +151,23 @@ def read_simulations(path: str | Path) -> dict[str, dict[str, object]]:
     ValueError
         If its schema is wrong.
     """
-    return {name: entry.attributes for name, entry in read_entries(path, SCHEMA).items()}
+    simulations = {}
+    table = flat(read_file(path, SCHEMA)["runs"])
+    columns = [np.char.decode(x) if x.dtype.kind == "S" else x for x in table.values()]
+    for values in zip(*(x.tolist() for x in columns)):
+        row = {x: y for x, y in zip(table, values) if y == y and y != ""}  # NaN is not itself
+        simulations[row.pop("name")] = row
+    return simulations
+
+
+def _table(rows: Mapping[str, Mapping[str, object]]) -> dict[str, np.ndarray]:
+    """Return the columns of a table; bytes in place of text, because HDF5 packs only these."""
+    table = {"name": np.char.encode(list(rows))}
+    for name, x in {x: y for row in rows.values() for x, y in row.items()}.items():
+        is_text = isinstance(x, str)
+        column = np.array([row.get(name, "" if is_text else np.nan) for row in rows.values()])
+        table[name] = np.char.encode(column, errors="backslashreplace") if is_text else column
+    return table
 
 
 def read_summaries(path: str | Path) -> list[Summary]:
@@ -178,7 +199,7 @@ def seconds(entry: Mapping[str, object], kind: str, part: str = "") -> float:
     With the `part` " wait", sum the waits.
     """
     phases = ("forward", "backward") if entry["backward"] else ("forward",)
-    return sum(float(entry.get(f"{phase}/{kind}{part}", np.nan)) for phase in phases)
+    return sum(float(entry.get(f"{phase} {kind}{part}", np.nan)) for phase in phases)
 
 
 def _tasks(args: argparse.Namespace, networks: list[Network]) -> Iterator[Task]:

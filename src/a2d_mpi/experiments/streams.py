@@ -1,11 +1,11 @@
-"""Standard output and standard error: printing never ends a program, errors are one line."""
+"""Standard output and error: printing never ends a program; tables, progress, errors."""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 
 from tqdm import tqdm
 
@@ -66,3 +66,16 @@ def reason(error: Exception) -> str:
 def progress(items: Iterable | None = None, rank: int = 0, **options: object) -> tqdm:
     """Show a progress bar on stderr of the first rank, and only if stderr is a terminal."""
     return tqdm(items, disable=rank != 0 or None, leave=False, **options)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> str:
+    """Format a table with two blanks between columns; columns not in `left` are right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(
+            text.ljust(width) if i in left else text.rjust(width)
+            for i, (text, width) in enumerate(zip(row, widths))
+        )
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)

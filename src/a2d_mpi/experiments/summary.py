@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.results import Result, phases_of, usual_trial
-from a2d_mpi.experiments.tables import aligned
+from a2d_mpi.experiments.hdf5 import flat, read_file
+from a2d_mpi.experiments.options import FAILED_CHECK
+from a2d_mpi.experiments.results import Result, phases_of, read_benchmark, usual_trial
+from a2d_mpi.experiments.streams import aligned
 from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS
 
 TABLE = ("  plan", "phase", "ms", "ratio", "wait", "predicted", "received", "checks")
+STEPS_SCHEMA = ("a2d_mpi training steps", 2)
+CLOSE = 1.1  # a pick is good if it takes at most this multiple of the fastest plan's time
 # Methods alone and with a head axis, in the order of tables and figures.
 FAMILIES = tuple(
     method + heads for method in (*METHODS, "all-gather") for heads in ("", " + heads")
@@ -84,24 +90,30 @@ class Summary:
         return bool(self.config["overlap"])
 
     @property
+    def layout(self) -> Layout:
+        """Grid and order of the ranks."""
+        rows, cols, heads = (int(self.config[x]) for x in ("rows", "cols", "heads"))
+        # The simulations of data/results/scale have blocks in their order, and no slices.
+        order, _, block = str(self.config["order"]).partition("/")
+        block = block or str(self.config.get("block", "1x1"))
+        return Layout(rows, cols, heads, order, tuple(map(int, block.split("x"))))
+
+    @property
     def family(self) -> str:
         """The method, or its common name as in papers; "+ heads" if ranks share the heads."""
-        layout = Layout(*(int(self.config[x]) for x in ("rows", "cols", "heads")))
-        known = known_as(self.method, layout)
+        known = known_as(self.method, self.layout)
         name = known if known in FAMILIES else self.method
-        return name + " + heads" * (layout.heads > 1)
+        return name + " + heads" * (self.layout.heads > 1)
 
     @property
     def shape(self) -> str:
         """Shape of the grid and order of its ranks, as ROWSxCOLSxHEADS@ORDER/BLOCK."""
-        c, block = self.config, self.config.get("block", "1x1")  # older files have no blocks
-        shape = f"{c['rows']}x{c['cols']}x{c['heads']}@{c['order']}"
-        return shape + f"/{block}" * (block != "1x1")
+        return f"{self.layout.shape}@{self.layout.numbering}"
 
     @property
     def plan(self) -> str:
         """Method and shape, slices, and "in turn" if it computes and communicates in turn."""
-        slices = self.config.get("slices", "1x1")  # older files have one slice
+        slices = self.config.get("slices", "1x1")
         sliced = f" in {slices} slices" * (slices != "1x1")
         return f"{self.method} {self.shape}{sliced}" + " in turn" * (not self.overlap)
 
@@ -123,7 +135,6 @@ def summarise(result: Result, phases: Sequence[str] | None = None) -> Summary:
         int(sum((x[kind] for x in moved), np.zeros(1, np.int64)).max())
         for kind in ("received", "predicted_received")
     )
-    nothing = np.full(1, np.nan)
     return Summary(
         str(result.config["name"]),
         result.config,
@@ -132,8 +143,10 @@ def summarise(result: Result, phases: Sequence[str] | None = None) -> Summary:
         parts,
         received,
         formula,
-        sum(float(result.figures.get(f"{phase} lower bound", np.nan)) for phase in phases),
-        sum(float(result.predicted.get(f"{x}/total", nothing).max()) for x in phases),
+        *(
+            sum(float(result.predicted.get(f"{phase} {what}", np.nan)) for phase in phases)
+            for what in ("lower bound", "seconds")
+        ),
         result.passed,
     )
 
@@ -179,3 +192,109 @@ def best_of_families(
     for (family, _), x in sorted(best.items(), key=lambda item: item[0]):
         by_family.setdefault(family, []).append(x)
     return by_family
+
+
+def print_study(files: Sequence[Path], read: Callable[[Path], list[Summary]]) -> int:
+    """Print the tables of files; return the exit code.
+
+    `read` returns the summaries of a file: for each plan its forward pass, and all phases.
+    """
+    passed, picks, good, off = True, 0, 0, []
+    for path in files:
+        summaries = read(path)
+        ended = "passed" if all(x.passed for x in summaries) else "FAILED"
+        passed &= ended == "passed"
+        print(f"\n{path.name}: checks {ended}")
+        for workload, ranks in dict.fromkeys((x.workload, x.ranks) for x in summaries):
+            these = [x for x in summaries if (x.workload, x.ranks) == (workload, ranks)]
+            print(table(these))
+            plans = [x for x in these if _is_whole(x) and x.overlap]
+            pick = next((x for x in plans if x.picked), None)
+            if pick and len(plans) > 1:
+                picks += 1
+                good += pick.seconds <= CLOSE * min(x.seconds for x in plans)
+        here = [x.predicted / x.seconds - 1 for x in filter(_is_whole, summaries)
+                if not math.isnan(x.predicted)]  # fmt: skip
+        off += here
+        print(f"model: {_errors(here)}")
+    print(f"\nmodel, all files: {_errors(off)}")
+    print(f"picks within {100 * (CLOSE - 1):.0f} % of the fastest: {good} of {picks}")
+    return 0 if passed else FAILED_CHECK
+
+
+def read_measured(path: Path) -> list[Summary]:
+    """Read the summaries of a benchmark: of each plan its forward pass, and all its phases."""
+    return [
+        summarise(result, phases)
+        for result in read_benchmark(path).values()
+        for phases in dict.fromkeys([("forward",), phases_of(result)])
+    ]
+
+
+def _is_whole(x: Summary) -> bool:
+    """Return whether a summary has all phases that ran."""
+    return (x.phase == "both") == bool(x.config["backward"])
+
+
+def _errors(off: Sequence[float]) -> str:
+    size = np.abs(off)
+    if not len(size):
+        return "no predictions"
+    median, worst = 100 * np.median(size), 100 * size.max()
+    return f"off by {median:.1f} % (median), {worst:.1f} % (worst of {len(size)})"
+
+
+class Steps(dict):
+    """Training steps by one plan: a run in a file of `a2d_mpi.experiments.bench_train`."""
+
+    @property
+    def plan(self) -> str:
+        """Name of the plan: method and shape."""
+        return "{method} {rows}x{cols}x{heads}".format(**self)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the slowest rank, median of all trials."""
+        return float(np.median(self["seconds"].sum(axis=2).max(axis=1)))
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of the slowest rank by part, medians of all trials."""
+        seconds = self["seconds"]  # (trials, ranks, parts)
+        slowest = seconds.sum(axis=2).argmax(axis=1)
+        of_slowest = seconds[np.arange(len(seconds)), slowest]
+        return dict(zip(self["parts"], np.median(of_slowest, axis=0).tolist()))
+
+    @property
+    def operator(self) -> float:
+        """Seconds of attention alone, forward and backward once, median of all trials."""
+        return float(np.median(self["operator"].max(axis=1)))
+
+    @property
+    def predicted(self) -> dict[str, float]:
+        """Predicted seconds by part; empty without a profile."""
+        return {x: self[f"predicted/{x}"] for x in self["parts"] if f"predicted/{x}" in self}
+
+
+def read_steps(path: str | os.PathLike[str]) -> list[Steps]:
+    """Read a file of `drivers/bench.py train`.
+
+    Raises
+    ------
+    OSError, ValueError
+        If it cannot be read, or is another kind of file; one line.
+    """
+    return [Steps(run) for run in read_file(path, STEPS_SCHEMA)["runs"].values()]
+
+
+def kernel_speeds(times: Mapping[str, object]) -> dict[str, dict[str, float]]:
+    """Compute median TFLOP/s of bench.py kernels, by mask and phase, then by implementation.
+
+    The masks and phases with the least work come first.
+    """
+    speeds: dict[str, dict[str, float]] = {}
+    for call, seconds in flat(times).items():
+        group, _, name = call.rpartition("/")
+        if (work := times.get(f"tflop/{group}")) is not None:
+            speeds.setdefault(group, {})[name] = work / float(np.median(seconds))
+    return dict(sorted(speeds.items(), key=lambda x: (times[f"tflop/{x[0]}"], x[0])))

@@ -20,7 +20,6 @@ from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidates
-from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS, problem_of
 from a2d_mpi.schedules.problem import Workload
 from a2d_mpi.schedules.slices import slices_of
@@ -71,18 +70,9 @@ def cases_of(args: argparse.Namespace, masks: Sequence[str]) -> list[Case]:
     heads_kv = args.nheads_kv or [None]  # None: as many KV heads as query heads
     wires = [None if x == "none" else x for x in args.wire]
     sizes = product(args.dtypes, wires, args.headdim, args.nheads, heads_kv, args.seqlens, masks)
+    common = {"headdim_v": args.headdim_v, "backward": args.backward}
     cases = (
-        Case(
-            seqlen,
-            nheads,
-            headdim,
-            kv,
-            dtype=dtype,
-            headdim_v=args.headdim_v,
-            wire=wire,
-            mask=mask,
-            backward=args.backward,
-        )
+        Case(seqlen, nheads, headdim, kv, dtype=dtype, wire=wire, mask=mask, **common)
         for dtype, wire, headdim, nheads, kv, seqlen, mask in sizes
     )
     return list(dict.fromkeys(cases))
@@ -112,11 +102,11 @@ class Configuration:
     @property
     def name(self) -> str:
         """Name of the entry; the shape in it says the number of ranks."""
-        method, shape = self.method.replace(" ", "_"), grid_text(self.layout)
+        method, shape = self.method.replace(" ", "_"), self.layout.shape
         overlap = "overlap" if self.overlap else "in_turn"
         order = self.layout.numbering.replace("/", "_")  # a slash would make a subgroup
         order += f"-{self.layout.distribution}" if self.layout.distribution else ""
-        order += f"_slices{slices_text(self.layout)}" if self.layout.slices else ""
+        order += f"_slices{self.layout.sliced}" if self.layout.slices else ""
         return f"{method}-{shape}-{order}-{self.case.name}-{overlap}"
 
     @property
@@ -125,21 +115,19 @@ class Configuration:
         case, layout = self.case, self.layout
         return {
             **{x: getattr(case, x) for x in SIZES},
-            **{x: getattr(layout, x) for x in ("rows", "cols", "heads")},
-            "order": layout.numbering,
-            "ranks": layout.size,
+            **layout.attributes,
             "method": self.method,
             "mask": case.mask,
             "backward": case.backward,
             "overlap": self.overlap,
-            "slices": slices_text(layout),
+            "slices": layout.sliced,
             "wire": case.wire or "none",
             "picked": self.picked,
         }
 
     def expected(
         self, machine: Machine | None, layout: Layout, distribution: str
-    ) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+    ) -> dict[str, object]:
         """Predict seconds, memory and bytes.
 
         Parameters
@@ -153,33 +141,28 @@ class Configuration:
 
         Returns
         -------
-        dict of str to (rank,) float64
-            `predicted` of a `a2d_mpi.experiments.results.Result`.
-        dict of str to object
-            `figures` of a `Result`.  ``memory``: peak bytes of a rank.  ``forward lower bound``
-            and ``backward lower bound``: least bytes of a rank in balanced attention without a
-            head axis.  ``machine``: name of the machine.
+        dict of str to number or str
+            `predicted` of a `a2d_mpi.experiments.results.Result`.  ``memory``: peak bytes of a
+            rank.  ``forward lower bound``: least bytes of a rank in balanced attention without a
+            head axis.  ``forward seconds``: of the slowest rank.  Likewise ``backward ...``.
+            ``machine``: name of the machine.
         """
         work = self.case.work(self.overlap)
         problem = problem_of(self.method, layout, work, work.mask, distribution)
-        figures: dict[str, object] = {
+        found: dict[str, object] = {
             "memory": most_memory(self.method, layout, problem, work.backward)
         }
         tokens = np.arange(work.seqlen)
         area = work.mask.area(tokens, tokens) / layout.size
         for phase in work.phases:
-            figures[f"{phase} lower bound"] = cost.lower_bound(
+            found[f"{phase} lower bound"] = cost.lower_bound(
                 problem, area, work.seqlen / layout.size, phase == "backward"
             )
-        if machine is None:
-            return {}, figures
-        phases = predict(machine, self.method, layout, work, distribution)
-        seconds = {
-            f"{phase}/{part}": getattr(parts, part)
-            for phase, parts in phases.items()
-            for part in (*PARTS, "total")
-        }
-        return seconds, {**figures, "machine": machine.name}
+        if machine is not None:
+            phases = predict(machine, self.method, layout, work, distribution)
+            found |= {f"{phase} seconds": float(x.total.max()) for phase, x in phases.items()}
+            found["machine"] = machine.name
+        return found
 
 
 def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
@@ -214,7 +197,7 @@ def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
     except ValueError as error:
         raise ValueError(f"--plans {spec!r}: {error}") from None
     if layout.size != ranks:
-        raise ValueError(f"--plans {spec!r}: {grid_text(layout)} does not have {ranks} ranks")
+        raise ValueError(f"--plans {spec!r}: {layout.shape} does not have {ranks} ranks")
     if (layout.rows, layout.cols) not in shapes:
         others = " or ".join(f"{r}x{c}x{heads}" for r, c in shapes)
         others = f"must be {others}" if others else f"is impossible on {ranks} ranks"
@@ -291,13 +274,3 @@ def _shapes(method: str, ranks: int) -> list[tuple[int, int]]:
     shapes = [(rows, ranks // rows) for rows in range(1, ranks + 1) if ranks % rows == 0]
     rules = METHODS[method]  # if it knows nodes, these decide, and any shape may suit
     return [x for x in shapes if ranks == 1 or rules.knows_nodes or rules.suits(Layout(*x))]
-
-
-def grid_text(layout: Layout) -> str:
-    """Return the shape of a layout, ROWSxCOLSxHEADS."""
-    return f"{layout.rows}x{layout.cols}x{layout.heads}"
-
-
-def slices_text(layout: Layout) -> str:
-    """Return the slices of a layout, FORWARDxBACKWARD; one slice if they are not chosen yet."""
-    return "x".join(map(str, layout.slices or (1, 1)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,20 +20,17 @@ from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments.benchmark import Entry
 from a2d_mpi.experiments.checkpoint import State, differences, put_away, resumed, save
-from a2d_mpi.experiments.cli import check_room, holding, together
+from a2d_mpi.experiments.cli import check_room, check_survive, holding, surviving, together
 from a2d_mpi.experiments.files import files_written
-from a2d_mpi.experiments.gpt_files import TRAINING_SCHEMA as SCHEMA
-from a2d_mpi.experiments.gpt_files import Losses, write_losses
 from a2d_mpi.experiments.grids import open_grid
-from a2d_mpi.experiments.hdf5 import check_output
-from a2d_mpi.experiments.measure import grid_config, open_device, origin_of
+from a2d_mpi.experiments.hdf5 import check_output, write_file
+from a2d_mpi.experiments.measure import open_device, origin_of
 from a2d_mpi.experiments.model_options import model_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.origin import blas_name, cpu_name
+from a2d_mpi.experiments.results import TRAINING_SCHEMA as SCHEMA
 from a2d_mpi.experiments.streams import progress
-from a2d_mpi.experiments.survival import check_survive, surviving
 from a2d_mpi.experiments.trace import Trace, check_trace
 from a2d_mpi.gpt.adam import learning_rate
 from a2d_mpi.gpt.config import LINEAR, GPTConfig
@@ -44,7 +42,7 @@ from a2d_mpi.gpt.training import Training
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.linear.plan import LinearAttention
 from a2d_mpi.masks.documents import Documents
-from a2d_mpi.masks.mask import Causal
+from a2d_mpi.masks.mask import Causal, Mask
 from a2d_mpi.schedules.problem import Workload
 
 LOGGED_PARTS = (*STEP_PARTS, "plan")  # parts of a step's seconds in result files
@@ -56,7 +54,7 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Train, or resume; return the exit code: 1 if the loss is no longer finite."""
     check_survive(comm, args.survive)
     text, held, config = together(comm, lambda: _validated(args))
-    agree(comm, None, {"the text": f"a file with SHA-256 {text.sha256}"})  # nodes may differ
+    agree_on_text(comm, text)
     size = np.dtype(args.dtype).itemsize
     nbytes = training_bytes(config, -(-args.seqlen // comm.size), size, args.recompute)
     nbytes += 40 * args.seqlen  # a batch: tokens, targets and positions, on every rank
@@ -117,7 +115,7 @@ def _finish(
         trainer.held_out = {"loss": trainer.evaluate(held), **held.sizes()}
     origin = origin_of(comm, trainer.device)
     if args.output:
-        trained_on = {"name": args.text.name, "sha256": text.sha256, **text.sizes()}
+        trained_on = about_text(args, text)
         together(comm, lambda: write(args.output, trainer, origin, trained_on, traffic), on=0)
     return 0
 
@@ -208,13 +206,8 @@ class Trainer:
             On all ranks, if the loss, the gradients or the new weights are not finite.
         """
         comm, state = self._comm, self.state
-        changes = differences(state.settings, self.settings) if state.step else ""
-        if changes:
-            _say(
-                comm,
-                f"{changes}: from now on rounding differs from an uninterrupted run",
-            )
-
+        if state.step and (changes := differences(state.settings, self.settings)):
+            _say(comm, f"{changes}: from now on rounding differs from an uninterrupted run")
         if self._lost and state.step:  # the rank that writes checkpoints may have died
             self._keep_if_due(stop)
         with progress(range(state.step, stop), comm.rank, desc="steps") as shown:
@@ -230,9 +223,7 @@ class Trainer:
 
     def step(self, trace: Trace | None = None) -> float:
         """Do one step; return the loss before it.  Collective."""
-        args = self._args
-        state = self.state
-        batch = self._batch()
+        args, state, batch = self._args, self.state, self._batch()
         start = time.perf_counter()
         plan = self._plan_for(batch)
         planned = time.perf_counter() - start
@@ -259,30 +250,16 @@ class Trainer:
 
     def _plan_for(self, batch: Batch) -> AttentionPlan:
         """Return the plan of a batch; it is made anew only if the mask has changed."""
-        mask = Documents(batch.cu_seqlens, causal=True) if self._args.separator else Causal()
+        args, config, mask = self._args, self.state.config, mask_of_batch(batch, self._args)
         if self._plan is None or self._plan.mask != mask:
             self._forget()
-            names = ("seqlen", "dtype", "threads", "kernel", "transfers")
-            options = self.state.config.heads | {x: getattr(self._args, x) for x in names}
-            self._plan = make_plan(self._args.method, self._grid, mask, **options)
-            if self.state.config.hybrid:
-                self._training.linear = self._linear_for(self._plan)
+            self._plan = plan = plan_of_batch(self._grid, mask, args, config.heads)
+            if config.hybrid:  # a plan of linear attention with the same tokens
+                sizes = {"nheads": config.nheads, "headdim": config.headdim}
+                sizes |= {x: getattr(args, x) for x in ("seqlen", "dtype", "threads")}
+                options = {**sizes, **LINEAR, "distribution": plan.distribution}
+                self._training.linear = LinearAttention(self._grid, mask, **options)
         return self._plan
-
-    def _linear_for(self, plan: AttentionPlan) -> LinearAttention:
-        """Make a plan of linear attention with the tokens of a plan."""
-        config, args = self.state.config, self._args
-        return LinearAttention(
-            self._grid,
-            plan.mask,
-            seqlen=args.seqlen,
-            nheads=config.nheads,
-            headdim=config.headdim,
-            dtype=args.dtype,
-            distribution=plan.distribution,
-            threads=args.threads,
-            **LINEAR,
-        )
 
     def _forget(self) -> None:
         if self._plan:
@@ -301,7 +278,7 @@ class Trainer:
         cpus, blas = ("; ".join(sorted(set(x))) for x in zip(*hosts))
         return {
             "method": args.method,
-            **grid_config(self._grid),
+            **self._grid.layout.attributes,
             "threads": args.threads,
             "device": self.device.name,
             "kernel": kernel.name,
@@ -332,6 +309,42 @@ class Trainer:
         self._training.free()
 
 
+def agree_on_text(comm: MPI.Intracomm, text: Text) -> None:
+    """Refuse texts that differ: nodes may have other files under the same path."""
+    agree(comm, None, {"the text": f"a file with SHA-256 {text.sha256}"})
+
+
+def about_text(args: argparse.Namespace, text: Text) -> dict[str, object]:
+    """Return the attributes of a training text in files."""
+    return {"name": args.text.name, "sha256": text.sha256, **text.sizes()}
+
+
+def mask_of_batch(batch: Batch, args: argparse.Namespace) -> Mask:
+    """Return the mask of a batch: its documents, or all earlier tokens without a separator."""
+    return Documents(batch.cu_seqlens, causal=True) if args.separator else Causal()
+
+
+def plan_of_batch(
+    grid: ProcessGrid, mask: Mask, args: argparse.Namespace, heads: Mapping[str, int]
+) -> AttentionPlan:
+    """Make the plan of a mask, by the options of a training program."""
+    names = ("seqlen", "dtype", "threads", "kernel", "transfers")
+    options = {x: getattr(args, x) for x in names}
+    return make_plan(args.method, grid, mask, **heads, **options)
+
+
+def say_losses(
+    parameters: int, losses: Sequence[float], seconds: float, text: Text, seqlen: int
+) -> None:
+    """Print the last lines of a training program; `seconds` of a step."""
+    last, speed = losses[-20:], seqlen / seconds
+    print(f"{parameters} parameters, {len(losses)} steps of {seqlen} tokens; {speed:.0f} tokens/s")
+    print(
+        f"loss {losses[0]:.4f} at first, {np.mean(last):.4f} in the last {len(last)} steps; "
+        f"unigram entropy of the text {text.entropy():.4f} nats"
+    )
+
+
 def _validated(args: argparse.Namespace) -> tuple[Text, Text | None, GPTConfig]:
     """Read the training text and the held-out text; return them and the sizes of the model."""
     config = model_of(args, vocab=VOCAB, seqlen=args.seqlen)
@@ -360,8 +373,7 @@ def _resumed(
     run = {"text_sha256": text.sha256, **{x: str(getattr(args, x)) for x in SAME}}
 
     def earlier() -> State | None:
-        if args.output:
-            check_output(args.output, SCHEMA)
+        check_output(args.output, SCHEMA)
         check_trace(args.trace)
         if args.anew:
             put_away(args.folder)
@@ -385,16 +397,16 @@ def write(
     """Write losses, seconds and traffic of a run, and the numbers of the text."""
     state = trainer.state
     config = state.run | asdict(state.config) | trainer.settings
-    run = Losses(state.losses, config, trained_on, trainer.held_out)
+    tree = {**origin, "loss": state.losses, "config": config}
+    tree |= {"text": trained_on, "held_out": trainer.held_out}
     # The parts are seconds of rank 0 in the steps since this start.
     parts = np.array(trainer.parts).reshape(-1, len(LOGGED_PARTS)).T
-    arrays = {f"seconds/{name}": x for name, x in zip(LOGGED_PARTS, parts)}
-    arrays["seconds/total"] = state.seconds
+    tree["seconds"] = {**dict(zip(LOGGED_PARTS, parts)), "total": state.seconds}
     for name in set().union(*traffic):  # after a loss not all ranks have all channels
         counts = np.array([x.get(name, (0, 0)) for x in traffic])  # (ranks, 2)
-        arrays |= {f"traffic/{name}/{x}": y for x, y in zip(("sent", "received"), counts.T)}
-    ranges = {f"ranges/{i}": Entry(x) for i, x in enumerate(state.ranges)}
-    write_losses(path, run, Entry(origin, arrays), ranges)
+        tree[f"traffic/{name}"] = dict(zip(("sent", "received"), counts.T))
+    tree["ranges"] = {f"{i}": x for i, x in enumerate(state.ranges)}
+    write_file(path, SCHEMA, tree)
 
 
 def _report(trainer: Trainer, text: Text) -> None:
@@ -405,12 +417,7 @@ def _report(trainer: Trainer, text: Text) -> None:
     if not trainer.parts:
         print(f"nothing to do: all {state.step} steps are done already")
         return
-    last, seqlen = state.losses[-20:], state.config.seqlen
     seconds = np.median(state.seconds[-len(trainer.parts) :])
-    print(f"{state.config.parameters} parameters, {state.step} steps of {seqlen} tokens; "
-          f"{seqlen / seconds:.0f} tokens/s\n"
-          f"loss {state.losses[0]:.4f} at first, {last.mean():.4f} in the last "
-          f"{len(last)} steps; unigram entropy of the text {text.entropy():.4f} nats\n"
-          "seconds of a step (median, rank 0): "
-          + ", ".join(f"{name} {x:.3f}" for name, x in
-                      zip(LOGGED_PARTS, np.median(trainer.parts, axis=0))))  # fmt: skip
+    say_losses(state.config.parameters, state.losses, seconds, text, state.config.seqlen)
+    parts = zip(LOGGED_PARTS, np.median(trainer.parts, axis=0))
+    print("seconds of a step (median, rank 0):", ", ".join(f"{x} {y:.3f}" for x, y in parts))

@@ -14,23 +14,24 @@ from threadpoolctl import threadpool_limits
 from torch.nn.functional import cross_entropy
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
-from a2d_mpi.attention.methods import make_plan
-from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.agreement import agree
-from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.host import HOST
-from a2d_mpi.experiments.bench_train import BOUNDS
-from a2d_mpi.experiments.benchmark import Entry
+from a2d_mpi.experiments.check import check_step
 from a2d_mpi.experiments.cli import check_room, together
-from a2d_mpi.experiments.gpt_files import Losses, write_losses
 from a2d_mpi.experiments.grids import open_grid
-from a2d_mpi.experiments.measure import grid_config, open_device, origin_of
+from a2d_mpi.experiments.hdf5 import write_file
+from a2d_mpi.experiments.measure import open_device, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.results import Check
+from a2d_mpi.experiments.results import TRAINING_SCHEMA, Check
 from a2d_mpi.experiments.streams import progress
+from a2d_mpi.experiments.train_gpt import (
+    about_text,
+    agree_on_text,
+    mask_of_batch,
+    plan_of_batch,
+    say_losses,
+)
 from a2d_mpi.gpt.gradients import total
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
-from a2d_mpi.masks.documents import Documents
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.schedules.problem import Workload
 from a2d_mpi.torch import GradientHooks, use_in_transformers
@@ -39,7 +40,7 @@ from a2d_mpi.torch import GradientHooks, use_in_transformers
 def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Train; return the exit code: 1 if the check failed or the loss is no longer finite."""
     text, config = together(comm, lambda: _validated(args))
-    agree(comm, None, {"the text": f"a file with SHA-256 {text.sha256}"})  # nodes may differ
+    agree_on_text(comm, text)
     if not args.unchecked:
         nbytes = 8 * 4 * args.nheads * args.seqlen**2
         what = f"{args.seqlen} tokens (--seqlen): matrices of the check in float64 (--unchecked)"
@@ -49,8 +50,8 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     if device is not HOST:
         torch.cuda.set_device(device.index)
     torch.set_num_threads(args.threads)
-    sizes = {"seqlen": args.seqlen, "dtype": args.dtype, "nheads": args.nheads,
-             "nheads_kv": args.nheads_kv, "headdim": config.head_dim}  # fmt: skip
+    heads = {"nheads": args.nheads, "nheads_kv": args.nheads_kv, "headdim": config.head_dim}
+    sizes = {"seqlen": args.seqlen, "dtype": args.dtype, **heads}
     work = together(comm, lambda: Workload(**sizes, mask=Causal(), backward=True))
     grid = open_grid(comm, args, work)
     losses, seconds, checks, plan = [], [], {}, None
@@ -61,9 +62,11 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         shown = progress(range(args.steps), comm.rank, desc="steps")
         for step in shown:
             batch, start = text.batch(args.seqlen, args.seed, step), time.perf_counter()
-            mask = Documents(batch.cu_seqlens, causal=True) if args.separator else Causal()
+            mask = mask_of_batch(batch, args)
             if plan is None or plan.mask != mask:
-                plan = _next_plan(plan, grid, mask, args, sizes)
+                if plan is not None:
+                    plan.free()
+                plan = plan_of_batch(grid, mask, args, heads)
                 model.set_attn_implementation(use_in_transformers(plan))
             loss = total(comm, step_loss(model, batch, plan.tokens, hooks))
             if step == 0 and not args.unchecked:
@@ -77,18 +80,24 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
                 break
     origin = origin_of(comm, device)
     if comm.rank == 0:
-        _report(args, model, text, losses, seconds, checks)
+        for name, x in checks.items():
+            print(f"first step, {name}: error {x.error:.1e} against one process in float64 "
+                  f"({x.verdict}, bound {x.bound:.0e})")  # fmt: skip
+        parameters = sum(x.numel() for x in model.parameters())
+        say_losses(parameters, losses, np.median(seconds), text, args.seqlen)
     if args.output:
-        settings = {**grid_config(grid), "method": args.method, "kernel": plan.kernel,
+        settings = {**grid.layout.attributes, "method": args.method, "kernel": plan.kernel,
                     "torch": torch.__version__, **_options(args)}  # fmt: skip
-        texts = {"name": args.text.name, "sha256": text.sha256, **text.sizes()}
-        run = Losses(np.array(losses), settings, texts, held_out={})
-        root = Entry(origin, {"seconds/total": np.array(seconds)})
-        groups = {
-            f"checks/{name}": Entry({"error": x.error, "bound": x.bound})
-            for name, x in checks.items()
+        tree = {
+            **origin,
+            "loss": np.array(losses),
+            "seconds": {"total": np.array(seconds)},
+            "config": settings,
+            "text": about_text(args, text),
+            "held_out": {},
+            "checks": {name: x.attributes for name, x in checks.items()},
         }
-        together(comm, lambda: write_losses(args.output, run, root, groups), on=0)
+        together(comm, lambda: write_file(args.output, TRAINING_SCHEMA, tree), on=0)
     hooks.free()
     plan.free()
     grid.free()
@@ -149,20 +158,6 @@ def _new_model(config: LlamaConfig, args: argparse.Namespace) -> LlamaForCausalL
     return LlamaForCausalLM(deepcopy(config)).to(getattr(torch, args.dtype)).train()
 
 
-def _next_plan(
-    plan: AttentionPlan | None,
-    grid: ProcessGrid,
-    mask: Documents | Causal,
-    args: argparse.Namespace,
-    sizes: dict[str, object],
-) -> AttentionPlan:
-    """Make the plan of a mask, and free the plan before it."""
-    if plan is not None:
-        plan.free()
-    options = {x: getattr(args, x) for x in ("threads", "kernel", "transfers")}
-    return make_plan(args.method, grid, mask, **sizes, **options)
-
-
 def _check(
     model: torch.nn.Module,
     config: LlamaConfig,
@@ -173,12 +168,12 @@ def _check(
     """Check the first loss and gradients against one process in float64, by relative errors."""
     exact = _new_model(config, args).double()
     wanted = step_loss(exact, batch, np.arange(args.seqlen))
-    off = norm = 0.0
-    for x, y in zip(model.parameters(), exact.parameters()):
-        off += float((x.grad.double().cpu() - y.grad).square().sum())
-        norm += float(y.grad.square().sum())
-    errors = {"loss": abs(loss / wanted - 1), "gradients": math.sqrt(off / norm)}
-    return {x: Check(error, BOUNDS[args.dtype], args.seqlen) for x, error in errors.items()}
+    gradient, exact_gradient = (
+        np.concatenate([p.grad.double().cpu().numpy().ravel() for p in x.parameters()])
+        for x in (model, exact)
+    )
+    both = (loss, gradient), (wanted, exact_gradient)
+    return check_step(*both, args.dtype, args.seqlen)
 
 
 def _options(args: argparse.Namespace) -> dict[str, object]:
@@ -186,23 +181,3 @@ def _options(args: argparse.Namespace) -> dict[str, object]:
     names = ("seqlen", "layers", "width", "mlp", "nheads", "nheads_kv", "dtype", "rate", "seed",
              "threads", "device")  # fmt: skip
     return {x: getattr(args, x) for x in names} | {"separator": str(args.separator)}
-
-
-def _report(
-    args: argparse.Namespace,
-    model: torch.nn.Module,
-    text: Text,
-    losses: list[float],
-    seconds: list[float],
-    checks: dict[str, Check],
-) -> None:
-    """Print the short table."""
-    for name, x in checks.items():
-        print(f"first step, {name}: error {x.error:.1e} against one process in float64 "
-              f"({x.verdict}, bound {x.bound:.0e})")  # fmt: skip
-    parameters = sum(x.numel() for x in model.parameters())
-    last = losses[-20:]
-    print(f"{parameters} parameters, {len(losses)} steps of {args.seqlen} tokens; "
-          f"{args.seqlen / np.median(seconds):.0f} tokens/s\n"
-          f"loss {losses[0]:.4f} at first, {np.mean(last):.4f} in the last {len(last)} steps; "
-          f"unigram entropy of the text {text.entropy():.4f} nats")  # fmt: skip

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import cycle
 
-from a2d_mpi.experiments.benchmark import Entry, kernel_speeds
+from a2d_mpi.experiments.summary import kernel_speeds
 from a2d_mpi.figures.pictures import COLOURS, WIDTH, finish
 
 # CPUs of which /proc/cpuinfo has only numbers.
 CPUS = {"EPYC (family 25, model 1)": "Zen 3", "EPYC (family 25, model 17)": "Zen 4"}
 
 
-def draw_kernels(plt, entries: Mapping[str, Entry]):
+def draw_kernels(plt, entries: Mapping[str, Mapping]):
     """Draw the speed of each implementation, by mask and phase, with a panel for each run."""
     from matplotlib.ticker import EngFormatter
 

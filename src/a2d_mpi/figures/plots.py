@@ -13,10 +13,15 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.experiments.benchmark import SCHEMA, read_benchmark, read_entries
-from a2d_mpi.experiments.gpt_files import read_losses
+from a2d_mpi.experiments.hdf5 import read_file
+from a2d_mpi.experiments.results import (
+    BENCHMARK_SCHEMA,
+    TRAINING_SCHEMA,
+    Result,
+    phases_of,
+    read_benchmark,
+)
 from a2d_mpi.experiments.results import TIMED_PARTS as SPAN_PARTS
-from a2d_mpi.experiments.results import Result, phases_of
 from a2d_mpi.experiments.summary import PARTS, Summary, best_of_families, in_order, summarise
 from a2d_mpi.experiments.trace import read_trace
 from a2d_mpi.figures.crossover_plots import draw_crossover, read_crossover
@@ -252,8 +257,8 @@ FIGURES = {draw.__name__.removeprefix("draw_"): draw for draw in _DRAWN}
 # A kind of file: how to read it, and how to draw each of its figures.
 FILE_KINDS: list[tuple[Callable, dict[str, Callable]]] = [
     (Choice, FIGURES),
-    (lambda args: read_losses(args.results), {"training": draw_losses}),
-    (lambda args: read_entries(args.results, SCHEMA, "figures"), {"kernels": draw_kernels}),
+    (lambda args: read_file(args.results, TRAINING_SCHEMA), {"training": draw_losses}),
+    (lambda args: read_file(args.results, BENCHMARK_SCHEMA)["figures"], {"kernels": draw_kernels}),
     (lambda args: read_scale(args.results, args.workload), AT_SCALE),
     (read_crossover, {"crossover": draw_crossover}),
     (lambda args: read_trace(args.results), {"trace": draw_trace}),
