@@ -94,7 +94,7 @@ errors {wire} {folder}/logits50.h5 --wire bfloat16|mxfp8|mxfp4
     --output {folder}/logits50-bfloat16.h5|{folder}/logits50-mxfp8.h5|{folder}/logits50-mxfp4.h5
 seconds bash jobs/emulate.sh 16 1 10mbit -- python drivers/bench.py --output {folder}/16x1.h5
     --resume --plans attention2d:4x4,ring --seqlens 2048 --nheads 8 --headdim 64 --masks full
-    --backward --wire none,bfloat16,mxfp8,mxfp4 --trials 3 --spans none
+    --backward --wire none,bfloat16,mxfp8,mxfp4 --trials 3
 """
 
 FIGURES = """
@@ -168,7 +168,7 @@ large 16x4 10mbit - large {seven} --masks causal|full --headdim 32 --seqlens 409
 # One workload, from links that decide everything to links that hardly count.
 crossover 16x1 1gbit|300mbit|100mbit|30mbit|10mbit 0.05|0.05|0.05|0.05|0.1
     crossover/1gbit/*|crossover/300mbit/*|crossover/100mbit/*|crossover/30mbit/*|crossover/10mbit/*
-    {bench} --nheads 8 --headdim 64 --seqlens 8K --masks causal --spans none --backward
+    {bench} --nheads 8 --headdim 64 --seqlens 8K --masks causal --backward
     --plans auto,attention2d:4x4,ring:4x1x4,ring
 # The best grids, the ring and the planner's pick beside the triangle.
 triangle 6x1 10mbit - * {triangle},attention2d:2x3,triangle:6x1x1,ring
@@ -257,10 +257,10 @@ with h5py.File(sys.argv[1]) as given, h5py.File(sys.argv[2], "w") as to:
     "plot_schedule": "python drivers/plot.py schedule {folder}",
     "plot_results": "python drivers/plot.py results --format png data/results",
     "bench": "drivers/bench.py --nheads 16 --headdim 16 --seqlens 768 --trials 3 --resume",
-    "both": "{bench} --nheads-kv 16,2 --spans picked",
-    "seven": "{bench} --trials 7 --backward --spans none",
+    "both": "{bench} --nheads-kv 16,2",
+    "seven": "{bench} --trials 7 --backward",
     "triangle": "{seven} --masks causal --seqlens 960 --plans auto:2",
-    "masks": "{bench} --nheads 2 --headdim 64 --backward --spans none --masks causal,"
+    "masks": "{bench} --nheads 2 --headdim 64 --backward --masks causal,"
     "causal_document,share_question,sliding_window_causal --plans auto:2,auto:each",
     "picks": "auto:4,auto:each,ring",
     "on_16x1": "{picks},attention2d:4x4,attention2d:16x1,attention2d:1x16,attention2d:1x1x16,"
