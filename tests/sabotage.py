@@ -43,7 +43,7 @@ SAMPLE = HERE.parent / "data" / "minilm_l3_1536.h5"
 OPTIONS = ("--seqlen", 301, "--rows", 2, "--cols", 2, "--backward", "--slices", 3, "--trials", 4)
 RANKS = 4
 RESULTS = "test_attention.py"
-CALLS = "test_new_data.py"
+CALLS = "test_options.py"
 TRAFFIC = "test_net.py"
 SLICES = "test_slices.py"
 

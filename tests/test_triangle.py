@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid, TriangleAttention
+from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning import cost
 from a2d_mpi.schedules import problem_of, write
@@ -34,7 +35,7 @@ def grid(comm, request):
 
 def reference(seqlen, nheads_kv, dtype="float32"):
     """Compute float64 results on all ranks, also on idle ones."""
-    expected(Causal(), seqlen, nheads_kv, 16, 1.0, dtype, NHEADS)
+    expected(Causal(), AttentionConfig(seqlen, NHEADS, 16, nheads_kv, dtype=dtype))
 
 
 @pytest.mark.mpi
@@ -54,7 +55,7 @@ def test_results_bytes_buffers(comm, grid, seqlen, nheads_kv):
 @pytest.mark.one_mpi
 @pytest.mark.parametrize("dtype", deeper(["float64", "float16", "bfloat16"], ["bfloat16"]))
 def test_dtypes(comm, grid, dtype):
-    reference(301, 6, "float32" if dtype == "float64" else dtype)
+    reference(301, 6, dtype)
     bad = []
     if grid is not None:
         sizes = {"seqlen": 301, "nheads": NHEADS, "nheads_kv": 6, "headdim": 16, "dtype": dtype}
