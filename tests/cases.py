@@ -82,7 +82,7 @@ def inputs(seqlen, nheads_kv, headdim, size=1.0, dtype="float32", nheads=NHEADS)
 
 
 @cache
-def expected(mask, config, size=1.0):
+def expected(mask, config, size):
     """Return float64 results of `inputs`, and the largest errors of a plan; collective."""
     sizes, tokens = (config.seqlen, config.nheads_kv, config.headdim), np.arange(config.seqlen)
     whole = inputs(*sizes, size, config.dtype, config.nheads)
