@@ -55,6 +55,48 @@ NOTHING = IntervalMask(np.zeros(N, int), np.zeros(N, int))
 ranks = pytest.mark.mpi
 
 
+@ranks
+@pytest.mark.one_mpi
+@pytest.mark.grids
+@pytest.mark.parametrize("method", METHODS)
+def test_same_plan_new_data(comm, grid_of, method):
+    """Each of five calls returns results of its data, which later calls keep."""
+    known = METHODS[method]
+    heads = SIZE if known.causal and not triangle.fits(SIZE) else 1
+    rows = 1 if heads > 1 or SIZE % 2 else 2
+    grid = grid_of(rows, SIZE // rows // heads, heads)
+    sizes = {"seqlen": 41, "nheads": 12, "headdim": 8, "dtype": "float64"}
+    plan = make_plan(method, grid, Causal(), **sizes)
+    sets = [problem(Causal(), plan.config, seed=seed) for seed in (0, 1)]
+    shards = [[x[plan.tokens] for x in given.inputs] for given in sets]
+    refilled = [x.copy() for x in shards[0]]
+    bits, calls, bad = [[x.tobytes() for x in shard] for shard in shards], [], []
+    # The last two in the same arrays; forward, forward, backward, backward among them.
+    for turn in ((0,), (1,), (0, 1), (1,), (0,)):
+        given, results = {}, {}
+        for which in turn:
+            given[which] = shards[which]
+            if len(calls) >= 4:
+                given[which] = refilled
+                for to, x in zip(refilled, shards[which]):
+                    to[...] = x
+            results[which] = plan.forward(*given[which][:3])
+        for which in turn:
+            q, k, v, dout = given[which]
+            found = (*results[which], *plan.backward(dout, q, k, v, *results[which]))
+            names = ("out", "lse", "dq", "dk", "dv")
+            calls.append((which, dict(zip(names, found)), [x.tobytes() for x in found]))
+            if [x.tobytes() for x in given[which]] != bits[which]:
+                bad.append(f"call {len(calls)} changed its arguments")
+    for number, (which, found, kept) in enumerate(calls, 1):
+        wrong = wrong_in(plan, found, sets[which].exact, sets[which].bounds)
+        wrong += [f"{x} changed later" for x, y in zip(found, kept) if found[x].tobytes() != y]
+        first = next(y for w, _, y in calls if w == which)
+        wrong += ["it does not repeat"] * (kept != first)
+        bad += [f"call {number}: {x}" for x in wrong]
+    assert_all(comm, not bad, "; ".join(bad))
+
+
 class Case(NamedTuple):
     """Options of plans, and what their calls get; `aligned` is the mask by hand."""
 
@@ -338,51 +380,6 @@ def test_what_gpus_refuse(comm, grid, gpus):
     x = gpus["upload"](np.zeros((len(plan.tokens), 4, 8), np.float32))
     text = "kernel 'cupy' gives no max_logits, 'numpy' does"
     assert_raises(comm, text, plan.forward, x, x, x, max_logits=True)
-
-
-# New data on the same plan.
-
-
-@ranks
-@pytest.mark.one_mpi
-@pytest.mark.grids
-@pytest.mark.parametrize("method", METHODS)
-def test_same_plan_new_data(comm, grid_of, method):
-    """Each of five calls returns results of its data, which later calls keep."""
-    known = METHODS[method]
-    heads = SIZE if known.causal and not triangle.fits(SIZE) else 1
-    rows = 1 if heads > 1 or SIZE % 2 else 2
-    grid = grid_of(rows, SIZE // rows // heads, heads)
-    sizes = {"seqlen": 41, "nheads": 12, "headdim": 8, "dtype": "float64"}
-    plan = make_plan(method, grid, Causal(), **sizes)
-    sets = [problem(Causal(), plan.config, seed=seed) for seed in (0, 1)]
-    shards = [[x[plan.tokens] for x in given.inputs] for given in sets]
-    refilled = [x.copy() for x in shards[0]]
-    bits, calls, bad = [[x.tobytes() for x in shard] for shard in shards], [], []
-    # The last two in the same arrays; forward, forward, backward, backward among them.
-    for turn in ((0,), (1,), (0, 1), (1,), (0,)):
-        given, results = {}, {}
-        for which in turn:
-            given[which] = shards[which]
-            if len(calls) >= 4:
-                given[which] = refilled
-                for to, x in zip(refilled, shards[which]):
-                    to[...] = x
-            results[which] = plan.forward(*given[which][:3])
-        for which in turn:
-            q, k, v, dout = given[which]
-            found = (*results[which], *plan.backward(dout, q, k, v, *results[which]))
-            names = ("out", "lse", "dq", "dk", "dv")
-            calls.append((which, dict(zip(names, found)), [x.tobytes() for x in found]))
-            if [x.tobytes() for x in given[which]] != bits[which]:
-                bad.append(f"call {len(calls)} changed its arguments")
-    for number, (which, found, kept) in enumerate(calls, 1):
-        wrong = wrong_in(plan, found, sets[which].exact, sets[which].bounds)
-        wrong += [f"{x} changed later" for x, y in zip(found, kept) if found[x].tobytes() != y]
-        first = next(y for w, _, y in calls if w == which)
-        wrong += ["it does not repeat"] * (kept != first)
-        bad += [f"call {number}: {x}" for x in wrong]
-    assert_all(comm, not bad, "; ".join(bad))
 
 
 # NaN and infinite elements reach the results that depend on them, and no others.
