@@ -570,7 +570,7 @@ def by_check(runs: Sequence[tuple[str, str]]) -> list[list[str]]:
     from helpers import drive_each
 
     common = [DRIVER, SAMPLE, *OPTIONS, "--check"]
-    drives = [(Path(__file__), ["--run", name, *common, check], []) for name, check in runs]
+    drives = [(str(Path(__file__)), ["--run", name, *common, check], []) for name, check in runs]
     done, found = drive_each(drives, RANKS, timeout=60 + 20 * len(runs), numba=True)
     caught = []
     for run, (code, stdout) in zip(runs, found):
