@@ -1,22 +1,21 @@
-"""Grids, inputs and float64 results for the tests of distributed attention.
+"""Grids, inputs and plans for the tests of distributed attention."""
 
-The float64 results do not depend on the number of ranks.  With ``A2D_TEST_RESULTS=FOLDER`` runs of
-the same version of the tests share them in this folder.
-"""
-
-import hashlib
-import os
-import pickle
+from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
-from helpers import bounds_for, distance
+from dense import solve, wrong_in
 from mpi4py import MPI
 
-from a2d_mpi import Attention2D, DoubleRingAttention, RingAttention
-from a2d_mpi.core import reference
+from a2d_mpi import (
+    Attention2D,
+    DoubleRingAttention,
+    NodeAwareAttention,
+    RingAttention,
+    TriangleAttention,
+)
 from a2d_mpi.core.dtypes import DTYPES
+from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.memory import buffers
 
@@ -37,6 +36,23 @@ OTHERS = {
 }.get(SIZE, [(DoubleRingAttention, (SIZE, 1))])
 # Grids on which chunks travel in units, or a rank's own is cut.
 UNITS = {4: [(2, 2), (1, 4), (2, 1, 2)], 6: [(2, 3), (3, 2), (1, 2, 3)]}.get(SIZE, [(1, SIZE)])
+
+
+# Name: the class, the grid, its options, and those of the plan.
+PLANS = {
+    f"{kind.__name__} {'x'.join(map(str, shape))}": (kind, shape, {}, {})
+    for kind, shape in METHODS + OTHERS
+}
+PLANS["in turn"] = Attention2D, METHODS[0][1], {}, {"overlap": False}
+NODES = {"nodes": [p // 2 for p in range(SIZE)]}
+PLANS["node aware"] = NodeAwareAttention, METHODS[-2][1], NODES, {}
+if SIZE in (1, 6):
+    PLANS["triangle"] = TriangleAttention, (1, SIZE), {}, {}
+
+
+def takes(kind, mask):
+    """Return True if a class of plans takes a mask."""
+    return kind is not TriangleAttention or isinstance(mask, Causal)
 
 
 def label(method):
@@ -66,73 +82,11 @@ def inputs(seqlen, nheads_kv, headdim, size=1.0, dtype="float32", nheads=NHEADS)
 
 
 @cache
-def expected(mask, *sizes):
-    """Return float64 results, and the largest errors of float32 kept in a dtype.
-
-    `sizes` are all arguments of `inputs`.
-    """
-    world, tokens = MPI.COMM_WORLD, np.arange(sizes[0])
-    visible = mask.dense(tokens, tokens)
-    # Only rank 0 need see the folder.
-    path = found = None
-    if world.rank == 0 and "A2D_TEST_RESULTS" in os.environ:
-        name = hashlib.sha256(repr(sizes).encode() + np.packbits(visible).tobytes()).hexdigest()
-        path = Path(os.environ["A2D_TEST_RESULTS"], name)
-        found = pickle.loads(path.read_bytes()) if path.exists() else None
-    found = world.bcast(found) or computed(visible, *sizes)
-    if path and not path.exists():
-        path.with_suffix(".tmp").write_bytes(pickle.dumps(found))
-        path.with_suffix(".tmp").rename(path)
-    return found
-
-
-def computed(visible, seqlen, nheads_kv, headdim, size, dtype, nheads):
-    """Compute `expected` on all ranks together."""
-    world, kept, group = MPI.COMM_WORLD, DTYPES[dtype], nheads // nheads_kv
-    q, k, v, dout = inputs(seqlen, nheads_kv, headdim, size, dtype, nheads)
-    results = []
-    # Orders of summation: one error in float32 is one draw of what rounding may do, and with huge
-    # logits, where few keys count, draws differ much.
-    orders = [np.random.default_rng(i).permutation(headdim) for i in range(5 if size > 1 else 1)]
-    for kind, order in [(np.float64, orders[0]), *((np.float32, order) for order in orders)]:
-        back = np.argsort(order)
-        heads = {}
-        # Every rank does its share of the heads.
-        for h in range(world.rank, nheads, world.size):
-            g = h // group
-            x = [y[:, [i]][..., order] for y, i in ((q, h), (k, g), (v, g))]
-            dy = dout[:, [h]][..., order]
-            out, lse = reference.attention(*x, visible, headdim**-0.5, kind)
-            if kind == np.float32:
-                out = out.astype(kept).astype(kind)
-            delta = (dy.astype(kind) * out).sum(-1)
-            gradients = reference.attention_backward(
-                dy, *x, lse, delta, visible, headdim**-0.5, kind
-            )
-            heads[h] = (out[..., back], lse, *(y[..., back] for y in gradients))
-        everyone = {h: x for part in world.allgather(heads) for h, x in part.items()}
-        whole = [np.concatenate(x, axis=1) for x in zip(*(everyone[h] for h in range(nheads)))]
-        if group > 1:
-            whole[3:] = [x.reshape(seqlen, nheads_kv, group, -1).sum(2) for x in whole[3:]]
-        results.append(dict(zip(TENSORS, whole)))
-    exact, *plain = results
-    errors = [
-        {x: distance(y if x == "lse" else y.astype(kept), exact[x]) for x, y in z.items()}
-        for z in plain
-    ]
-    return exact, {x: max(error[x] for error in errors) for x in TENSORS}
-
-
-@cache
-def bounds(dtype, mask, *sizes):
-    """Return the largest error that each result of a plan in `dtype` may have."""
-    exact, same = expected(mask, *sizes)
-    headdim, size = sizes[2:4]
-    if size > 1:
-        # Huge logits are rounded in the forward pass and again, otherwise, in the backward pass:
-        # two draws of the error that counts, where the dense computation makes one.
-        same = {x: error * 2**0.5 for x, error in same.items()}
-    return bounds_for(dtype, headdim**-0.5, inputs(*sizes), exact, same)
+def expected(mask, config, size):
+    """Return float64 results of `inputs`, and the largest errors of a plan; collective."""
+    sizes, tokens = (config.seqlen, config.nheads_kv, config.headdim), np.arange(config.seqlen)
+    whole = inputs(*sizes, size, config.dtype, config.nheads)
+    return solve(whole, mask.dense(tokens, tokens), config, size=size)
 
 
 def shards(plan, whole):
@@ -151,17 +105,8 @@ def run(plan, q, k, v, dout, upload=np.asarray, download=np.asarray):
 
 def failures(plan, found, mask, seqlen, nheads_kv, headdim, size=1.0):
     """Describe the results of this rank that are out of bounds."""
-    # One reference serves float32 and float64: float32 inputs are exact in both.
-    dtype = "float32" if plan.dtype.itemsize > 2 else plan.dtype.name
-    sizes = seqlen, nheads_kv, headdim, size, dtype, plan.nheads
-    exact, largest = expected(mask, *sizes)[0], bounds(plan.dtype, mask, *sizes)
-    dtypes = {x: plan.compute_dtype if x == "lse" else plan.dtype for x in TENSORS}
-    errors = {x: distance(found[x], exact[x][plan.tokens]) for x in TENSORS}
-    return [
-        f"{x}: {errors[x]:.2e} > {largest[x]:.2e} (headdim {headdim}, kv {nheads_kv})"
-        for x in TENSORS
-        if not errors[x] <= largest[x] or found[x].dtype != dtypes[x]
-    ]
+    assert (seqlen, nheads_kv, headdim) == (plan.seqlen, plan.nheads_kv, plan.headdim)
+    return wrong_in(plan, found, *expected(mask, replace(plan.config, wire=None), size))
 
 
 def accounts(plan, backward, calls=1):

@@ -43,7 +43,7 @@ SAMPLE = HERE.parent / "data" / "minilm_l3_1536.h5"
 OPTIONS = ("--seqlen", 301, "--rows", 2, "--cols", 2, "--backward", "--slices", 3, "--trials", 4)
 RANKS = 4
 RESULTS = "test_attention.py"
-CALLS = "test_new_data.py"
+CALLS = "test_options.py"
 TRAFFIC = "test_net.py"
 SLICES = "test_slices.py"
 
@@ -570,7 +570,7 @@ def by_check(runs: Sequence[tuple[str, str]]) -> list[list[str]]:
     from helpers import drive_each
 
     common = [DRIVER, SAMPLE, *OPTIONS, "--check"]
-    drives = [(Path(__file__), ["--run", name, *common, check], []) for name, check in runs]
+    drives = [(str(Path(__file__)), ["--run", name, *common, check], []) for name, check in runs]
     done, found = drive_each(drives, RANKS, timeout=60 + 20 * len(runs), numba=True)
     caught = []
     for run, (code, stdout) in zip(runs, found):

@@ -1,5 +1,6 @@
 """The distributed algorithms against float64, on every grid that the ranks of this run make."""
 
+import time
 from dataclasses import replace
 from functools import partial
 from itertools import permutations, product
@@ -53,39 +54,22 @@ def method(request, comm):
     grid.free()
 
 
-@pytest.mark.parametrize("seqlen", deeper(SEQLENS, (3, LARGE)))
-@pytest.mark.parametrize(
-    "dtype", deeper(["float32", "float64"] if ALL else ["float64"], ["float64"])
-)
-@pytest.mark.parametrize("distribution", deeper(SHARED_OUT, ["zigzag"]))
-@pytest.mark.parametrize("mask", [Full(), Causal()], ids=["full", "causal"])
-def test_results_and_traffic(comm, method, mask, distribution, dtype, seqlen):
-    bad = []
-    for nheads_kv, headdim in (1, 7), (1, 64), (NHEADS, 32):
-        plan = method(
-            mask,
-            seqlen=seqlen,
-            nheads=NHEADS,
-            nheads_kv=nheads_kv,
-            headdim=headdim,
-            dtype=dtype,
-            distribution=distribution,
-        )
-        bad += checked(plan)[1]
-    assert_all(comm, not bad, "; ".join(bad))
+# Dtype, distribution, tokens.
+CASES = [
+    *product(["float32", "float64"] if ALL else ["float64"], SHARED_OUT, SEQLENS),
+    *product(["float16", "bfloat16"], [None], [1, 64, LARGE] if ALL else [LARGE]),
+]
+FIRST = ("float64", "zigzag", 3), ("float64", "zigzag", LARGE), ("bfloat16", None, LARGE)
 
 
-@pytest.mark.parametrize("seqlen", deeper([1, 64, LARGE] if ALL else [LARGE], [LARGE]))
-@pytest.mark.parametrize("dtype", deeper(["float16", "bfloat16"], ["bfloat16"]))
+@pytest.mark.parametrize("case", deeper(CASES, FIRST), ids=str)
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=["full", "causal"])
-def test_low_precision(comm, method, mask, dtype, seqlen):
+def test_results_and_traffic(comm, method, mask, case):
     """The error of 16-bit tensors is at most twice that of float32 rounded at the end."""
-    bad = []
-    for nheads_kv in (1, NHEADS):
-        plan = method(
-            mask, seqlen=seqlen, nheads=NHEADS, nheads_kv=nheads_kv, headdim=32, dtype=dtype
-        )
-        bad += checked(plan)[1]
+    (dtype, distribution, seqlen), bad = case, []
+    for nheads_kv, headdim in ((1, 7), (1, 64), (NHEADS, 32)):
+        sizes = {"seqlen": seqlen, "nheads": NHEADS, "nheads_kv": nheads_kv, "headdim": headdim}
+        bad += checked(method(mask, **sizes, dtype=dtype, distribution=distribution))[1]
     assert_all(comm, not bad, "; ".join(bad))
 
 
@@ -144,100 +128,28 @@ def test_chunks_in_units(comm, grid_of, monkeypatch, shape):
     assert_all(comm, not bad, "; ".join(bad))
 
 
-@one_mpi
-@pytest.mark.parametrize("distribution", deeper(SHARED_OUT, ["zigzag"]))
-@pytest.mark.parametrize("mask", [Full(), Causal()], ids=["full", "causal"])
-def test_huge_logits(comm, method, mask, distribution):
-    """Logits of 1e4 and more give finite and correct results."""
-    seqlen, headdim, size = 64, 32, 2500.0
-    plan = method(mask, seqlen=seqlen, nheads=NHEADS, headdim=headdim, distribution=distribution)
-    q, k, *_ = inputs(seqlen, NHEADS, headdim, size)
-    assert np.abs(np.einsum("qhd,khd->hqk", q, k)).max() * headdim**-0.5 > 1e4
-    found = run(plan, *inputs(seqlen, NHEADS, headdim, size))
-    bad = failures(plan, found, mask, seqlen, NHEADS, headdim, size)
-    bad += [name for name, x in found.items() if not np.isfinite(x).all()]
-    assert_all(comm, not bad, "; ".join(bad))
-
-
-def mask_with_masked_rows(seqlen):
-    """Return a mask in which every third query and the whole last part see no key."""
-    tokens = np.arange(seqlen)
-    begin = np.maximum(tokens - 40, 0)
-    end = np.where((tokens % 3 == 0) | (tokens > seqlen - 20), begin, tokens + 1)
-    return IntervalMask(begin, end)
-
-
-@one_mpi
-@pytest.mark.parametrize("distribution", deeper(DISTRIBUTIONS, ["zigzag"]))
-@pytest.mark.parametrize("seqlen", [2, 100])
-def test_queries_that_see_nothing(comm, method, distribution, seqlen):
-    mask = mask_with_masked_rows(seqlen)
-    plan = method(mask, seqlen=seqlen, nheads=NHEADS, headdim=7, distribution=distribution)
-    found = run(plan, *inputs(seqlen, NHEADS, 7))
-    bad = failures(plan, found, mask, seqlen, NHEADS, 7)
-    masked = (mask.end <= mask.begin)[plan.tokens]
-    silent = (
-        (found["out"][masked] == 0).all()
-        and np.isneginf(found["lse"][masked]).all()
-        and (found["dq"][masked] == 0).all()
-    )
-    assert_all(comm, silent and not bad, "; ".join(bad) or "a masked row is not silent")
-
-
+@pytest.mark.parametrize(
+    "what", ["again", "in turn", "late rank", "strided", "split messages", "split, in turn"]
+)
 @pytest.mark.parametrize("distribution", deeper([*DISTRIBUTIONS, "balanced"], ["zigzag"]))
-def test_same_bits_every_time_and_without_overlap(comm, method, distribution):
-    runs = []
-    for overlap in (True, True, False):
-        plan = method(
-            Causal(),
-            seqlen=301,
-            nheads=NHEADS,
-            headdim=16,
-            distribution=distribution,
-            overlap=overlap,
-        )
-        for _ in range(2):
-            runs.append(run(plan, *inputs(301, NHEADS, 16)))
-    bad = [
-        f"{name} of run {i}"
-        for i, other in enumerate(runs[1:], 2)
-        for name in TENSORS
-        if other[name].tobytes() != runs[0][name].tobytes()
-    ]
-    assert_all(comm, not bad, "differs: " + ", ".join(bad))
-
-
-def test_results_do_not_depend_on_a_late_rank(comm, method):
-    import time
-
-    plan = method(Causal(), seqlen=200, nheads=NHEADS, headdim=16)
-    first = run(plan, *inputs(200, NHEADS, 16))
-    time.sleep(0.3 * (comm.rank == comm.size - 1))
-    again = run(plan, *inputs(200, NHEADS, 16))
-    same = all(first[x].tobytes() == again[x].tobytes() for x in TENSORS)
-    assert_all(comm, same, "a late rank changes the result")
-
-
-def test_inputs_may_be_strided(comm, method):
-    plan = method(Full(), seqlen=60, nheads=NHEADS, headdim=8)
-    x = inputs(60, NHEADS, 8)
-    q, k, v, dout = (np.asfortranarray(y[plan.tokens]) for y in x)
-    out, lse = plan.forward(q, k, v)
-    found = dict(zip(TENSORS, (out, lse, *plan.backward(dout, q, k, v, out, lse))))
-    bad = failures(plan, found, Full(), 60, NHEADS, 8)
-    assert_all(comm, not bad, "; ".join(bad))
-
-
-def test_messages_are_split(comm, method, monkeypatch):
-    monkeypatch.setattr("a2d_mpi.comm.transport.Transport.limit", 1000)
-    plan = method(Causal(), seqlen=97, nheads=NHEADS, headdim=8)
-    found = run(plan, *inputs(97, NHEADS, 8))
-    bad = failures(plan, found, Causal(), 97, NHEADS, 8)
-    if plan.traffic.bytes != plan.predicted_traffic():
-        bad.append("traffic")
-    sent = sum(n for n, _ in plan.traffic.bytes.values())
-    if sum(n for n, _ in plan.traffic.messages.values()) < sent / 1000:
-        bad.append("messages are not split")
+def test_the_same_bits(comm, method, distribution, what, monkeypatch):
+    """What the order of events, of memory and of messages is does not change a bit."""
+    sizes = {"seqlen": 301, "nheads": NHEADS, "headdim": 16, "distribution": distribution}
+    whole, plan = inputs(301, NHEADS, 16), method(Causal(), **sizes)
+    first = run(plan, *whole)
+    if "split" in what:
+        monkeypatch.setattr("a2d_mpi.comm.transport.Transport.limit", 1000)
+    if "turn" in what or "split" in what:
+        plan.free()
+        plan = method(Causal(), **sizes, overlap="turn" not in what)
+    time.sleep(0.3 * (what == "late rank" and comm.rank == comm.size - 1))
+    found = run(plan, *whole, np.asfortranarray if what == "strided" else np.asarray)
+    bad = [f"{x} differs" for x in TENSORS if found[x].tobytes() != first[x].tobytes()]
+    if "split" in what:
+        bad += ["traffic"] * (plan.traffic.bytes != plan.predicted_traffic())
+        sent = sum(n for n, _ in plan.traffic.bytes.values())
+        split = sum(n for n, _ in plan.traffic.messages.values()) >= sent / 1000
+        bad += ["messages are not split"] * (not split)
     assert_all(comm, not bad, "; ".join(bad))
 
 
@@ -284,23 +196,6 @@ def test_planned_grid(comm):
     grid.free()
     with pytest.raises(ValueError, match="no plan fits"):
         best_layout(machine, comm.size, work, memory=1000)
-
-
-@pytest.mark.parametrize("grid, told", [
-    ((1, 1, 0), "grid does not fit"), ((1, 1, 2.0), "integers"), ((1, "u", 1), "integers"),
-])  # fmt: skip
-def test_heads_that_are_no_number(comm, grid, told):
-    with pytest.raises(ValueError, match=told):
-        ProcessGrid(comm, *grid)
-
-
-@pytest.mark.multirank
-def test_heads_that_cannot_be_shared_out(comm, grid_of):
-    grid = grid_of(1, 1, comm.size)
-    with pytest.raises(ValueError, match=f"{comm.size} does not divide 7 heads"):
-        Attention2D(grid, Full(), seqlen=50, nheads=7, headdim=8)
-    with pytest.raises(ValueError, match="order"):
-        grid_of(1, 1, comm.size, "rcx")
 
 
 @one_mpi

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from helpers import assert_all
+from mpi4py import MPI
 
 from a2d_mpi import (
     Attention2D,
@@ -15,11 +16,13 @@ from a2d_mpi import (
     ProcessGrid,
     RingAttention,
 )
+from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.experiments.cli import together
 
 pytestmark = pytest.mark.mpi
 
+SIZE = MPI.COMM_WORLD.size
 GOOD = {"seqlen": 40, "nheads": 4, "headdim": 8}
 
 
@@ -50,16 +53,31 @@ def grid(comm):
     grid.free()
 
 
-@pytest.mark.parametrize("shape", [(1, 0), (0, 1), (-1, -1), (2, 7), (1, 3)])
-def test_grid_that_does_not_fit(comm, shape):
-    text = f"{shape[0]} x {shape[1]} grid does not fit {comm.size} ranks"
-    assert_raises(comm, text, ProcessGrid, comm, *shape)
+# Arguments of grids; what is missing is one row of all ranks.
+GRIDS = [
+    *[((x, y), {}, f"{x} x {y} grid does not fit {SIZE} ranks")
+      for x, y in ((1, 0), (0, 1), (-1, -1), (2, 7), (1, 3)) if x * y != SIZE],
+    ((1, 1, 0), {}, "grid does not fit"),
+    *[(x, {}, f"rows, cols and heads must be 3 integers, got {(*x, 1)[:3]!r}")
+      for x in (("1", 1), (None, 1), (1, 1.0), (1, 1, 2.0), (1, "u", 1))],
+    ((1, SIZE, 1, "rcx"), {}, "order must be a permutation of 'rcu'"),
+    ((), {"block": (1, 7)}, "1x7 blocks do not divide a grid of 1 x "),
+    ((), {"block": (0, 1)}, "0x1 blocks do not divide"),
+    ((), {"block": "2x2"}, "block must be 2 integers, got '2x2'"),
+    ((), {"block": (1, 1.0)}, "block must be 2 integers, got (1, 1.0)"),
+    ((), {"nodes": [0] * 7}, " integers, got [0, 0, 0, 0, 0, 0, 0]"),
+    ((), {"nodes": 1}, " integers, got 1"),
+    ((), {"nodes": [[1], [2, 3]]}, "nodes must be "),
+    ((), {"nodes": [None] * 64}, "nodes must be "),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", [("1", 1), (None, 1), (1, 1.0)])
-def test_grid_of_no_integers(comm, shape):
-    text = message_of(comm, lambda: ProcessGrid(comm, *shape))
-    assert text == f"rows, cols and heads must be 3 integers, got {(*shape, 1)!r}"
+@pytest.mark.parametrize("shape, options, text", GRIDS, ids=str)
+@pytest.mark.parametrize("where", ["all", "last"])
+def test_grid(comm, shape, options, text, where):
+    if where == "last" and comm.rank != comm.size - 1:
+        shape, options = (), {}
+    assert_raises(comm, text, ProcessGrid, comm, *(shape or (1, comm.size)), **options)
 
 
 @pytest.mark.parametrize(
@@ -85,38 +103,6 @@ def test_freed_grid(comm, make):
         lambda: plan.forward(shard, shard, shard),
     ):
         assert message_of(comm, action) == "the grid was freed"
-
-
-@pytest.mark.parametrize("wrong, text", [
-    ({"block": (1, 7)}, "1x7 blocks do not divide a grid of 1 x "),
-    ({"block": (0, 1)}, "0x1 blocks do not divide"),
-    ({"block": "2x2"}, "block must be 2 integers, got '2x2'"),
-    ({"block": (1, 1.0)}, "block must be 2 integers, got (1, 1.0)"),
-    ({"nodes": [0] * 7}, " integers, got [0, 0, 0, 0, 0, 0, 0]"),
-    ({"nodes": 1}, " integers, got 1"),
-    ({"nodes": [[1], [2, 3]]}, "nodes must be "),
-    ({"nodes": [None] * 64}, "nodes must be "),
-])  # fmt: skip
-@pytest.mark.parametrize("where", ["all", "last"])
-def test_blocks_and_nodes(comm, wrong, text, where):
-    wrong = wrong if where == "all" or comm.rank == comm.size - 1 else {}
-    assert_raises(comm, text, ProcessGrid, comm, 1, comm.size, **wrong)
-
-
-@pytest.mark.multirank
-@pytest.mark.mpi(min_size=4)
-def test_nodes_that_differ(comm):
-    nodes = [0] * comm.size if comm.rank != 1 else list(range(comm.size))
-    text = message_of(comm, lambda: ProcessGrid(comm, 1, comm.size, nodes=nodes))
-    assert text.startswith("ranks disagree on nodes: (0, 0, 0, 0")
-
-
-@pytest.mark.multirank
-@pytest.mark.mpi(min_size=4)
-def test_grids_that_differ(comm):
-    rows = 1 if comm.rank == 1 else comm.size
-    text = message_of(comm, lambda: ProcessGrid(comm, rows, comm.size // rows))
-    assert text == f"ranks disagree on rows: {comm.size} on rank 0, 1 on rank 1"
 
 
 class Unprintable:
@@ -178,6 +164,16 @@ WRONG = [
     ({"overlap": "thread"}, "overlap must be true or false, got 'thread'"),
     ({"threads": 0}, "threads must be a positive integer, got 0"),
     ({"softmax_scale": float("nan")}, "nan"),
+    ({"logit_softcap": 0.0}, "logit_softcap must be between 1e-30 and 1e30, got 0.0"),
+    ({"logit_softcap": 1.0, "kernel": "cudnn", "dtype": "bfloat16"}, "computes no soft-cap"),
+    ({"distribution": ("zigzag",)}, "must be one name or two"),
+    ({"seqlen_kv": 0}, "seqlen_kv must be a positive integer"),
+    ({"wire": "fp8"}, "wire must be None or one of"),
+    ({"wire": ["mxfp8"]}, "wire must be None or one of"),
+    *[
+        ({"method": "double ring", "inner": x}, f"inner must divide the {SIZE} ranks of the ring")
+        for x in (0, -1, 7, 1.0, "1")
+    ],
     ({"mask": "causal"}, "mask must be a Mask such as Causal(), got 'causal'"),
     ({"mask": np.ones((40, 40), bool)}, "got array([[ True...hape=(40, 40))"),
     (
@@ -198,63 +194,60 @@ WRONG = [
 @pytest.mark.parametrize("wrong, text", WRONG)
 @pytest.mark.parametrize("where", ["all", "last"])
 def test_plan(comm, grid, wrong, text, where):
-    config = {"mask": Full(), **GOOD}
-    if where == "all" or comm.rank == comm.size - 1:
-        config.update(wrong)
-    found = message_of(comm, lambda: Attention2D(grid, **config))
+    here = where == "all" or comm.rank == comm.size - 1
+    common = {"method"} | ({"dtype"} if "kernel" in wrong else set())
+    given = wrong if here else {x: wrong[x] for x in wrong if x in common}
+    config = {"method": "attention2d", "grid": grid, "mask": Full(), **GOOD, **given}
+    found = message_of(comm, lambda: make_plan(**config))
     assert text in found
     if where == "last" and comm.size > 1:
         assert f"on rank {comm.size - 1}" in found
 
 
-@pytest.mark.multirank
-@pytest.mark.mpi(min_size=4)
-@pytest.mark.parametrize(
-    "name, value, other",
-    [
-        ("seqlen", 41, 40),
-        ("nheads", 8, 4),
-        ("headdim", 16, 8),
-        ("nheads_kv", 2, 4),
-        ("dtype", "float64", "float32"),
-        ("distribution", "striped", "contiguous"),
-        ("softmax_scale", 0.5, 1 / 8**0.5),
-        ("kernel", "numpy", "auto"),
-        ("overlap", False, True),
-    ],
-)
-def test_plan_that_differs_on_one_rank(comm, grid, name, value, other):
-    config = {"mask": Full(), **GOOD, "distribution": "contiguous"}
-    if comm.rank == 2:
-        config[name] = value
-    text = message_of(comm, lambda: Attention2D(grid, **config))
-    assert text == f"ranks disagree on {name}: {other} on rank 0, {value} on rank 2"
+WIDE = {"headdim_v": 16, "dtype": "bfloat16"}
+EQUAL = "needs headdim_v equal to headdim, got headdim 8 and headdim_v 16"
 
 
-@pytest.mark.parametrize("inner", [0, -1, 7, 1.0, "1"])
-@pytest.mark.parametrize("where", ["all", "last"])
-def test_inner_ring_that_does_not_fit(comm, grid, inner, where):
-    inner = inner if where == "all" or comm.rank == comm.size - 1 else comm.size
-    text = f"inner must divide the {comm.size} ranks of the ring, got "
-    assert_raises(comm, text, DoubleRingAttention, grid, Full(), inner=inner, **GOOD)
+@pytest.mark.parametrize("method, mask, options, text", [
+    ("triangle", Causal(), {"seqlen_kv": 9}, "as many keys as queries, got 40 queries and 9"),
+    ("attention2d", Full(), WIDE | {"kernel": "cupy"}, f"kernel 'cupy' {EQUAL}"),
+    ("attention2d", Full(), WIDE | {"kernel": "cudnn"}, f"kernel 'cudnn' {EQUAL}"),
+    pytest.param("attention2d", Full(), {"nheads": 7}, "does not divide 7 heads",
+                 marks=pytest.mark.multirank),
+])  # fmt: skip
+def test_plan_that_does_not_fit(comm, grid_of, method, mask, options, text):
+    grid = grid_of(1, 1, comm.size) if "nheads" in options else grid_of(1, comm.size)
+    assert_raises(comm, text, make_plan, method, grid, mask, **GOOD | options)
+
+
+LONGER = IntervalMask(np.zeros(40, int), np.arange(40) + 1 + (np.arange(40) == 7))
 
 
 @pytest.mark.multirank
 @pytest.mark.mpi(min_size=4)
-def test_inner_rings_that_differ(comm, grid):
-    inner = 1 if comm.rank == 2 else comm.size
-    text = message_of(comm, lambda: DoubleRingAttention(grid, Full(), inner=inner, **GOOD))
-    assert text == f"ranks disagree on inner: {comm.size} on rank 0, 1 on rank 2"
-
-
-@pytest.mark.multirank
-@pytest.mark.mpi(min_size=4)
-def test_masks_with_other_contents(comm, grid):
-    end = np.arange(40) + 1
-    end[7] += comm.rank == 3
-    mask = IntervalMask(np.zeros(40, int), end)
-    text = message_of(comm, lambda: Attention2D(grid, mask, **GOOD))
-    assert "ranks disagree on mask: IntervalMask (digest" in text and "rank 3" in text
+@pytest.mark.parametrize("name, value, other", [
+    ("seqlen", 41, 40), ("nheads", 8, 4), ("headdim", 16, 8), ("nheads_kv", 2, 4),
+    ("dtype", "float64", "float32"), ("distribution", "striped", "contiguous"),
+    ("softmax_scale", 0.5, 1 / 8**0.5), ("kernel", "numpy", "auto"), ("overlap", False, True),
+    ("logit_softcap", 2.0, 3.0), ("wire", "mxfp4", "mxfp8"), ("inner", 1, SIZE),
+    ("rows", 1, SIZE), ("nodes", tuple(range(SIZE)), (0,) * SIZE),
+    ("mask", LONGER, IntervalMask(LONGER.begin, np.arange(40) + 1)),
+])  # fmt: skip
+def test_ranks_that_disagree(comm, grid, name, value, other):
+    mine = {name: value if comm.rank == 2 else other}
+    config = {"method": "double ring", "grid": grid, "mask": Full(), **GOOD}
+    config |= {"distribution": "contiguous"}
+    if name == "rows":
+        text = message_of(comm, lambda: ProcessGrid(comm, mine[name], comm.size // mine[name]))
+    elif name == "nodes":
+        text = message_of(comm, lambda: ProcessGrid(comm, 1, comm.size, **mine))
+    else:
+        text = message_of(comm, lambda: make_plan(**config | mine))
+    told = f"ranks disagree on {name}: {other} on rank 0, {value} on rank 2"
+    if name == "mask":
+        assert "ranks disagree on mask: IntervalMask (digest" in text and "rank 2" in text
+    else:
+        assert text == told
 
 
 class Unwilling(Full):

@@ -90,14 +90,3 @@ def test_visible_pairs(data, seqlen):
     for i, q in enumerate(map(slice, bounds[:-1], bounds[1:])):
         for j, k in enumerate(map(slice, bounds[:-1], bounds[1:])):
             assert found[i, j] == seen[q, k].sum()
-
-
-@pytest.mark.parametrize("sizes", [(-1, 1, 1, 1), (4, 0, 1, 1), (4, 1, 0, 1), (4, 1, 1, 0)])
-def test_bad_sizes(sizes):
-    with pytest.raises(ValueError, match="need seqlen"):
-        balanced(Causal(), *sizes)
-
-
-def test_mask_of_another_length():
-    with pytest.raises(ValueError, match="intervals of 4 queries, but the sequence has 5"):
-        balanced(IntervalMask(np.zeros(4, int), np.ones(4, int)), 5, 2, 2)

@@ -6,11 +6,11 @@ from importlib import import_module
 
 import numpy as np
 import pytest
-from cases import METHODS, OTHERS, inputs, label
-from cases import run as run_plan
+from blocks import Block, random_intervals
+from cases import METHODS, OTHERS, label
+from dense import problem, results_of, wrong_in
 from helpers import assert_all, deeper, distance
-from test_gpu_kernels import TENSORS, failures, make, plain_kernel, run
-from test_kernels import dense, plain, random_intervals
+from test_gpu_kernels import failures, plain_kernel
 
 from a2d_mpi import Documents, SlidingWindow
 from a2d_mpi.core import reference
@@ -20,15 +20,15 @@ from a2d_mpi.masks.mask import Causal
 from a2d_mpi.masks.patterns import PATTERNS, make_mask
 
 
-def cudnn_kernel(cupy, plain, **options):
-    """Return cuDNN's kernel, or its stand-in on the emulated GPU."""
+def cudnn_kernel(cupy, block, **options):
+    """Return cuDNN's kernel, or its stand-in on the emulated GPU, for a block."""
     from a2d_mpi.kernels.cudnn import CudnnKernel
 
     if cupy.kind == "emulated":
         from graphs import HostGraphs
 
         options["graphs"] = HostGraphs(options.pop("refuse", ()))
-    return CudnnKernel(plain, **options)
+    return CudnnKernel(plain_kernel(cupy, block), **options)
 
 
 MASKS = {  # shapes of their runs
@@ -63,7 +63,7 @@ def intervals_of(mask, nq, nk):
         return tuple((cuts[j], cuts[j + 1]) for j in rng.permutation(5) * 2)
     if mask == "nothing":
         return ((i * 0 + 3, i * 0 + 3),)
-    return random_intervals(rng, nq, nk, mask)
+    return random_intervals(nq, nk, mask, 2)
 
 
 @pytest.fixture
@@ -85,24 +85,30 @@ def launches(request, monkeypatch, cupy):
     return request.param
 
 
+def block_of(mask, nq, nk, heads=(2, 1), d=32, dtype="bfloat16", scale=0.2, **options):
+    """Return a block with a mask of `MASKS`, or with intervals."""
+    intervals = intervals_of(mask, nq, nk) if isinstance(mask, str) else mask
+    return Block((nq, nk, *heads, d), dtype, intervals, scale, **options)
+
+
+FRESH = [(False, True)]  # results that are not wide, and are not added to
+BOTH = [(True, False), (False, True)]
+
+
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("dtype, heads", [("float16", (1, 1)), ("bfloat16", (4, 2))])
 @pytest.mark.parametrize("mask", MASKS)
 def test_cudnn(cupy, dtype, heads, mask, launches):
     """Out and gradients of every run of a block are right in both dtypes of the caller."""
-    nq, nk = 200, 240
-    q, k, v, dout = make((nq, nk, *heads, 32), DTYPES[dtype])
-    intervals, bad = intervals_of(mask, nq, nk), []
-    exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
-    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2))
-    for wide, fresh in ((True, False), (False, True), (True, True)):
-        found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide, fresh)
-        bad += failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
+    block, bad = block_of(mask, 200, 240, heads, dtype=dtype), []
+    kernel = cudnn_kernel(cupy, block)
+    for way in (*BOTH, (True, True)):
+        bad += failures(cupy, kernel, block, ways=[way])
         if cupy.kind == "emulated":
             launched = kernel._calls.graphs.launched
-            assert {block.shape for block in launched} == MASKS[mask]
-            single = len(intervals) == 1 and "general" not in MASKS[mask]
-            assert {block.batch > 0 for block in launched} <= {launches == "ragged" and single}
+            assert {x.shape for x in launched} == MASKS[mask]
+            single = len(block.intervals) == 1 and "general" not in MASKS[mask]
+            assert {x.batch > 0 for x in launched} <= {launches == "ragged" and single}
     assert not bad
 
 
@@ -116,50 +122,40 @@ def test_patterns(cupy, text, step, monkeypatch):
     monkeypatch.setattr(cudnn_calls, "SHORTEST", 8)
     tokens, keys = np.arange(30, 300)[::step], np.arange(0, 260)[::step]
     intervals = make_mask(text, 300).intervals(tokens, keys)
-    q, k, v, dout = make((len(tokens), len(keys), 2, 1, 32), DTYPES["bfloat16"])
-    exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
-    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2))
-    found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide=False, fresh=True)
-    assert not failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
+    block = block_of(intervals, len(tokens), len(keys))
+    assert not failures(cupy, cudnn_kernel(cupy, block), block, ways=FRESH)
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
 def test_general_runs_are_cut_and_cropped(cupy):
     """A launch sees a multiple of 32 keys or all keys, and at most the queries of one run."""
-    q, k, v, dout = make((200, 240, 1, 1, 32), DTYPES["bfloat16"])
-    intervals = intervals_of("documents", 200, 240)
-    exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
-    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2))
-    run(cupy, kernel, q, k, v, dout, intervals, exact)
-    sizes = [(block.nq, block.nk) for block in kernel._calls.graphs.launched]
+    block = block_of("documents", 200, 240, (1, 1))
+    kernel = cudnn_kernel(cupy, block)
+    block.run(kernel, device=cupy)
+    sizes = [(x.nq, x.nk) for x in kernel._calls.graphs.launched]
     # Queries 0 to 66, 66 to 133, 133 to 200 see keys 0 to 90, 60 to 150, 120 to 210.
     assert sizes == [(66, 96), (67, 128), (67, 128)] * 2
 
 
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
 @pytest.mark.parametrize("refused", ["causal", "general"])
-@pytest.mark.parametrize("fresh", [False, True])
-def test_cudnn_without_a_kernel(cupy, refused, fresh):
-    q, k, v, dout = make((80, 90, 4, 2, 32), DTYPES["bfloat16"])
-    mask = "one" if refused == "general" else refused
-    intervals = random_intervals(np.random.default_rng(3), 80, 90, mask)
-    exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
-    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2), refuse=(refused,))
-    found = run(cupy, kernel, q, k, v, dout, intervals, exact, not fresh, fresh)
-    assert not failures(found, q, k, v, dout, intervals, 0.2, exact)
-    assert not kernel._calls.graphs.launched
+def test_cudnn_without_a_kernel(cupy, refused):
+    block = block_of("one" if refused == "general" else refused, 80, 90, (4, 2))
+    kernel = cudnn_kernel(cupy, block, refuse=(refused,))
+    assert not failures(cupy, kernel, block) and not kernel._calls.graphs.launched
 
 
 def test_a_gradient_of_lse_is_left_to_the_plain_kernel(cupy):
     """With dout = 0 no out has the delta of a gradient of lse, so the plain kernel computes."""
-    q, k, v, dout = make((64, 64, 2, 2, 32), DTYPES["bfloat16"])
-    dout[:] = 0
+    block = block_of("causal", 64, 64, (2, 2))
+    q, k, v, dout = block.inputs
+    dout = dout * 0
     dlse = np.random.default_rng(0).standard_normal((64, 2)).astype(np.float32)
     visible, i = np.tri(64, dtype=bool), np.arange(64)
     _, lse = reference.attention(q, k, v, visible, 0.2)
     exact = reference.attention_backward(dout, q, k, v, lse, -dlse, visible, 0.2)
-    kernel, errors = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2)), []
+    kernel, errors = cudnn_kernel(cupy, block), []
     given = [cupy.asarray(x) for x in (dout, q, k, v, lse.astype(np.float32), -dlse)]
     for any_delta in (False, True):
         found = [cupy.empty(x.shape, np.float32) for x in (q, k, v)]
@@ -200,22 +196,12 @@ def test_documents_are_batched(cupy, heads, wide, fresh, kind, monkeypatch):
         end[rows[1::2]] -= 1
         after = np.array([end[begin == x].max() for x in begin])
         begin, end = np.where(end, nk - after, 0), np.where(end, nk - after + end - begin, 0)
-    q, k, v, dout = make((len(begin), nk, *heads, 16), DTYPES["bfloat16"])
-    intervals = ((begin, end),)
-    exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
-    visible = dense(intervals, nk)
-    for x in (q, dout):
-        x[~visible.any(axis=1)] = np.nan
-    for x in (k, v):
-        x[~visible.any(axis=0)] = np.nan
-    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2))
-    kernel._calls.graphs.rows = len(q), len(k)
-    found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide, fresh)
-    for x in (q, k, v, dout):
-        x[np.isnan(x.astype(np.float32))] = 0
-    assert not failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
+    block = block_of(((begin, end),), len(begin), nk, heads, 16)
+    kernel = cudnn_kernel(cupy, block)
+    kernel._calls.graphs.rows = len(begin), nk
+    assert not failures(cupy, kernel, block, poisoned=True, ways=[(wide, fresh)])
     if cupy.kind == "emulated":
-        launched = [block.batch for block in kernel._calls.graphs.launched]
+        launched = [x.batch for x in kernel._calls.graphs.launched]
         # Three documents, a hidden one, five; those of one token have another shape.
         batches = {"documents": [2, 1, 4, 1], "general": [1, 1, 1, 1, 1, 1, 0, 1]}
         assert launched == batches.get(kind, [1] * 8) * 2
@@ -224,34 +210,26 @@ def test_documents_are_batched(cupy, heads, wide, fresh, kind, monkeypatch):
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "one", "half a tile"])
 def test_deterministic_gradients(cupy, mask):
     """The same bits twice, and the right ones."""
-    nk = 192 if mask == "half a tile" else 240
-    q, k, v, dout = make((180, nk, 4, 2, 64), DTYPES["bfloat16"])
-    intervals = intervals_of("full" if mask == "half a tile" else mask, 180, nk)
-    exact = plain(q, k, v, dout, intervals, 0.125, np.float64)
-    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.125), deterministic=True)
-    first, again = (
-        run(cupy, kernel, q, k, v, dout, intervals, exact, False, True) for _ in range(2)
-    )
-    assert all(first[x].tobytes() == again[x].tobytes() for x in TENSORS)
-    assert not failures(first, q, k, v, dout, intervals, 0.125, exact, q.dtype)
+    name, nk = ("full", 192) if mask == "half a tile" else (mask, 240)
+    block = block_of(name, 180, nk, (4, 2), 64, scale=0.125)
+    kernel = cudnn_kernel(cupy, block, deterministic=True)
+    first, again = (block.run(kernel, None, cupy, False, True) for _ in range(2))
+    assert all(first[x].tobytes() == again[x].tobytes() for x in first)
+    assert not block.wrong(first)
 
 
 @pytest.mark.parametrize("headdim", deeper([8, 64, 128, 192, 256], [64, 256]))
 @pytest.mark.parametrize("mask", ["causal", "window", "one"])
 def test_headdims(cupy, headdim, mask):
     """Of general masks, too; one KV head for three heads."""
-    q, k, v, dout = make((150, 170, 3, 1, headdim), DTYPES["float16"])
-    intervals, scale = intervals_of(mask, 150, 170), headdim**-0.5
-    exact = plain(q, k, v, dout, intervals, scale, np.float64)
-    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, scale))
-    found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide=False, fresh=True)
-    assert not failures(found, q, k, v, dout, intervals, scale, exact, q.dtype)
+    block = block_of(mask, 150, 170, (3, 1), headdim, "float16", None)
+    assert not failures(cupy, cudnn_kernel(cupy, block), block, ways=FRESH)
 
 
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
 def test_new_documents_need_few_new_graphs(cupy):
     """New documents need few new graphs; dense launches would need one for nearly each."""
-    kernel = cudnn_kernel(cupy, plain_kernel(cupy, DTYPES["bfloat16"], 0.2))
+    kernel = cudnn_kernel(cupy, block_of("full", 1, 1))
     maker, q = kernel._calls, np.empty((16384, 2, 16), np.float16)
     built, launches = [], 0
     for seed in range(4):
@@ -264,25 +242,14 @@ def test_new_documents_need_few_new_graphs(cupy):
 
 
 @pytest.mark.usefixtures("small", "launches")
-@pytest.mark.parametrize("fresh", [False, True])
-def test_padding_may_be_anything(cupy, fresh):
+def test_padding_may_be_anything(cupy):
     """Masked rows and masked keys between others may hold anything."""
-    q, k, v, dout = make((90, 100, 4, 2, 32), DTYPES["bfloat16"])
     i = np.arange(90)
     sees = i % 7 != 3
     first = 10 + i // 2, np.where(sees, np.minimum(20 + i // 3 * 2, 70), 0)
     intervals = first, (i * 0 + 80, np.where(sees, 80 + i % 3 * 5, 0))
-    exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
-    visible = dense(intervals, 100)
-    for x in (q, dout):
-        x[~visible.any(axis=1)] = np.nan
-    for x in (k, v):
-        x[~visible.any(axis=0)] = np.nan
-    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2))
-    found = run(cupy, kernel, q, k, v, dout, intervals, exact, not fresh, fresh)
-    for x in (q, k, v, dout):
-        x[np.isnan(x.astype(np.float32))] = 0
-    assert not failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
+    block = block_of(intervals, 90, 100, (4, 2))
+    assert not failures(cupy, cudnn_kernel(cupy, block), block, poisoned=True)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "one"])
@@ -290,14 +257,13 @@ def test_padding_may_be_anything(cupy, fresh):
 @pytest.mark.usefixtures("launches")
 def test_very_negative_logits(cupy, mask, nk):
     """exp(-lse) overflows in float32; zeros beyond the last key must not count."""
-    q, k, v, dout = make((128, nk, 2, 2, 32), DTYPES["bfloat16"])
-    q[..., 0], k[..., 0] = 60, -60  # logits are about -700
-    intervals = random_intervals(np.random.default_rng(1), 128, nk, mask)
-    exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
-    assert exact["lse"][np.isfinite(exact["lse"])].max() < -100
-    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2))
-    found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide=False, fresh=True)
-    assert not failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
+
+    def far(q, k, *_):
+        q[..., 0], k[..., 0] = 60, -60  # logits are about -700
+
+    block = block_of(mask, 128, nk, (2, 2), change=far)
+    assert block.exact["lse"][np.isfinite(block.exact["lse"])].max() < -100
+    assert not failures(cupy, cudnn_kernel(cupy, block), block, ways=FRESH)
 
 
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
@@ -308,12 +274,10 @@ def test_half_a_tile_beyond_the_last_key(cupy, monkeypatch, deterministic, major
     from a2d_mpi.devices.cuda import Cuda
 
     monkeypatch.setattr(Cuda.current(), "capability", (major, 0))
-    q, k, v, dout = make((128, 192, 2, 2, 32), DTYPES["bfloat16"])
-    intervals = intervals_of("full", 128, 192)
-    exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
-    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2), deterministic=deterministic)
-    found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide=False, fresh=True)
-    assert not failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
+    block = block_of("full", 128, 192, (2, 2))
+    kernel = cudnn_kernel(cupy, block, deterministic=deterministic)
+    assert not failures(cupy, kernel, block, ways=FRESH)
+    assert kernel.deterministic is deterministic
     backward = kernel._calls.graphs.launched[-1]
     hidden = ("general", 0) if deterministic else ("full", 1)
     assert (backward.shape, backward.batch) == (hidden if major == 9 else ("full", 0))
@@ -326,53 +290,35 @@ def test_scores_that_deterministic_gradients_keep(cupy, monkeypatch, mask):
     from a2d_mpi.kernels import cudnn_calls
 
     monkeypatch.setattr(cudnn_calls, "SCORES", 2 * 256 * 600)
-    q, k, v, dout = make((700, 720, 2, 2, 32), DTYPES["bfloat16"])
-    intervals = intervals_of(mask, 700, 720)
-    exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
-    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2), deterministic=True)
-    for fresh in (False, True):
-        found = run(cupy, kernel, q, k, v, dout, intervals, exact, not fresh, fresh)
-        assert not failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
-    blocks = [x.launch.block for x in kernel._calls.get(intervals, q, k, 2, True).calls]
+    block = block_of(mask, 700, 720, (2, 2))
+    kernel = cudnn_kernel(cupy, block, deterministic=True)
+    assert not failures(cupy, kernel, block)
+    calls = kernel._calls.get(block.intervals, *block.inputs[:2], 2, True).calls
+    blocks = [x.launch.block for x in calls]
     assert len(blocks) >= 3 and all(x.nq * x.nk <= 256 * 600 for x in blocks)
 
 
 @pytest.mark.parametrize("nq, nk", [(0, 90), (80, 0), (0, 0)])
-@pytest.mark.parametrize("fresh", [False, True])
-def test_no_queries_or_keys(cupy, nq, nk, fresh):
-    q, k, v, dout = make((nq, nk, 4, 2, 32), DTYPES["bfloat16"])
-    intervals = ((np.zeros(nq, int), np.zeros(nq, int)),)
-    exact = {"out": np.zeros(q.shape), "lse": np.full(q.shape[:2], -np.inf)}
-    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2))
-    found = run(cupy, kernel, q, k, v, dout, intervals, exact, not fresh, fresh)
+@pytest.mark.parametrize("wide, fresh", BOTH)
+def test_no_queries_or_keys(cupy, nq, nk, wide, fresh):
+    block = block_of(((np.zeros(nq, int), np.zeros(nq, int)),), nq, nk, (4, 2))
+    found = block.run(cudnn_kernel(cupy, block), None, cupy, wide, fresh)
     assert (found.pop("lse") == -np.inf).all()
     assert not any(x.astype(np.float32).any() for x in found.values())
 
 
-def test_bits_that_repeat(cupy):
-    for deterministic in (False, True):
-        plain = plain_kernel(cupy, DTYPES["bfloat16"], 1)
-        assert (
-            cudnn_kernel(cupy, plain, deterministic=deterministic).deterministic is deterministic
-        )
-
-
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
-def test_forward_by_cudnn_backward_by_the_plain_kernel(cupy, monkeypatch):
+@pytest.mark.parametrize("mask", ["one", "many"])
+def test_forward_by_cudnn_backward_by_the_plain_kernel(cupy, monkeypatch, mask):
     """On an A100, general masks run forward by cuDNN and backward by the plain kernel."""
     from a2d_mpi.devices.cuda import Cuda
 
     monkeypatch.setattr(Cuda.current(), "capability", (8, 0))
-    q, k, v, dout = make((90, 80, 2, 1, 32), DTYPES["bfloat16"])
-    for mask in ("one", "many"):
-        intervals = intervals_of(mask, 90, 80)
-        exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
-        for fresh in (False, True):
-            kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2))
-            found = run(cupy, kernel, q, k, v, dout, intervals, exact, not fresh, fresh)
-            assert not failures(found, q, k, v, dout, intervals, 0.2, exact)
-            assert all(block.nheads_kv == 1 for block in kernel._calls.graphs.launched)
+    block = block_of(mask, 90, 80)
+    kernel = cudnn_kernel(cupy, block)
+    assert not failures(cupy, kernel, block)
+    assert all(x.nheads_kv == 1 for x in kernel._calls.graphs.launched)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -385,9 +331,9 @@ def test_partials_of_cudnn(cupy, dtype, parts):
     # The emulated one is slow; test_kernels.py has 64 parts, too.
     parts = {"few": 4, "some": 16, "many": 32}[parts]
     device, kept, d, mask = Cuda.current(), DTYPES[dtype], 32, Causal()
-    host = make((n, n, 2, 2, d), kept)
-    q, k, v, dout = map(cupy.asarray, host)
-    kernel = cudnn_kernel(cupy, plain_kernel(cupy, kept, d**-0.5))
+    block = block_of("causal", n, n, (2, 2), d, dtype, None)
+    q, k, v, dout = map(cupy.asarray, block.inputs)
+    kernel = cudnn_kernel(cupy, block)
     tokens = np.arange(n)
     bounds = [n * i // parts for i in range(parts + 1)]
     pieces = [slice(a, b) for a, b in zip(bounds, bounds[1:])]
@@ -423,12 +369,9 @@ def test_partials_of_cudnn(cupy, dtype, parts):
                 dout[rows], q[rows], k[keys], v[keys], lse[rows], delta[rows], seen,
                 dq[rows], dk[keys], dv[keys],
             )  # fmt: skip
-    found = dict(zip(TENSORS, map(cupy.asnumpy, (final, lse, *sums))))
+    found = dict(zip(block.exact, map(cupy.asnumpy, (final, lse, *sums))))
     found |= {x: found[x].astype(kept) for x in ("dq", "dk", "dv")}
-    intervals = mask.intervals(tokens, tokens)
-    exact = plain(*host, intervals, d**-0.5, np.float64)
-    bad = failures(found, *host, intervals, d**-0.5, exact, kept, slack=0)
-    assert not bad
+    assert not block.wrong(found)
 
 
 @dataclass(frozen=True)
@@ -460,25 +403,16 @@ def test_plans(comm, grid_of, cupy, method, distribution, monkeypatch):
     graphs, grid = HostGraphs(), grid_of(*method[1])
     monkeypatch.setattr(cudnn, "graphs_of", lambda index, deterministic: graphs)
     monkeypatch.setattr(cudnn_calls, "SHORTEST", 6)
-    sizes = {"seqlen": 150, "nheads": 4, "nheads_kv": 2, "headdim": 8}
-    dtype, tokens, scale = DTYPES["bfloat16"], np.arange(150), 8**-0.5
-    host = [x.astype(dtype) for x in inputs(150, 2, 8, 1.0, "bfloat16", 4)]
-    bad = []
+    sizes, bad = {"seqlen": 150, "nheads": 4, "nheads_kv": 2, "headdim": 8}, []
     for mask in (Causal(), Documents([0, 11, 90, 150], Causal()), SlidingWindow(30, 20), Sinks()):
         plan = method[0](
             grid, mask, **sizes, dtype="bfloat16", kernel="cudnn", distribution=distribution
         )
-        found = run_plan(plan, *host, cupy.asarray, cupy.asnumpy)
-        shards = comm.allgather((plan.tokens, found))
-        whole = {x: np.empty((150, *y.shape[1:]), y.dtype) for x, y in found.items()}
-        for rows, shard in shards:
-            for x, y in shard.items():
-                whole[x][rows] = y
-        intervals = mask.intervals(tokens, tokens)
-        exact = plain(*host, intervals, scale, np.float64)
+        given = problem(mask, plan.config)
+        found = results_of(plan, given, upload=cupy.asarray, download=cupy.asnumpy)
         # cuDNN rounds the gradients of each run, which are about 1.
-        wrong = failures(whole, *host, intervals, scale, exact, dtype, slack=2**-8)
-        bad += [f"{mask}: {x}" for x in wrong]
+        largest = {x: y + 2**-8 for x, y in given.bounds.items()}
+        bad += [f"{mask}: {x}" for x in wrong_in(plan, found, given.exact, largest)]
     if not graphs.launched:
         bad.append("nothing was launched")
     assert_all(comm, not bad, "; ".join(bad))

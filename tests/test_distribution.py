@@ -83,25 +83,6 @@ def test_zigzag_balance_is_exact_where_chunks_are_equal(grid):
     assert last > 5 * first  # the test can tell
 
 
-@pytest.mark.parametrize("args", [("no such", 4, 2), ("zigzag", -1, 2), ("zigzag", 4, 0)])
-def test_refuses(args):
-    with pytest.raises(ValueError, match=str(args[0] if args[0] == "no such" else args[1])):
-        Distribution(*args)
-
-
-@pytest.mark.parametrize(
-    "shards, group, near", [(4, 1, "3 or 6"), (8, 2, "3 or 6"), (2, 1, "1 or 3")]
-)
-def test_refuses_shards_that_are_no_triangle(shards, group, near):
-    with pytest.raises(ValueError, match=f"{near}, got {shards // group}"):
-        Distribution("triangle", 10, shards, group)
-
-
-def test_refuses_a_shard_that_is_not_there():
-    with pytest.raises(ValueError, match="shard 3"):
-        Distribution("striped", 10, 3).tokens(3)
-
-
 @pytest.mark.parametrize("name", FORMULAS)
 def test_narrow_integers_do_not_overflow(name):
     shards = 3 if name == "triangle" else 4

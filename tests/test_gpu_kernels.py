@@ -12,12 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dense import bounds
+from blocks import Block
 from helpers import DEEPER, distance, launch
-from test_kernels import TENSORS, dense, plain, random_intervals, tensors
 
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
-from a2d_mpi.masks.intervals import Intervals
+from a2d_mpi.devices.host import HOST
 
 SHAPES = {
     "emulated": [(1, 1, 1, 1, 5), (3, 70, 4, 2, 40), (75, 34, 2, 1, 32)],
@@ -27,79 +26,47 @@ SHAPES = {
 }
 
 
-def plain_kernel(cupy, dtype, scale):
+def plain_kernel(cupy, block):
+    """Return the plain kernel for a block of `blocks.Block`."""
     from a2d_mpi.devices.cuda import Cuda
     from a2d_mpi.kernels.cupy import CupyKernel
 
-    return CupyKernel(Cuda.current(), dtype, scale)
+    kernel = CupyKernel(Cuda.current(), block.dtype, block.scale)
+    kernel.logit_softcap = block.cap
+    return kernel
 
 
-def run(cupy, kernel, q, k, v, dout, intervals, exact, wide=True, fresh=False):
-    """Return all results; the backward pass gets the statistics of `exact`, in float64."""
-    intervals = Intervals.of(intervals)  # they keep what queued launches read, as those of plans
-    compute = compute_dtype(q.dtype)
-    dtype = compute if wide else q.dtype
-    on_gpu = [cupy.asarray(x) for x in (dout, q, k, v)]
-    results = [cupy.asarray(np.full(x.shape, 7, dtype)) for x in (q, q, k, v)]
-    out, *gradients = results
-    lse = cupy.asarray(np.full(q.shape[:2], 7, compute))
-    kernel.forward(*on_gpu[1:], intervals, out, lse)
-    delta = (dout.astype(np.float64) * exact["out"]).sum(-1)
-    statistics = [cupy.asarray(x.astype(compute)) for x in (exact["lse"], delta)]
-    kernel.backward(*on_gpu, *statistics, intervals, *gradients, fresh=fresh)
-    found = dict(zip(TENSORS, map(cupy.asnumpy, (out, lse, *gradients))))
-    if not fresh:
-        found |= {x: found[x] - 7 for x in ("dq", "dk", "dv")}
-    return found
-
-
-def failures(found, q, k, v, dout, intervals, scale, exact, products=None, slack=None):
-    """Describe results that are out of the bounds for `q.dtype`.
-
-    `exact` are the plain ones in float64.
-    """
-    given = (q, k, v, dout), dense(intervals, len(k)), scale, None, None, exact, q.dtype
-    largest = bounds(*given, products=products)
-    # Results were added to 7.
-    slack = 7 * float(np.finfo(compute_dtype(q.dtype)).eps) if slack is None else slack
-    found = {x: distance(y, exact[x]) for x, y in found.items()}
-    return [(x, found[x], largest[x]) for x in found if not found[x] <= largest[x] + slack]
-
-
-def make(shape, dtype, size=1.0, seed=0):
-    return [x.astype(dtype) for x in tensors(*shape, np.float32, np.float32(size), seed)]
+def failures(cupy, kernel, block, poisoned=False, slack=0, ways=((True, False), (False, True))):
+    """Return what is out of bounds in results that are wide or not, and fresh or added to 7."""
+    bad, given = [], block.poisoned() if poisoned else None
+    for wide, fresh in ways:
+        found = block.run(kernel, given, cupy, wide, fresh)
+        eps = 0 if fresh else float(np.finfo(compute_dtype(block.dtype)).eps)
+        bad += [(wide, fresh, x) for x in block.wrong(found, slack + 7 * eps)]
+    return bad
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["full", "causal", "one", "two"])
 def test_plain_kernel(cupy, dtype, kind):
+    """With and without a soft-cap; a kernel without the cap fails."""
     bad = []
     for shape in SHAPES[cupy.kind]:
-        q, k, v, dout = make(shape, DTYPES[dtype])
-        scale = shape[-1] ** -0.5
-        intervals = random_intervals(np.random.default_rng(1), *shape[:2], kind)
-        exact = plain(q, k, v, dout, intervals, scale, np.float64)
-        kernel = plain_kernel(cupy, DTYPES[dtype], scale)
-        for wide, fresh in ((True, False), (False, True)):
-            found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide, fresh)
-            wrong = failures(found, q, k, v, dout, intervals, scale, exact)
-            bad += [(shape, wide, x) for x in wrong]
+        cap = 5.0 if shape[-1] in (32, 128) else None
+        block = Block(shape, dtype, kind, cap=cap, size=3.0 if cap else 1.0)
+        kernel = plain_kernel(cupy, block)
+        bad += [(shape, x) for x in failures(cupy, kernel, block, poisoned=True)]
+        kernel.logit_softcap = None
+        if cap and not failures(cupy, kernel, block):
+            bad.append((shape, "no cap passed"))
     assert not bad
 
 
 def test_huge_logits_and_padding(cupy):
-    q, k, v, dout = make((40, 50, 2, 2, 16), np.dtype(np.float32), 2500.0)
     intervals = ((np.full(40, 10), 10 + np.arange(40)),)  # the first query sees nothing
-    exact = plain(q, k, v, dout, intervals, 0.25, np.float64)
-    for x in (q, dout):
-        x[0] = np.nan
-    for x in (k, v):
-        x[:10] = np.nan
-    kernel = plain_kernel(cupy, q.dtype, 0.25)
-    found = run(cupy, kernel, q, k, v, dout, intervals, exact, fresh=True)
-    for x in (q, k, v, dout):
-        x[np.isnan(x)] = 0
-    assert not failures(found, q, k, v, dout, intervals, 0.25, exact)
+    block = Block((40, 50, 2, 2, 16), "float32", intervals, 0.25, size=2500.0)
+    kernel = plain_kernel(cupy, block)
+    assert not failures(cupy, kernel, block, poisoned=True, ways=[(True, True)])
 
 
 def compiler_log(*options):
@@ -172,14 +139,10 @@ import sys
 
 sys.path[:0] = [{str(here)!r}, {str(here / "emulated")!r}]
 import cupy
-import numpy as np
 import test_gpu_kernels as t
 
-cupy.kind = "emulated"
-q, k, v, dout = t.make((37, 45, 2, 1, 40), np.dtype(np.float32))
-seen = t.random_intervals(np.random.default_rng(1), 37, 45, "two")
-exact = t.plain(q, k, v, dout, seen, 0.2, np.float64)
-found = t.run(cupy, t.plain_kernel(cupy, q.dtype, 0.2), q, k, v, dout, seen, exact)
+block = t.Block((37, 45, 2, 1, 40), "float32", "two", 0.2)
+found = block.run(t.plain_kernel(cupy, block), device=cupy)
 print(b"".join(x.tobytes() for x in found.values()).hex())
 """
     for order in ("forwards", "backwards"):
@@ -207,6 +170,51 @@ def test_sums_of_three_at_once(cupy, wide):
         device.put_all(copies)
         for (found, _, _), right in zip(copies, expected):
             np.testing.assert_allclose(device.download(found), right, 2e-3, 2e-3)
+
+
+def statistics(dtype):
+    """Return out, lse, delta and sinks for ordinary, huge and masked rows."""
+    rng = np.random.default_rng(0)
+    lse = np.repeat(np.array([-np.inf, -3e3, 0.1, 4001.5, 9e4])[:, None], 4, 1)
+    out = rng.standard_normal((5, 4, 6)) * (lse > -np.inf)[..., None]
+    delta = rng.standard_normal((5, 4)) * (lse > -np.inf)
+    sink = np.array([-np.inf, -50.0, 0.3, 4000.0])
+    return [x.astype(dtype) for x in (out, lse, delta, sink)]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_statistics_of_devices(cupy, dtype):
+    """Sinks, and gradients of lse, which masked rows ignore, equal their formulas."""
+    from a2d_mpi.devices.cuda import Cuda
+
+    for device in (HOST, Cuda.current()):
+        given = statistics(dtype)
+        out, lse, delta, sink = (device.upload(x.copy()) for x in given)
+        device.add_sink(out, lse, sink)
+        gradient = device.sink_gradient(lse, delta, sink)
+        assert device.download(device.sink_gradient(lse[:0], delta[:0], sink)).tolist() == [0] * 4
+        assert_sinks(*map(device.download, (out, lse, gradient)), *given)
+        rng = np.random.default_rng(1)
+        delta, dlse, lse = (rng.standard_normal((37, 5)).astype(dtype) for _ in range(3))
+        lse[3], lse[9, 2] = -np.inf, -np.inf
+        dlse[np.isneginf(lse)] = np.nan
+        found = device.upload(delta.copy())
+        device.subtract(found, *map(device.upload, (dlse, lse)))
+        exact = np.where(np.isneginf(lse), delta, delta - dlse)
+        assert np.array_equal(device.download(found), exact)
+
+
+def assert_sinks(out, lse, gradient, old_out, old_lse, delta, sink):
+    old_out, old_lse, sink = (x.astype(float) for x in (old_out, old_lse, sink))
+    with np.errstate(over="ignore", invalid="ignore"):
+        weight = np.nan_to_num(1 / (1 + np.exp(sink - old_lse)))  # inf - inf: NaN
+    eps = np.finfo(lse.dtype).eps
+    assert distance(lse, np.logaddexp(old_lse, sink)) <= eps * 9e4
+    assert distance(out, old_out * weight[..., None]) <= 4 * eps * np.abs(old_out).max()
+    shown = lse.astype(float)
+    p = np.exp(sink - np.where(np.isneginf(shown), np.inf, shown))
+    assert distance(gradient, -(p * delta).sum(0)) <= 20 * eps
+    assert np.isfinite(gradient).all() and np.isneginf(lse[0, 0]) and lse[0, 2] == sink[2]
 
 
 def test_views_at_odd_addresses_are_copied(cupy):

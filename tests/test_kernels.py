@@ -1,11 +1,12 @@
 """The NumPy kernel against the float64 reference."""
 
+from copy import copy
 from functools import cache
 
 import numpy as np
 import pytest
-from dense import bounds, out_of_bounds
-from dense import plain as results
+from blocks import Block, random_intervals
+from dense import plain
 from helpers import deeper, distance
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,182 +21,111 @@ from a2d_mpi.kernels.blocks import Blocker
 from a2d_mpi.kernels.numpy import NumpyKernel
 from a2d_mpi.masks.mask import Causal, Full, IntervalMask
 
-TENSORS = ("out", "lse", "dq", "dk", "dv")
-KINDS = [("numpy", np.float32), ("numba", np.float32), ("numpy", np.float64)]
-
-
-def dense(intervals, nk):
-    keys = np.arange(nk)
-    return sum((keys >= b[:, None]) & (keys < e[:, None]) for b, e in intervals).astype(bool)
-
-
-def run(kernel, q, k, v, dout, intervals, exact, **options):
-    """Return all results of a block; the backward pass gets the statistics of `exact`."""
-    out, lse = np.empty_like(q), np.empty(q.shape[:2], q.dtype)
-    kernel.forward(q, k, v, intervals, out, lse, **options)
-    delta = (dout * exact["out"]).sum(-1).astype(q.dtype)
-    gradients = [np.zeros_like(x) for x in (q, k, v)]
-    exact_lse = exact["lse"].astype(q.dtype)
-    kernel.backward(dout, q, k, v, exact_lse, delta, intervals, *gradients, **options)
-    return dict(zip(TENSORS, (out, lse, *gradients)))
-
-
-def plain(q, k, v, dout, intervals, scale, dtype):
-    return results((q, k, v, dout), dense(intervals, len(k)), scale, dtype=dtype)
-
-
-def failures(found, q, k, v, dout, intervals, scale, exact):
-    """Return the names of results that are out of bounds."""
-    inputs, visible = (q, k, v, dout), dense(intervals, len(k))
-    return out_of_bounds(found, exact, bounds(inputs, visible, scale, None, None, exact, q.dtype))
-
-
-def tensors(nq, nk, nheads, nheads_kv, d, dtype, size=1.0, seed=0):
-    rng = np.random.default_rng(seed)
-    q, dout = (rng.standard_normal((nq, nheads, d)).astype(dtype) for _ in range(2))
-    k, v = (rng.standard_normal((nk, nheads_kv, d)).astype(dtype) for _ in range(2))
-    return q * dtype(size), k, v, dout
-
-
-def random_intervals(rng, nq, nk, kind):
-    if kind == "full":
-        return ((np.zeros(nq, int), np.full(nq, nk)),)
-    if kind == "causal":
-        return ((np.zeros(nq, int), np.minimum(np.arange(nq) + 1, nk)),)
-    begin = rng.integers(0, nk + 1, nq)
-    end = np.maximum(begin, rng.integers(0, nk + 1, nq))
-    if kind == "one":
-        return ((begin, end),)
-    return ((begin, end), (end, np.minimum(end + 5, nk)))
+CAP = {"logit_softcap": 30.0}
+KINDS = [("numpy", "float32"), ("numba", "float32"), ("numpy", "float64")]
+# Heads, KV heads, headdim, perhaps another headdim of v; size of q, so logits to 10, 500, 3e4;
+# soft-caps below and above the largest logit whose exponential needs no shift.
+PLAIN = [
+    ((4, 1, 32), 40.0, None), ((3, 3, 192, 128), 1.0, None), ((2, 2, 8), 1.0, 1.5),
+    ((4, 2, 8), 2500.0, 500.0),
+]  # fmt: skip
+DEEP = [
+    ((2, 2, 7), 1.0, None), ((2, 2, 7), 2500.0, None), ((4, 1, 32), 2500.0, None),
+    ((4, 2, 8), 40.0, 30.0), ((4, 2, 8), 1.0, 500.0), ((6, 1, 576, 512), 1.0, None),
+    ((3, 3, 16, 40), 40.0, None),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, dtype", KINDS)
 @pytest.mark.parametrize("kind", ["full", "causal", "one", "two"])
-@pytest.mark.parametrize("size", deeper([1.0, 40.0, 2500.0], [40.0]))  # logits to 10, 500, 3e4
-@pytest.mark.parametrize("heads", deeper([(2, 2, 7), (4, 1, 32)], [(4, 1, 32)]))
-@pytest.mark.parametrize("shape", [(1, 1), (3, 700), (600, 5), (601, 1100)])
-def test_kernel(name, dtype, kind, size, heads, shape):
-    q, k, v, dout = tensors(*shape, *heads, dtype, size)
-    scale = heads[2] ** -0.5
-    intervals = random_intervals(np.random.default_rng(1), *shape, kind)
-    exact = plain(q, k, v, dout, intervals, scale, np.float64)
-    kernel = make_kernel(name, HOST, np.dtype(dtype), scale)
+@pytest.mark.parametrize("case", deeper(PLAIN + DEEP, PLAIN), ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 700), (600, 5), (310, 1100)], ids=str)
+def test_kernel(name, dtype, kind, case, shape):
+    """Results are right, masked rows are silent, and what nobody sees may be NaN."""
+    heads, size, cap = case
+    block = Block((*shape, *heads), dtype, kind, cap=cap, size=size)
+    options = {"logit_softcap": cap} if cap else {}
+    if len(heads) > 3:
+        options["widths"] = heads[2:]
+    kernel = make_kernel(name, HOST, np.dtype(dtype), block.scale, **options)
     assert kernel.name == name
-    found = run(kernel, q, k, v, dout, intervals, exact)
-    assert not failures(found, q, k, v, dout, intervals, scale, exact)
+    found = block.run(kernel)
+    assert not block.wrong(found)
+    masked, unseen = ~block.visible.any(1), ~block.visible.any(0)
+    assert not found["out"][masked].any() and np.isneginf(found["lse"][masked]).all()
+    assert not found["dq"][masked].any() and not found["dk"][unseen].any()
+    padded = block.run(kernel, block.poisoned())
+    assert all(np.array_equal(x, padded[y]) for y, x in found.items())
+    # The way that takes logits of any size, and results that are not added to what was there.
+    kernel._bounded = lambda *_: False
+    assert not block.wrong(block.run(kernel, fresh=True))
 
 
 @settings(max_examples=60)
 @given(
     st.integers(0, 40), st.integers(0, 60), st.integers(1, 3), st.integers(1, 3),
     st.sampled_from(["full", "causal", "one", "two"]), st.sampled_from([0.1, 30.0]),
-    st.integers(1, 20), st.integers(1, 40), st.integers(0, 99),
+    st.sampled_from([None, 5.0]), st.integers(1, 20), st.integers(1, 40), st.integers(0, 99),
 )  # fmt: skip
-def test_kernel_with_any_blocks(nq, nk, group, nheads_kv, kind, size, block_q, block_k, seed):
-    q, k, v, dout = tensors(nq, nk, group * nheads_kv, nheads_kv, 4, np.float64, size, seed)
-    intervals = random_intervals(np.random.default_rng(seed), nq, nk, kind)
-    kernel = NumpyKernel(np.float64, 0.5, block_q=block_q, block_k=block_k)
-    exact = plain(q, k, v, dout, intervals, 0.5, np.float64)
-    found = run(kernel, q, k, v, dout, intervals, exact)
-    assert not failures(found, q, k, v, dout, intervals, 0.5, exact)
+def test_any_blocks(nq, nk, group, nheads_kv, kind, size, cap, block_q, block_k, seed):
+    """One kernel object serves all shapes."""
+    kernel = NumpyKernel(np.float64, 0.5, None, block_q, block_k, logit_softcap=cap)
+    for shape in ((nq, nk), (nk, nq)):
+        sizes = (*shape, group * nheads_kv, nheads_kv, 4)
+        intervals = random_intervals(*shape, kind, seed)
+        block = Block(sizes, "float64", intervals, 0.5, cap, size, seed)
+        assert not block.wrong(block.run(kernel))
 
 
-def test_one_kernel_object_serves_all_shapes():
-    kernel = NumpyKernel(np.float64, 0.5, block_q=8, block_k=16)
-    for nq, nk in ((30, 50), (3, 2), (0, 5), (40, 60), (5, 0)):
-        q, k, v, dout = tensors(nq, nk, 2, 1, 4, np.float64)
-        intervals = random_intervals(np.random.default_rng(0), nq, nk, "one")
-        exact = plain(q, k, v, dout, intervals, 0.5, np.float64)
-        found = run(kernel, q, k, v, dout, intervals, exact)
-        assert not failures(found, q, k, v, dout, intervals, 0.5, exact)
+def of_rows(q, k, size):
+    q[..., 0], k[..., 0] = 100, size / 100
 
 
-@pytest.mark.parametrize("name", ["numpy", "numba"])
-def test_both_ways_of_taking_the_exponential_agree(name):
-    q, k, v, dout = tensors(300, 600, 2, 2, 16, np.float32)
-    intervals = random_intervals(np.random.default_rng(0), 300, 600, "one")
-    bounded, general = (make_kernel(name, HOST, np.dtype("f4"), 0.25) for _ in range(2))
-    general._bounded = lambda *_: False
-    assert bounded._bounded(q, k, v, None, None)
-    exact = plain(q, k, v, dout, intervals, 0.25, np.float64)
-    for kernel in (bounded, general):
-        found = run(kernel, q, k, v, dout, intervals, exact)
-        assert not failures(found, q, k, v, dout, intervals, 0.25, exact)
+def rising(q, k):
+    q[..., 0], k[..., 0] = 1, np.linspace(-400, 400, len(k))[:, None]
 
 
-@pytest.mark.parametrize("offset", [-9e3, 9e3])
-def test_rows_far_from_zero(offset):
-    """Logits of a row may be far from zero; a shift of 0 would lose or overflow them."""
-    q, k, v, dout = tensors(50, 80, 1, 1, 4, np.float64)
-    q[..., 0], k[..., 0] = 100, offset / 100
-    intervals = random_intervals(np.random.default_rng(0), 50, 80, "causal")
-    exact = plain(q, k, v, dout, intervals, 1.0, np.float64)
-    found = run(NumpyKernel(np.float64, 1.0, None, 8, 16), q, k, v, dout, intervals, exact)
-    assert not failures(found, q, k, v, dout, intervals, 1.0, exact)
-    assert np.isfinite(found["lse"]).all()
-
-
-def test_rising_maximum():
-    """Each block of keys has larger logits than before, so the shift must rise."""
-    q, k, v, dout = tensors(20, 200, 1, 1, 4, np.float64, 0.1)
-    q[..., 0], k[..., 0] = 1, np.linspace(-400, 400, 200)[:, None]
-    intervals = random_intervals(np.random.default_rng(0), 20, 200, "full")
-    exact = plain(q, k, v, dout, intervals, 1.0, np.float64)
-    found = run(NumpyKernel(np.float64, 1.0, None, 8, 16), q, k, v, dout, intervals, exact)
-    assert not failures(found, q, k, v, dout, intervals, 1.0, exact)
-
-
-@pytest.mark.parametrize("name, dtype", KINDS)
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
-def test_inputs_may_be_read_only(name, dtype, heads):
-    q, k, v, dout = tensors(20, 30, *heads, 4, dtype)
-    intervals = random_intervals(np.random.default_rng(0), 20, 30, "one")
-    exact = plain(q, k, v, dout, intervals, 0.5, np.float64)
-    for x in (q, k, v, dout):
-        x.flags.writeable = False
-    found = run(make_kernel(name, HOST, np.dtype(dtype), 0.5), q, k, v, dout, intervals, exact)
-    assert not failures(found, q, k, v, dout, intervals, 0.5, exact)
+@pytest.mark.parametrize("kind, change", [
+    ("causal", lambda q, k, *_: of_rows(q, k, -9e3)),
+    ("causal", lambda q, k, *_: of_rows(q, k, 9e3)),
+    ("full", lambda q, k, *_: rising(q, k)),
+])  # fmt: skip
+def test_rows_far_from_zero(kind, change):
+    """Without a shift they are lost or overflow; the shift rises with every block of keys."""
+    block = Block((50, 200, 1, 1, 4), "float64", kind, 1.0, size=0.1, change=change)
+    found = block.run(NumpyKernel(np.float64, 1.0, None, 8, 16))
+    assert not block.wrong(found) and np.isfinite(found["lse"]).all()
 
 
 @pytest.mark.parametrize("name", ["numpy", "numba"])
-def test_queries_that_see_nothing(name):
-    q, k, v, dout = tensors(6, 9, 2, 2, 4, np.float32)
-    intervals = ((np.array([0, 3, 9, 0, 5, 2]), np.array([0, 3, 9, 9, 6, 2])),)
-    exact = plain(q, k, v, dout, intervals, 0.5, np.float64)
-    found = run(make_kernel(name, HOST, np.dtype("f4"), 0.5), q, k, v, dout, intervals, exact)
-    masked = [0, 1, 2, 5]
-    assert (found["out"][masked] == 0).all() and np.isneginf(found["lse"][masked]).all()
-    assert (found["dq"][masked] == 0).all()
-    assert not failures(found, q, k, v, dout, intervals, 0.5, exact)
-
-
-@pytest.mark.parametrize("name", ["numpy", "numba"])
-def test_nan_is_not_hidden(name):
-    q, k, v, _ = tensors(6, 9, 1, 1, 4, np.float32)
-    k[5] = np.nan
-    out, lse = np.empty_like(q), np.empty((6, 1), np.float32)
-    intervals = Causal().intervals(np.arange(6), np.arange(9))
-    make_kernel(name, HOST, np.dtype("f4"), 0.5).forward(q, k, v, intervals, out, lse)
-    assert np.isnan(out[5]).all() and np.isnan(lse[5]).all()
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("careful", [False, True])
+def test_nan_is_not_hidden(name, cap, careful):
+    """A NaN in a key that some queries see; a careful kernel keeps it from all others."""
+    block = Block((30, 40, 1, 1, 8), "float32", "causal", 0.3, cap)
+    q, k, v, dout = (x.copy() for x in block.inputs)
+    k[20], v[20] = np.nan, np.nan
+    kernel = make_kernel(name, HOST, np.dtype("f4"), 0.3, logit_softcap=cap)
+    assert kernel._bounded(*block.inputs[:3], None, None)
+    found = block.run(kernel, (q, k, v, dout), careful=careful)
+    assert np.isnan(found["out"][20:]).all() and np.isnan(found["lse"][20:]).all()
+    for x in ("out", "lse", "dq"):
+        assert not careful or distance(found[x][:20], block.exact[x][:20]) < 1e-5, x
 
 
 def test_blocks_over_parts_of_the_keys_merge_to_the_whole():
-    q, k, v, dout = tensors(40, 100, 2, 1, 8, np.float64, 3.0)
-    mask, kernel = Full(), NumpyKernel(np.float64, 0.35)
-    parts = np.array_split(np.arange(100), 7)
+    block, kernel = Block((40, 100, 2, 1, 8), "float64", "full", 0.35), NumpyKernel("f8", 0.35)
+    q, k, v, _ = block.inputs
     out, lse, rest = np.zeros_like(q), np.full((40, 2), -np.inf), np.zeros((40, 2))
-    for part in parts:
+    for part in np.array_split(np.arange(100), 7):
         o, s = np.empty_like(q), np.empty((40, 2))
-        kernel.forward(q, k[part], v[part], mask.intervals(np.arange(40), part), o, s)
+        kernel.forward(q, k[part], v[part], Full().intervals(np.arange(40), part), o, s)
         merge(out, lse, rest, o, s)
-    intervals = mask.intervals(np.arange(40), np.arange(100))
-    exact = plain(q, k, v, dout, intervals, 0.35, np.float64)
-    assert distance(out, exact["out"]) < 1e-13 and distance(lse, exact["lse"]) < 1e-13
+    assert distance(out, block.exact["out"]) < 1e-13 and distance(lse, block.exact["lse"]) < 1e-13
 
 
 def test_polls_between_blocks():
-    polls = []
-    q, k, v, _ = tensors(64, 64, 1, 1, 4, np.float32)
+    polls, (q, k, v, _) = [], np.ones((4, 64, 1, 4), np.float32)
     kernel = NumpyKernel(np.float32, 0.5, lambda: polls.append(1), block_q=16, block_k=32)
     intervals = Full().intervals(np.arange(64), np.arange(64))
     kernel.forward(q, k, v, intervals, np.empty_like(q), np.empty((64, 1), np.float32))
@@ -264,7 +194,8 @@ def in_blocks(dtype, parts):
     float32 computation.
     """
     kept, n, d = DTYPES[dtype], 512, 32
-    q, k, v, dout = (x.astype(kept).astype(np.float32) for x in tensors(n, n, 2, 2, d, np.float32))
+    block = Block((n, n, 2, 2, d), dtype, "causal")
+    q, k, v, dout = (x.astype(np.float32) for x in block.inputs)
     mask, tokens, kernel = Causal(), np.arange(n), NumpyKernel(np.float32, d**-0.5)
     pieces = np.array_split(tokens, parts)
     out, lse = np.zeros_like(q), np.full((n, 2), -np.inf, np.float32)
@@ -294,11 +225,9 @@ def in_blocks(dtype, parts):
             for totals in gradients.values():
                 for total, part, where in zip(totals, some, (rows, keys, keys)):
                     total[where] += part.astype(total.dtype)
-    intervals = mask.intervals(tokens, tokens)
-    exact = plain(q, k, v, dout, intervals, d**-0.5, np.float64)
-    single = plain(q, k, v, dout, intervals, d**-0.5, np.float32)
+    single = plain(block.inputs, block.visible, d**-0.5, dtype=np.float32)
     found = {x: {"out": out, **dict(zip(("dq", "dk", "dv"), gradients[x]))} for x in sums}
-    return found, exact, single
+    return found, block.exact, single
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -323,69 +252,74 @@ def test_partials_of_low_precision(dtype, parts, sums):
         assert worst > 2
 
 
-@pytest.mark.parametrize("wrong", ["one key too many", "one key too few", "scale", "float16 out"])
-def test_the_bounds_can_tell(wrong):
+WRONG = {  # what is out of bounds
+    "one key too many": "out lse dq dk", "one key too few": "out lse dq dk",
+    "scale": "out lse dq dk", "float16 out": "out", "no cap": "out lse dq dk",
+    "another cap": "out lse dq dk", "after the scale of k": "out lse dq dk",
+    "no slope": "dq dk", "rolled v": "out dq dk",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_bounds_can_tell(wrong, monkeypatch):
     """Wrong results are out of bounds."""
-    q, k, v, dout = tensors(300, 300, 2, 2, 32, np.float32)
-    right = Causal().intervals(np.arange(300), np.arange(300))
-    (begin, end), scale = right[0], 32**-0.5
-    exact = plain(q, k, v, dout, right, scale, np.float64)
+    cap = 2.0 if "cap" in wrong or wrong in ("after the scale of k", "no slope") else None
+    right = Block((300, 300, 2, 2, 32), "float32", "causal", cap=cap)
+    begin, end = right.intervals[0]
     shown = {"one key too many": np.minimum(end + 1, 300), "one key too few": end - 1}
-    kernel = NumpyKernel(np.float32, scale * (1.001 if wrong == "scale" else 1))
-    found = run(kernel, q, k, v, dout, ((begin, shown.get(wrong, end)),), exact)
+    caps = {"no cap": None, "another cap": 2.002, "after the scale of k": 2 * 32**0.5}
+    scale = right.scale * (1.001 if wrong == "scale" else 1)
+    kernel = NumpyKernel(np.float32, scale, logit_softcap=caps.get(wrong, cap))
+    if wrong == "no slope":
+        given = kernel._cap
+
+        def no_slope(s, slope=None):
+            given(s, slope)
+            if slope is not None:
+                slope[:] = 1
+
+        monkeypatch.setattr(kernel, "_cap", no_slope)
+    block = copy(right)
+    block.intervals = ((begin, shown.get(wrong, end)),)
+    if wrong == "rolled v":
+        block.inputs = [np.roll(x, i == 2, axis=-1) for i, x in enumerate(right.inputs)]
+    found = block.run(kernel)
     if wrong == "float16 out":
         found["out"] = found["out"].astype(np.float16)
-    bad = failures(found, q, k, v, dout, right, scale, exact)
-    names = {x.partition(":")[0] for x in bad}
-    assert names == {"out"} if wrong == "float16 out" else names >= {"out", "lse", "dq", "dk"}
+    bad = {x.partition(":")[0] for x in right.wrong(found)}
+    assert bad >= {*WRONG[wrong].split()} and (bad == {"out"} or wrong != "float16 out")
 
 
-def test_unknown_kernel():
-    with pytest.raises(ValueError, match="'fast'"):
-        make_kernel("fast", HOST, np.dtype("float32"), 1.0)
-    with pytest.raises(ValueError, match="'cupy' does not take NumPy arrays"):
-        make_kernel("cupy", HOST, np.dtype("float32"), 1.0)
-    with pytest.raises(ValueError, match="'cudnn' computes float16, bfloat16, got float32"):
-        make_kernel("cudnn", HOST, np.dtype("float32"), 1.0)
-    with pytest.raises(ValueError, match="computes float16, bfloat16, float32, got float64"):
-        make_kernel("numba", HOST, np.dtype("float64"), 1.0)
-
-
-@pytest.mark.parametrize("name, dtype", KINDS)
-def test_padding_may_hold_anything(name, dtype):
-    """NaN in masked rows and masked keys does not spread."""
-    q, k, v, dout = tensors(70, 90, 2, 1, 8, dtype)
-    begin, end = np.full(70, 10), 10 + np.arange(70)  # the first sees nothing
-    begin[[5, 64]] = end[[5, 64]]
-    intervals = ((begin, end),)
-    masked, unseen = np.array([0, 5, 64]), np.r_[:10, 79:90]
-    exact = plain(q, k, v, dout, intervals, 0.35, np.float64)
-    kernel = make_kernel(name, HOST, np.dtype(dtype), 0.35)
-    clean = run(kernel, q, k, v, dout, intervals, exact)
-    for x in (q, dout):
-        x[masked] = np.nan
-    for x in (k, v):
-        x[unseen] = np.nan
-    exact["out"][masked] = np.nan
-    found = run(kernel, q, k, v, dout, intervals, exact)
-    for tensor in TENSORS:
-        assert np.array_equal(found[tensor], clean[tensor]), tensor
-    assert (found["dk"][unseen] == 0).all() and (found["dq"][masked] == 0).all()
+@pytest.mark.parametrize("name, dtype, options, text", [
+    ("fast", "float32", {}, "'fast'"),
+    ("cupy", "float32", {}, "'cupy' does not take NumPy arrays"),
+    ("cudnn", "float32", {}, "'cudnn' computes float16, bfloat16, got float32"),
+    ("numba", "float64", {}, "computes float16, bfloat16, float32, got float64"),
+    ("cudnn", "bfloat16", CAP, "'cudnn' computes no soft-cap, got .* 30.0"),
+    ("cudnn-deterministic", "bfloat16", CAP, "'cudnn-deterministic' computes no soft-cap, got"),
+])  # fmt: skip
+def test_refused(name, dtype, options, text):
+    with pytest.raises(ValueError, match=text):
+        make_kernel(name, HOST, DTYPES[dtype], 1.0, **options)
+    if options:
+        assert make_kernel("auto", HOST, DTYPES[dtype], 1.0, **options).logit_softcap
 
 
 @pytest.mark.parametrize("name", ["numpy", "numba"])
 @pytest.mark.parametrize(("logit", "size"), [(-41, 1e-25), (41, -1e20)])
 def test_values_of_one_head_at_the_end_of_the_range(name, logit, size):
     """Tiny or huge values of one head stay in range."""
-    q, k, v, dout = tensors(20, 30, 2, 2, 4, np.float32, 0.01)
-    k *= np.float32(0.01)  # or norms would be too large for the shortcut
-    q[..., 0], k[..., 0] = 6.4, logit / 6.4
-    v[1:, 1] = np.abs(v[1:, 1]) * np.float32(size)
-    v[0, 1] = min(1, abs(size))  # the largest one is moderate where the others are huge
-    intervals = random_intervals(np.random.default_rng(0), 20, 30, "full")
-    exact = plain(q, k, v, dout, intervals, 1.0, np.float64)["out"]
-    found, lse = np.empty_like(q), np.empty((20, 2), np.float32)
+
+    def change(q, k, v, dout):
+        k *= 0.01  # or norms would be too large for the shortcut
+        q[..., 0], k[..., 0] = 6.4, logit / 6.4
+        v[1:, 1] = np.abs(v[1:, 1]) * size
+        v[0, 1] = min(1, abs(size))  # the largest one is moderate where the others are huge
+
+    block = Block((20, 30, 2, 2, 4), "float32", "full", 1.0, size=0.01, change=change)
+    found, lse = np.empty_like(block.inputs[0]), np.empty((20, 2), np.float32)
     kernel = make_kernel(name, HOST, np.dtype("f4"), 1.0)
-    kernel.forward(q, k, v, intervals, found, lse)
+    kernel.forward(*block.inputs[:3], block.intervals, found, lse)
     for head in (0, 1):
-        np.testing.assert_allclose(found[:, head], exact[:, head], 1e-4, 1e-5 * abs(size) ** head)
+        exact = block.exact["out"][:, head]
+        np.testing.assert_allclose(found[:, head], exact, 1e-4, 1e-5 * abs(size) ** head)

@@ -58,15 +58,6 @@ def test_intervals_are_the_definition_on_any_subset(case, data):
     assert np.array_equal(queries_per_key(intervals, len(k)), expected.sum(axis=0))
 
 
-def test_interval_mask_refuses():
-    with pytest.raises(ValueError, match=r"got \(3,\) and \(4,\)"):
-        IntervalMask(np.arange(3), np.arange(4))
-    with pytest.raises(ValueError, match="float64"):
-        IntervalMask(np.zeros(3), np.arange(3))
-    with pytest.raises(ValueError, match="of 3 queries, but the sequence has 5"):
-        IntervalMask(np.arange(3), np.arange(3)).check(5)
-
-
 def test_digest_tells_what_a_mask_shows():
     a, b = IntervalMask(np.arange(3), np.arange(3)), IntervalMask(np.arange(3), np.arange(1, 4))
     assert a.digest(3) != b.digest(3)
@@ -77,16 +68,12 @@ def test_digest_tells_what_a_mask_shows():
     assert IntervalMask(0 * tokens, tokens + 1).digest(70_000) == Causal().digest(70_000)
 
 
-def test_interval_mask_keeps_its_own_copy():
-    begin = np.zeros(3, int)
-    mask = IntervalMask(begin, begin + 3)
+def test_interval_masks_of_any_arrays():
+    """They keep a copy, and take large unsigned numbers."""
+    begin, end = np.zeros(3, np.uint64), np.full(3, np.iinfo(np.uint64).max)
+    mask = IntervalMask(begin, end)
     begin[:] = 2
     assert mask.area(np.arange(3), np.arange(3)) == 9
-
-
-def test_interval_mask_takes_large_unsigned_numbers():
-    end = np.full(3, np.iinfo(np.uint64).max)
-    assert IntervalMask(np.zeros(3, np.uint64), end).area(np.arange(3), np.arange(3)) == 9
 
 
 @st.composite
@@ -121,25 +108,6 @@ def test_several_intervals_a_query(case):
     # Visible keys count, not the number of intervals.
     assert mask.digest(nq, nk) == IntervalMask(begin[::-1], end[::-1]).digest(nq, nk)
     assert mask == IntervalMask(begin.tolist(), end) if nq else True
-
-
-def test_overlapping_intervals_are_refused():
-    with pytest.raises(
-        ValueError, match=r"intervals \[1, 5\] and \[4, 6\] of query 70001 overlap"
-    ):
-        begin = np.tile([[4], [1], [9]], 70_003)
-        end = begin + 2
-        begin[:, :70_001], end[1, 70_001] = 0, 5
-        end[:, :70_001] = 0  # many equal empty ones
-        IntervalMask(begin, end)
-    with pytest.raises(ValueError, match=r"got \(2, 3\) and \(3, 2\)"):
-        IntervalMask(np.zeros((2, 3), int), np.zeros((3, 2), int))
-    with pytest.raises(ValueError, match=r"got shape \(1, 1, 1\)"):
-        IntervalMask([[[1]]], [[[2]]])
-    with pytest.raises(ValueError, match="of 3 queries, but the sequence has 2"):
-        IntervalMask(np.zeros((2, 3), int), np.zeros((2, 3), int)).aligned(2, 5)
-    mask = IntervalMask(np.zeros((2, 3), int), np.zeros((2, 3), int))
-    assert mask.aligned(3, 5) is mask  # its intervals are of keys, however many
 
 
 def test_masks_of_a_users_own_are_not_mixed_up():
@@ -228,14 +196,6 @@ def test_masks_that_cannot_be_hashed():
             problem_of("attention2d", Layout(2, 2), AttentionConfig(9, 1, 8), mask)
 
 
-class HashOfNothing(Causal):
-    def __eq__(self, other):
-        return isinstance(other, HashOfNothing)
-
-    def __hash__(self):
-        return id(self)
-
-
 @pytest.mark.parametrize("others, text", [
     ({"area": lambda self, q, k: len(q) * len(k)}, "Own.area for 40 queries and 40 keys is 1600"),
     ({"dense": lambda self, q, k: k[None] < q[:, None]}, "Own.dense for 40 queries and"),
@@ -260,13 +220,5 @@ def test_check_mask():
     for name in PATTERNS:
         check_mask(make_mask(name, 60), 60)
     check_mask(Causal(), 40, 50)
-    with pytest.raises(
-        ValueError, match="HashOfNothing: a copy is equal to the mask, but its hash"
-    ):
-        check_mask(HashOfNothing(), 9)
-    with pytest.raises(ValueError, match="mask must be a Mask, got 'causal'"):
-        check_mask("causal", 9)
-    with pytest.raises(ValueError, match="takes 1 to 4096 tokens, got 0 queries and 0 keys"):
-        check_mask(Causal(), 0)
-    with pytest.raises(ValueError, match="of 3 queries, but the sequence has 5"):
-        check_mask(IntervalMask(np.arange(3), np.arange(3)), 5)
+    twice = IntervalMask(np.zeros((2, 3), int), np.zeros((2, 3), int))
+    assert twice.aligned(3, 5) is twice  # its intervals are of keys, however many

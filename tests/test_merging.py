@@ -1,10 +1,13 @@
-"""Merging of several calls by the user: values and gradients against float64."""
+"""Merging of partial results, in plans and by the user, against float64."""
 
 import numpy as np
 import pytest
 from cases import SIZE
 from dense import plain
 from helpers import assert_all, distance
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from a2d_mpi import (
     Attention2D,
@@ -14,6 +17,7 @@ from a2d_mpi import (
     merge,
 )
 from a2d_mpi.core.dtypes import DTYPES
+from a2d_mpi.core.merge import merge as merge_into
 
 PREFIX, OWN, HEADS, KV, D = 83, 30, 6, 2, 16
 GRID = {1: (1, 1), 4: (2, 2), 6: (2, 3)}.get(SIZE, (1, SIZE))
@@ -105,13 +109,7 @@ def test_on_a_gpu(cupy, dtype):
     for x, y in zip(outs, lses):
         x[6], y[6] = 0, -np.inf
     kept = [x.copy() for x in outs]
-    shift = np.where(np.arange(9)[:, None] == 6, 0, np.max(lses, axis=0))
-    weights = np.exp(np.array(lses, float) - shift)  # (parts, tokens, heads)
-    total = weights.sum(0)
-    exact = (weights[..., None] * np.array(outs, float)).sum(0)
-    exact /= np.where(total, total, 1)[..., None]
-    with np.errstate(divide="ignore"):
-        exact_lse = np.log(total) + shift
+    exact, exact_lse = exact_of(*zip(outs, lses))
     half = 2.0**-8 if dtype == "bfloat16" else 1e-6
     host = merge(list(zip(outs, lses)))
     gpu = merge([(cupy.asarray(x), cupy.asarray(y)) for x, y in zip(outs, lses)])
@@ -133,3 +131,90 @@ def test_bad_parts():
     ):
         with pytest.raises(ValueError, match=text):
             merge(parts)
+
+
+# Merges of two partial results, as plans do them.
+
+ROWS = 4, 2
+lses = hnp.arrays(
+    np.float32,
+    ROWS,
+    elements=st.one_of(st.just(-np.inf), st.floats(-1e4, 1e4, width=32)),
+)
+outs = hnp.arrays(np.float32, (*ROWS, 3), elements=st.floats(-8, 8, width=32))
+
+
+def merged(*partials):
+    (out, lse), *others = [(o.copy(), s.copy()) for o, s in partials]
+    rest = np.zeros_like(lse)
+    for o, s in others:
+        merge_into(out, lse, rest, o, s)
+    return out, lse
+
+
+def partial(out, lse):
+    # A partial result that saw nothing has out 0.
+    return np.where(np.isneginf(lse)[..., None], 0, out).astype(out.dtype), lse
+
+
+def exact_of(*partials):
+    """Merge by the definition in float64, without a shift per pair."""
+    lse = np.stack([s for _, s in partials]).astype(float)
+    shift = lse.max(axis=0)
+    shift[np.isneginf(shift)] = 0
+    weights = np.exp(lse - shift)
+    total = weights.sum(axis=0)
+    out = sum(w[..., None] * o for w, (o, _) in zip(weights, partials))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(total[..., None] > 0, out / total[..., None], 0), np.log(total) + shift
+
+
+@given(outs, lses, outs, lses, outs, lses)
+def test_merge_is_the_softmax_of_all_keys(a, la, b, lb, c, lc):
+    parts = [partial(a, la), partial(b, lb), partial(c, lc)]
+    out, lse = merged(*parts)
+    right = merged(parts[0], merged(*parts[1:]))
+    expected_out, expected_lse = exact_of(*parts)
+    for o, s in ((out, lse), right):
+        assert np.array_equal(np.isneginf(s), np.isneginf(expected_lse))
+        seen = ~np.isneginf(s)
+        # lse is rounded to float32: its own size times eps, and what that makes of the weights.
+        slack = 4 * np.finfo(np.float32).eps * (1 + np.abs(expected_lse[seen]))
+        assert (np.abs(s[seen] - expected_lse[seen]) <= slack).all()
+        assert (np.abs(o - expected_out).max(axis=-1)[seen] <= 16 * slack).all()
+        assert (o[~seen] == 0).all()
+
+
+@given(outs, lses)
+def test_identity(a, la):
+    a, la = partial(a, la)
+    nothing = np.zeros_like(a), np.full_like(la, -np.inf)
+    for out, lse in (merged((a, la), nothing), merged(nothing, (a, la))):
+        assert np.array_equal(out, a)
+        assert np.array_equal(lse, la)
+
+
+def test_huge_logits_do_not_overflow():
+    ones = np.ones((1, 1, 2), np.float32)
+    high, low = (np.full((1, 1), x, np.float32) for x in (1e4, -1e4))
+    out, lse = merged((ones, high), (3 * ones, low))
+    assert out.tolist() == [[[1, 1]]] and lse.tolist() == [[1e4]]
+    out, lse = merged((ones, low), (3 * ones, low))
+    assert out.tolist() == [[[2, 2]]] and lse[0, 0] == pytest.approx(-1e4 + np.log(2))
+
+
+def test_nan_is_not_hidden():
+    ones, zero = np.ones((1, 1, 1)), np.zeros((1, 1))
+    out, lse = merged((ones, zero), (ones, zero * np.nan))
+    assert np.isnan(out).all() and np.isnan(lse).all()
+
+
+def test_lse_does_not_get_worse_with_the_number_of_merges():
+    rng = np.random.default_rng(0)
+    parts = [
+        (np.zeros((50, 4, 1), np.float32), rng.standard_normal((50, 4)).astype(np.float32))
+        for _ in range(500)
+    ]
+    _, lse = merged(*parts)
+    true = np.log(sum(np.exp(s.astype(float)) for _, s in parts))
+    assert np.abs(lse - true).max() <= np.spacing(np.float32(true.max())) / 2 * 1.01

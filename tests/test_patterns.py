@@ -1,6 +1,7 @@
 """Every mask against its definition, written again as conditions on i and j."""
 
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,10 +20,14 @@ from a2d_mpi import (
     PrefixLMDocuments,
     SharedQuestion,
     SlidingWindow,
+    check_mask,
     make_mask,
 )
 from a2d_mpi.masks.longca import documents, long_documents
+from a2d_mpi.masks.mask import IntervalMask
 from a2d_mpi.masks.patterns import PATTERNS, parse_mask, split_masks
+from a2d_mpi.sharding.balance import balanced
+from a2d_mpi.sharding.distribution import Distribution
 
 sizes = st.integers(0, 12)
 
@@ -293,9 +298,50 @@ def test_equal_masks_are_equal_keys():
         same[0].cu_seqlens[1] = 7
 
 
+class HashOfNothing(Causal):
+    def __eq__(self, other):
+        return isinstance(other, HashOfNothing)
+
+    def __hash__(self):
+        return id(self)
+
+
+def overlapping():
+    begin = np.tile([[4], [1], [9]], 70_003)
+    end = begin + 2
+    begin[:, :70_001], end[1, 70_001] = 0, 5
+    end[:, :70_001] = 0  # many equal empty ones
+    return IntervalMask(begin, end)
+
+
+EMPTY = np.zeros((2, 3), int)
+THREE = IntervalMask(np.arange(3), np.arange(3))
+
+
 @pytest.mark.parametrize(
     "make, text",
     [
+        (lambda: IntervalMask(np.arange(3), np.arange(4)), "got (3,) and (4,)"),
+        (lambda: IntervalMask(np.zeros(3), np.arange(3)), "float64"),
+        (lambda: THREE.check(5), "of 3 queries, but the sequence has 5"),
+        (lambda: IntervalMask(EMPTY, EMPTY).aligned(2, 5), "of 3 queries, but the sequence has 2"),
+        (lambda: IntervalMask(EMPTY, EMPTY.T), "got (2, 3) and (3, 2)"),
+        (lambda: IntervalMask([[[1]]], [[[2]]]), "got shape (1, 1, 1)"),
+        (overlapping, "intervals [1, 5] and [4, 6] of query 70001 overlap"),
+        (lambda: check_mask(HashOfNothing(), 9), "a copy is equal to the mask, but its hash"),
+        (lambda: check_mask("causal", 9), "mask must be a Mask, got 'causal'"),
+        (lambda: check_mask(Causal(), 0), "takes 1 to 4096 tokens, got 0 queries and 0 keys"),
+        (lambda: check_mask(THREE, 5), "of 3 queries, but the sequence has 5"),
+        (lambda: balanced(THREE, 5, 2, 2), "of 3 queries, but the sequence has 5"),
+        *[(partial(balanced, Causal(), *x), "need seqlen")
+          for x in ((-1, 1, 1, 1), (4, 0, 1, 1), (4, 1, 0, 1), (4, 1, 1, 0))],
+        (lambda: Distribution("no such", 4, 2), "no such"),
+        (lambda: Distribution("zigzag", -1, 2), "-1"),
+        (lambda: Distribution("zigzag", 4, 0), "4"),
+        (lambda: Distribution("striped", 10, 3).tokens(3), "shard 3"),
+        (lambda: Distribution("triangle", 10, 4, 1), "3 or 6, got 4"),
+        (lambda: Distribution("triangle", 10, 8, 2), "3 or 6, got 4"),
+        (lambda: Distribution("triangle", 10, 2, 1), "1 or 3, got 2"),
         (lambda: Documents([0, 5, 3]), "document 1 begins at 5 and ends at 3"),
         (lambda: Documents([2, 5]), "must begin with 0, got 2"),
         (lambda: Documents([-1, 5]), "must begin with 0, got -1"),
@@ -352,7 +398,7 @@ def test_equal_masks_are_equal_keys():
         (lambda: make_mask("full_document:0,4,12", 9), "ends at 12, the sequence at 9"),
         (lambda: make_mask("full_document:0,4,3", 9), "begins at 4 and ends at 3"),
     ],
-)
+)  # fmt: skip
 def test_bad_input(make, text):
     with pytest.raises(ValueError) as error:
         make()

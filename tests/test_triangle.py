@@ -1,14 +1,17 @@
 """The triangle partition: results, bytes, balance and refusals."""
 
+from functools import partial
+
 import numpy as np
 import pytest
-from cases import NHEADS, SIZE, checked, checked_both_ways, expected, failures, inputs, run
-from helpers import DEEPER, SAMPLE, assert_all, deeper, drive
+from cases import NHEADS, SIZE, checked_both_ways, expected, failures, inputs, run
+from helpers import DEEPER, SAMPLE, assert_all, drive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
-from a2d_mpi import Attention2D, Causal, Full, ProcessGrid, TriangleAttention
+from a2d_mpi import Causal, Full, ProcessGrid, TriangleAttention
+from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning import cost
 from a2d_mpi.schedules import problem_of, write
@@ -34,31 +37,23 @@ def grid(comm, request):
 
 def reference(seqlen, nheads_kv, dtype="float32"):
     """Compute float64 results on all ranks, also on idle ones."""
-    expected(Causal(), seqlen, nheads_kv, 16, 1.0, dtype, NHEADS)
+    expected(Causal(), AttentionConfig(seqlen, NHEADS, 16, nheads_kv, dtype=dtype), 1.0)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("seqlen, nheads_kv", [
-    (61, 6), (3, 1), pytest.param(1009, 2, marks=DEEPER), pytest.param(1, 6, marks=DEEPER),
+@pytest.mark.parametrize("seqlen, nheads_kv, dtype", [
+    (61, 6, "float32"), (3, 1, "float32"), (301, 6, "bfloat16"),
+    *(pytest.param(*x, marks=DEEPER) for x in (
+        (1009, 2, "float32"), (1, 6, "float32"), (301, 6, "float64"), (301, 6, "float16"),
+    )),
 ])  # fmt: skip
-def test_results_bytes_buffers(comm, grid, seqlen, nheads_kv):
+def test_results_bytes_buffers(comm, grid, seqlen, nheads_kv, dtype):
     sizes = {"seqlen": seqlen, "nheads": NHEADS, "nheads_kv": nheads_kv, "headdim": 16}
-    reference(seqlen, nheads_kv)
+    reference(seqlen, nheads_kv, dtype)
     bad = []
     if grid is not None:
-        bad = checked_both_ways(lambda **x: TriangleAttention(grid, Causal(), **sizes, **x))
-    assert_all(comm, not bad, "; ".join(bad))
-
-
-@pytest.mark.mpi
-@pytest.mark.one_mpi
-@pytest.mark.parametrize("dtype", deeper(["float64", "float16", "bfloat16"], ["bfloat16"]))
-def test_dtypes(comm, grid, dtype):
-    reference(301, 6, "float32" if dtype == "float64" else dtype)
-    bad = []
-    if grid is not None:
-        sizes = {"seqlen": 301, "nheads": NHEADS, "nheads_kv": 6, "headdim": 16, "dtype": dtype}
-        bad = checked(TriangleAttention(grid, Causal(), **sizes))[1]
+        make = partial(TriangleAttention, grid, Causal(), dtype=dtype, **sizes)
+        bad = checked_both_ways(make)
     assert_all(comm, not bad, "; ".join(bad))
 
 
@@ -173,25 +168,3 @@ def test_balance(t, seqlen):
     ]
     assert sum(areas) == seqlen * (seqlen + 1) // 2
     assert max(areas) / np.mean(areas) <= 1 + 3 * layout.size / seqlen
-
-
-@pytest.mark.mpi(min_size=4)
-@pytest.mark.multirank
-@pytest.mark.one_mpi
-def test_same_as_the_grid(comm, grid_of):
-    """Results equal the grid's, and ranks receive less."""
-    if comm.size != 6:
-        return
-    x, sizes = inputs(601, NHEADS, 16), {"seqlen": 601, "nheads": NHEADS, "headdim": 16}
-    received, whole = [], []
-    for kind, grid in ((TriangleAttention, grid_of(6, 1)), (Attention2D, grid_of(2, 3))):
-        plan = kind(grid, Causal(), **sizes)
-        found, bad = checked(plan)
-        assert_all(comm, not bad, "; ".join(bad))
-        mine = sum(both[1] for both in plan.traffic.bytes.values())
-        received.append(comm.allreduce(mine, op=MPI.MAX))
-        out = np.zeros((601, NHEADS, 16), np.float32)
-        out[plan.tokens] = found["out"]
-        whole.append(comm.allreduce(out))
-    assert np.abs(whole[0] - whole[1]).max() < 1e-5
-    assert received[0] < 0.85 * received[1] and len(x) == 4

@@ -403,21 +403,6 @@ def test_small_elements_beside_large_ones(comm, grid_of):
     assert_all(comm, not bad, "; ".join(bad))
 
 
-@pytest.mark.mpi
-def test_refused(comm, grid_of):
-    """Unknown and different formats are one ValueError on all ranks."""
-    grid, found = grid_of(1, SIZE), []
-    for name in ("fp8", ["mxfp8"], "mxfp4" if comm.rank else "mxfp8"):
-        try:
-            Attention2D(grid, Full(), seqlen=8, nheads=1, headdim=8, wire=name).free()
-            found.append("")
-        except ValueError as error:
-            found.append(str(error))
-    ok = all("wire must be None or one of" in x for x in found[:2])
-    ok = ok and ("wire" in found[2]) == (SIZE > 1)
-    assert_all(comm, ok, str(found))
-
-
 def test_result_files(tmp_path):
     """Result files have formats, and errors against tensors before rounding."""
     options = ["--seqlen", "48", "--backward", "--trials", "1", "--check", "full"]

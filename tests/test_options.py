@@ -1,0 +1,531 @@
+"""Options of plans, over methods and grids: against float64, counted, and refused."""
+
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
+
+import h5py
+import numpy as np
+import pytest
+from cases import GRIDS, NHEADS, OTHERS, PLANS, SIZE, accounts, run, takes
+from dense import problem, results_of, wrong_in, wrong_with
+from helpers import (
+    SAMPLE,
+    assert_all,
+    assert_all_refused,
+    deeper,
+    distance,
+    drive_each,
+    parser_of,
+)
+from test_bad_input import assert_raises
+
+from a2d_mpi import (
+    Attention2D,
+    Causal,
+    Documents,
+    Full,
+    IntervalMask,
+    RingAttention,
+    SlidingWindow,
+)
+from a2d_mpi.attention.executor import Executor
+from a2d_mpi.attention.methods import make_plan
+from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.dtypes import DTYPES
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.experiments.candidates import read_problem
+from a2d_mpi.experiments.check import check_attention
+from a2d_mpi.experiments.results import inspect_input, read_result
+from a2d_mpi.masks.mask import Mask
+from a2d_mpi.planning import cost
+from a2d_mpi.planning.model import predict
+from a2d_mpi.schedules import METHODS, problem_of
+from a2d_mpi.sharding import triangle
+
+ONE = GRIDS[len(GRIDS) // 2]
+N, D = 61, 16
+HIDDEN = IntervalMask(  # documents; every seventh query and the last ones see nothing
+    np.arange(N) // 20 * 20,
+    np.where((np.arange(N) % 7 == 0) | (np.arange(N) > N - 9), 0, np.arange(N) + 1),
+)
+NOBODY = IntervalMask(np.zeros(40, int), np.arange(40) // 3)  # the first queries see nothing
+NOTHING = IntervalMask(np.zeros(N, int), np.zeros(N, int))
+ranks = pytest.mark.mpi
+
+
+@ranks
+@pytest.mark.one_mpi
+@pytest.mark.grids
+@pytest.mark.parametrize("method", METHODS)
+def test_same_plan_new_data(comm, grid_of, method):
+    """Each of five calls returns results of its data, which later calls keep."""
+    known = METHODS[method]
+    heads = SIZE if known.causal and not triangle.fits(SIZE) else 1
+    rows = 1 if heads > 1 or SIZE % 2 else 2
+    grid = grid_of(rows, SIZE // rows // heads, heads)
+    sizes = {"seqlen": 41, "nheads": 12, "headdim": 8, "dtype": "float64"}
+    plan = make_plan(method, grid, Causal(), **sizes)
+    sets = [problem(Causal(), plan.config, seed=seed) for seed in (0, 1)]
+    shards = [[x[plan.tokens] for x in given.inputs] for given in sets]
+    refilled = [x.copy() for x in shards[0]]
+    bits, calls, bad = [[x.tobytes() for x in shard] for shard in shards], [], []
+    # The last two in the same arrays; forward, forward, backward, backward among them.
+    for turn in ((0,), (1,), (0, 1), (1,), (0,)):
+        given, results = {}, {}
+        for which in turn:
+            given[which] = shards[which]
+            if len(calls) >= 4:
+                given[which] = refilled
+                for to, x in zip(refilled, shards[which]):
+                    to[...] = x
+            results[which] = plan.forward(*given[which][:3])
+        for which in turn:
+            q, k, v, dout = given[which]
+            found = (*results[which], *plan.backward(dout, q, k, v, *results[which]))
+            names = ("out", "lse", "dq", "dk", "dv")
+            calls.append((which, dict(zip(names, found)), [x.tobytes() for x in found]))
+            if [x.tobytes() for x in given[which]] != bits[which]:
+                bad.append(f"call {len(calls)} changed its arguments")
+    for number, (which, found, kept) in enumerate(calls, 1):
+        wrong = wrong_in(plan, found, sets[which].exact, sets[which].bounds)
+        wrong += [f"{x} changed later" for x, y in zip(found, kept) if found[x].tobytes() != y]
+        first = next(y for w, _, y in calls if w == which)
+        wrong += ["it does not repeat"] * (kept != first)
+        bad += [f"call {number}: {x}" for x in wrong]
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+class Case(NamedTuple):
+    """Options of plans, and what their calls get; `aligned` is the mask by hand."""
+
+    mask: Mask
+    dtype: str = "float32"
+    nheads_kv: int = NHEADS
+    options: Mapping = MappingProxyType({})
+    sink: bool = False
+    dlse: bool = False
+    size: float = 1.0
+    aligned: Mask | None = None
+
+    def plan(self, kind, grid, **others):
+        sizes = {"seqlen": N, "nheads": NHEADS, "headdim": D, "nheads_kv": self.nheads_kv}
+        return kind(grid, self.mask, **{**sizes, "dtype": self.dtype, **self.options, **others})
+
+    def given(self, plan):
+        return problem(self.aligned or self.mask, plan.config, self.sink, self.dlse, self.size)
+
+
+def cross(mask, n, m, *distribution):
+    """Two sequences: masks end together."""
+    options = {"seqlen": n, "seqlen_kv": m, "distribution": distribution}
+    end, i = np.arange(n) + m - n + 1, np.arange(n)
+    random = np.sort(np.random.default_rng(n + m).integers(-3, m + 1, (2, n)), axis=0)
+    mask, aligned = {
+        "full": (Full(), Full()),
+        "causal": (Causal(), IntervalMask(0 * i, end.clip(0))),
+        "window": (SlidingWindow(5, 0), IntervalMask((end - 6).clip(0), end.clip(0))),
+        "intervals": (IntervalMask(*random.clip(0)),) * 2,
+    }[mask]
+    return Case(mask, "float64", 2, options, aligned=aligned)
+
+
+CAP, MLA = {"logit_softcap": 2.0}, {"headdim": 24, "headdim_v": 16}
+CASES = {
+    "dlse": [
+        Case(Full(), dlse=True), Case(Causal(), "float64", 1, dlse=True),
+        Case(HIDDEN, "float32", 2, dlse=True), Case(Causal(), "bfloat16", dlse=True),
+        Case(HIDDEN, "float16", 1, sink=True, dlse=True),
+    ],
+    "soft-cap": [
+        Case(Full(), "float32", NHEADS, CAP, True), Case(Causal(), "float64", 1, CAP),
+        Case(HIDDEN, "float32", 2, CAP, True), Case(Causal(), "bfloat16", NHEADS, CAP, True),
+        Case(HIDDEN, "float16", 1, CAP), Case(Full(), "float64", 1, {}, True),
+    ],
+    "headdim_v": [  # of MLA, as trained (192, 128) and absorbed (576, 512)
+        Case(Causal(), options=MLA), Case(Causal(), "bfloat16", options=MLA),
+        Case(HIDDEN, "bfloat16", 1, {"headdim": 36, "headdim_v": 32}),
+        Case(Full(), "float64", 2, {"headdim": 5, "headdim_v": 12}),
+        Case(Documents([0, 5, 6, 40, N]), "float32", 1, {"headdim": 36, "headdim_v": 32}),
+        Case(HIDDEN, "float32", 2, MLA | CAP | {"softmax_scale": 0.4}, True, True),
+    ],
+    "logits": [  # to 1e4: exponentials with and without a shift
+        Case(Causal(), size=2500.0), Case(HIDDEN, "float64", 1, size=2500.0), Case(NOTHING),
+        Case(Causal(), "float32", 2, {"logit_softcap": 50.0}, size=300.0),
+        Case(Full(), size=2500.0),
+    ],
+    "cross": [
+        cross("full", 61, 18, "contiguous", "zigzag"),
+        cross("window", 3, 40, "striped", "balanced"),
+        cross("causal", 23, 57, "zigzag", "striped"),
+        cross("intervals", 40, 2, "zigzag", "contiguous"),
+        cross("causal", 40, 2, "contiguous", "balanced"),
+    ],
+}  # fmt: skip
+
+
+def largest_logits(inputs, visible, config):
+    """Compute the largest logits of heads, without the soft-cap."""
+    q, k = inputs[:2]
+    k = np.repeat(k, config.nheads // config.nheads_kv, axis=1)
+    logits = np.einsum("qhd,khd->hqk", q, k) * config.softmax_scale
+    return np.where(visible, logits, -np.inf).max(axis=(1, 2))
+
+
+def bad_logits(comm, plan, case, given, found):
+    """Describe what is wrong with max_logits, which change no other result."""
+    q, k, v, _ = (x.astype(plan.dtype) for x in given.inputs)
+    mine = q[plan.tokens], k[plan.tokens_kv], v[plan.tokens_kv], given.sink
+    *results, largest = plan.forward(*mine, max_logits=True)
+    visible = (case.aligned or case.mask).dense(*map(np.arange, (len(q), len(k))))
+    right = largest_logits(given.inputs, visible, plan.config)
+    everywhere = largest_logits(given.inputs, np.ones_like(visible), plan.config)
+    slack = 10 * (1e-15 if plan.dtype == np.float64 else 1e-6) * np.abs(everywhere).max()
+    bad = ["other results"] * (
+        [x.tobytes() for x in results] != [found[x].tobytes() for x in ("out", "lse")]
+    )
+    if not distance(largest, right) <= slack or largest.dtype != plan.compute_dtype:
+        bad.append(f"max_logits {largest}, must be {right}")
+    if len({x.tobytes() for x in comm.allgather(largest)}) > 1:
+        bad.append("ranks have other max_logits")
+    if not case.aligned and not visible.all() and distance(everywhere, right) <= slack:
+        bad.append("the test cannot tell a mask")
+    return bad
+
+
+@ranks
+@pytest.mark.grids
+@pytest.mark.parametrize("option", CASES)
+@pytest.mark.parametrize("name", PLANS)
+def test_plans(comm, grid_of, name, option):
+    """Results, max_logits, bytes, messages, buffers, masked rows; dlse of the other sign fails."""
+    kind, shape, of_grid, options = PLANS[name]
+    grid, bad = grid_of(*shape, **of_grid), []
+    for number, case in enumerate(CASES[option]):
+        if not takes(kind, case.mask) or (option == "cross" and name == "triangle"):
+            continue
+        plan = case.plan(kind, grid, **options)
+        given = case.given(plan)
+        found = results_of(plan, given, given.dlse)
+        wrong = wrong_in(plan, found, given.exact, given.bounds) + accounts(plan, True)
+        wrong += bad_logits(comm, plan, case, given, found)
+        masked = np.isneginf(found["lse"])
+        wrong += [f"{x} of masked rows" for x in ("out", "dq") if found[x][masked].any()]
+        if case.dlse and not comm.allreduce(len(wrong_with(plan, given, -given.dlse))):
+            wrong.append("dlse of the other sign passed")
+        bad += [f"case {number}: {x}" for x in wrong]
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Note the arguments that kernels get from plans beside arrays."""
+    begin, found = Executor.begin, []
+
+    def noted(self, engine, channels, given, options, *others):
+        found.append(options)
+        begin(self, engine, channels, given, options, *others)
+
+    monkeypatch.setattr(Executor, "begin", noted)
+    return found
+
+
+@pytest.fixture
+def gpus(cupy, comm):
+    """Bind a GPU, and return how arrays get there and back."""
+    from a2d_mpi.comm.gpus import bind_gpu
+
+    bind_gpu(comm)
+    return {"upload": cupy.asarray, "download": cupy.asnumpy}
+
+
+@ranks
+@pytest.mark.one_mpi
+@pytest.mark.grids
+def test_plans_on_a_gpu(comm, grid_of, gpus, told):
+    (kind, shape), bad = OTHERS[-1], []
+    grid = grid_of(*shape)
+    for case in (
+        Case(HIDDEN, "float32", 2, CAP, True, True),
+        Case(HIDDEN, "bfloat16", 1, CAP, True),
+        Case(HIDDEN, "float16", 1, {}, True, True),
+    ):
+        plan = case.plan(kind, grid)
+        given = case.given(plan)
+        bad += wrong_with(plan, given, given.dlse, **gpus)
+        bad += ["cuDNN would compute"] * (case.dlse and not told[-1]["any_delta"])
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@ranks
+@pytest.mark.grids
+def test_out_in_16_bits_is_rounded_once(comm, grid_of):
+    """Equal keys: out is their value times a number that float32 knows to the last digit."""
+    grids = [ONE] + [(1, 1, SIZE)] * (NHEADS % SIZE == 0) + [(2, 1, 2)] * (SIZE == 4)
+    v = np.linspace(1, 2, N * NHEADS * D).reshape(N, NHEADS, D).astype(DTYPES["bfloat16"])
+    v[:] = v[:1]
+    zeros, sink = np.zeros_like(v), np.linspace(2, 3, NHEADS).astype(np.float32)
+    share = (N / (N + np.exp(sink.astype(float))))[:, None]
+    exact = (v[0].astype(float) * share).astype(np.float32).astype(DTYPES["bfloat16"])
+    bad = []
+    for shape in grids:
+        plan = Case(Full(), "bfloat16").plan(Attention2D, grid_of(*shape))
+        # Partial outs of other ranks are rounded on the wire; those of one value are exact.
+        out, _ = plan.forward(*(x[plan.tokens] for x in (zeros, zeros, v)), sink)
+        off = (out.astype(float) != exact.astype(float)).mean() if len(out) else 0
+        # float32 products and sums may move a value across the middle of two neighbours.
+        bad += [f"{shape}: {100 * off:.1f} % are not rounded as the exact ones"] * bool(off > 0.02)
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@ranks
+@pytest.mark.grids
+@pytest.mark.parametrize("change", ["nothing", "sink", "cap", "dsink of one rank"])
+def test_check_of_a_run(comm, grid_of, change):
+    """`check_attention` passes right results and nothing else."""
+    plan = Attention2D(
+        grid_of(*ONE), Causal(), seqlen=N, nheads=NHEADS, headdim=D, logit_softcap=3.0
+    )
+    inputs, sink, *_ = problem(Causal(), plan.config, sinks=True)
+    q, k, v, dout = (x[plan.tokens].astype(np.float32) for x in inputs)
+    out, lse = plan.forward(q, k, v, sink)
+    dq, dk, dv, dsink = plan.backward(dout, q, k, v, out, lse, sink)
+    local = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "sink": sink}
+    local |= {"dq": dq, "dk": dk, "dv": dv, "dsink": dsink}
+    if change == "sink":
+        local["sink"] = sink + np.float32(1e-3)
+    elif change == "cap":
+        plan.logit_softcap = 3.01
+    elif change == "dsink of one rank" and comm.rank == 0:
+        local["dsink"] = dsink * np.float32(1.001)
+    for rows in (None, 8):
+        checks = check_attention(plan, local, rows)
+        failed = {x for x, y in checks.items() if not y.passed}
+        expected = {
+            "nothing": set(), "sink": {"out", "lse", "dsink"}, "cap": {"out", "lse"},
+            "dsink of one rank": {"dsink"},
+        }[change]  # fmt: skip
+        ok = failed >= expected and (failed == expected or change in ("sink", "cap"))
+        assert_all(comm, ok, f"{rows} rows: {failed} failed")
+
+
+GOOD = {"seqlen": 40, "nheads": 4, "headdim": 8}
+
+
+@pytest.fixture
+def grid(comm, grid_of):
+    return grid_of(1, comm.size)
+
+
+@ranks
+@pytest.mark.parametrize("where", ["all", "last"])
+def test_bad_arguments(comm, grid, told, where):
+    """A bad argument of a call is one error on all ranks, and the plan still works."""
+    here = where == "all" or comm.rank == comm.size - 1
+    differ = comm.size > 1 and where == "last"
+    plan = Attention2D(grid, Full(), **GOOD)
+    x, sink = np.ones((len(plan.tokens), 4, 8), np.float32), np.zeros(4, np.float32)
+    dlse, refused = np.zeros(x.shape[:2], np.float32), partial(assert_raises, comm)
+    for wrong, text in (
+        (sink[:3], "sink has shape (3,) and dtype float32, but this plan needs (4,) and float32"),
+        (sink.astype(float), "sink has shape (4,) and dtype float64"),
+        ([0.0] * 4, "sink "),
+        *[(None, "ranks disagree on the sink")] * differ,
+    ):
+        refused(text, plan.forward, x, x, x, wrong if here else sink)
+    if differ:
+        text = "ranks disagree on max_logits: some ranks pass it, others do not"
+        refused(text, plan.forward, x, x, x, max_logits=here)
+    out, lse = plan.forward(x, x, x, sink)
+    one = 40 * np.exp(8**0.5)
+    assert_all(comm, np.allclose(out, one / (one + 1)), "wrong")
+    for wrong, text in (
+        (dlse[:, :3], ", 3) and dtype float32, but this shard needs"),
+        (dlse.astype(float), "and dtype float64, but this shard needs"),
+        (dlse.tolist(), "dlse "),
+        *[(None, "ranks disagree on dlse: some ranks pass it, others do not")] * differ,
+    ):
+        given = wrong if here else dlse
+        refused(text, plan.backward, x, x, x, x, out, lse, sink, dlse=given)
+    dq, *_ = plan.backward(x, x, x, x, out, lse, sink, dlse=dlse)
+    assert_all(comm, np.isfinite(dq).all(), "wrong")
+    checking = Attention2D(grid, NOBODY, check_finite=True, **GOOD)
+    x = np.ones((len(checking.tokens), 4, 8), np.float32)
+    results = checking.forward(x, x, x)
+    dlse = np.where(np.isneginf(results[1]), np.float32(np.nan), 0)  # ignored
+    checking.backward(x, x, x, x, *results, dlse=dlse)
+    assert_all(comm, told[-1]["careful"] is False, "a careful kernel is slower")
+    wrong = dlse * 0 + np.float32(np.inf) if here else dlse
+    text = "dlse: NaN or infinite elements (check_finite)"
+    refused(text, checking.backward, x, x, x, x, *results, dlse=wrong)
+    keys = Attention2D(grid, Full(), seqlen_kv=16, **GOOD)
+    q, k = (np.zeros((len(y) + z, 4, 8), "f4") for y, z in ((keys.tokens, 0), (keys.tokens_kv, 1)))
+    with pytest.raises(ValueError, match="k has shape"):
+        keys.forward(q, k, k)
+
+
+@ranks
+@pytest.mark.one_mpi
+def test_what_gpus_refuse(comm, grid, gpus):
+    """Max_logits, and values of another width; on the host the plan still works."""
+    plan = Attention2D(grid, Full(), **GOOD | MLA, dtype="bfloat16")
+    q, k, v = (np.zeros((len(plan.tokens), 4, d), DTYPES["bfloat16"]) for d in (24, 24, 16))
+    text = "kernel 'cupy' needs headdim_v equal to headdim"
+    assert_raises(comm, text, plan.forward, *map(gpus["upload"], (q, k, v)))
+    assert_raises(comm, "v has shape", plan.forward, q, k, k)
+    out, _ = plan.forward(q, k, v)
+    assert_all(comm, out.shape == (len(q), 4, 16), out.shape)
+    plan = Attention2D(grid, Full(), **GOOD)
+    x = gpus["upload"](np.zeros((len(plan.tokens), 4, 8), np.float32))
+    text = "kernel 'cupy' gives no max_logits, 'numpy' does"
+    assert_raises(comm, text, plan.forward, x, x, x, max_logits=True)
+
+
+# NaN and infinite elements reach the results that depend on them, and no others.
+
+N_FINITE, GROUP = 67, 2
+TOKEN, HEAD = 40, 1  # where it stands, of q and dout heads or of k and v heads
+TOKENS = np.arange(N_FINITE)
+DOCUMENTS = IntervalMask(np.where(TOKENS < 30, 0, 30), np.where(TOKENS < 30, 30, N_FINITE))
+WINDOW = IntervalMask(TOKENS - 5, TOKENS + 3)
+
+
+def reached(name, visible):
+    """Return which (query, head) and (key, head) depend on an element that is not finite."""
+    heads = [HEAD] if name in ("q", "dout") else range(HEAD * GROUP, (HEAD + 1) * GROUP)
+    queries = np.zeros((N_FINITE, 4), bool)
+    seeing = TOKENS == TOKEN if name in ("q", "dout") else visible[:, TOKEN]
+    queries[:, heads] = seeing[:, None]
+    keys = np.zeros((N_FINITE, 2), bool)
+    keys[:, heads[0] // GROUP] = visible[seeing].any(axis=0)
+    return queries, keys
+
+
+@ranks
+@pytest.mark.one_mpi
+@pytest.mark.parametrize("method", [Attention2D, RingAttention])
+@pytest.mark.parametrize("mask", deeper([DOCUMENTS, WINDOW, Causal(), Full()], [WINDOW]), ids=repr)
+@pytest.mark.parametrize("distribution", deeper(["zigzag", "striped"], ["zigzag"]))
+def test_what_is_not_finite_stays(comm, grid_of, method, mask, distribution):
+    sizes = {"seqlen": N_FINITE, "nheads": 4, "nheads_kv": 2, "headdim": 8}
+    plan = method(grid_of(*ONE), mask, distribution=distribution, **sizes)
+    visible = mask.dense(TOKENS, TOKENS)
+    clean = dict(zip(("q", "k", "v", "dout"), problem(mask, plan.config).inputs))
+    expected = run(plan, *clean.values())
+    for name, value in (("q", np.nan), ("k", np.nan), ("v", np.inf), ("dout", np.nan)):
+        given = {x: y.copy() for x, y in clean.items()}
+        given[name][TOKEN, HEAD, 3] = value
+        found = run(plan, *given.values())
+        queries, keys = (x[plan.tokens] for x in reached(name, visible))
+        for result, x in found.items():
+            may = keys if result in ("dk", "dv") else queries
+            same = np.isclose(x[~may], expected[result][~may], 1e-4, 1e-5).all()
+            assert_all(comm, same, f"{value} in {name} changes {result} elsewhere")
+        # dout reaches v of these queries' results, and k of their keys.
+        some = found["dq" if name == "dout" else "out"][queries]
+        ok = (np.isnan(some) if name == "dout" else ~np.isfinite(some)).any(-1).all()
+        assert_all(comm, ok, f"{value} in {name} does not reach all that depend on it")
+    q, k, v, _ = (x[plan.tokens].astype("f4") for x in clean.values())
+    q[plan.tokens == TOKEN, HEAD] = np.nan
+    usual = largest_logits(problem(mask, plan.config).inputs, visible, plan.config)
+    largest = plan.forward(q, k, v, max_logits=True)[2]
+    ok = np.isposinf(largest[HEAD]) and np.allclose(np.delete(largest - usual, HEAD), 0, 0, 1e-4)
+    assert_all(comm, ok, f"max_logits {largest}")
+
+
+@ranks
+@pytest.mark.one_mpi
+def test_check_finite(comm, grid):
+    plan = Attention2D(grid, Causal(), check_finite=True, **GOOD)
+    q, k, v = np.ones((3, len(plan.tokens), 4, 8), np.float32)
+    k[:] = 1e38  # its sum is infinite, itself it is not
+    out, lse = plan.forward(q, k, v)
+    bad = v.copy()
+    if comm.rank == comm.size - 1:
+        bad[0, 0, 0] = -np.inf
+    text = "v: NaN or infinite elements (check_finite)"
+    assert_raises(comm, text, plan.forward, q, k, bad)
+    masked = lse.copy()
+    masked[:1] = -np.inf  # a query that sees no key
+    plan.backward(out, q, k, v, out, masked)
+
+
+# Predictions and drivers.
+
+
+def test_bytes_by_formula():
+    """Bytes of an even grid with wide keys equal the formula, and so does the lower bound."""
+    rows, cols, n, h, hkv, d, e = 2, 3, 10, 6, 2, 24, 16
+    layout = Layout(rows, cols)
+    config = AttentionConfig(n * rows * cols, h, d, hkv, dtype="bfloat16", headdim_v=e)
+    sizes = problem_of("attention2d", layout, config, Full())
+    q, kv = 2 * h * d, 2 * hkv * (d + e)  # bytes of a token
+    out, statistics, sums = 2 * h * e, 4 * h, 2  # partial gradients are float32
+    for rank in range(layout.size):
+        found = cost.traffic("attention2d", layout, sizes, rank)
+        assert {x: received for x, (_, received) in found.items()} == {
+            ("forward", "row"): (cols - 1) * n * (q + out + statistics),
+            ("forward", "col"): (rows - 1) * n * kv,
+            ("backward", "row"): (cols - 1) * n * (q + out + 2 * statistics + sums * q),
+            ("backward", "col"): (rows - 1) * n * (kv + sums * kv),
+        }
+    # As many keys as queries would cost most: 2 sqrt(a b A) - (a + b) n.
+    area = 360 * n
+    for backward, a, b in ((False, q + out, kv), (True, 2 * q + out, 2 * kv)):
+        exact = 2 * (a * b * area) ** 0.5 - (a + b) * n
+        assert abs(cost.lower_bound(sizes, area, n, backward) - exact) < 1e-9 * exact
+
+
+def test_planner():
+    """Predicted time falls with the width of the values."""
+    parser, seconds = parser_of("drivers/plan.py"), []
+    sizes = "--profile data/machines/h100-8.toml --ranks 4 --seqlen 64K --nheads 8 --backward"
+    for width in ("", "--headdim-v 192", "--headdim-v 128"):
+        args = parser.parse_args(f"{sizes} --headdim 192 {width}".split())
+        machine, case = read_problem(args)
+        phases = predict(machine, "attention2d", Layout(2, 2), case.work())
+        seconds.append([phases[x].total.max() for x in ("forward", "backward")])
+    ratios = np.divide(seconds[2], seconds[0])
+    assert seconds[0] == seconds[1]
+    # Where computing decides: (192 + 128) / (2 192), and (3 192 + 2 128) / (5 192).
+    assert np.allclose(ratios, (0.833, 0.867), atol=0.03), ratios
+
+
+@pytest.mark.launches
+def test_drivers(tmp_path):
+    """Drivers take a soft-cap, a sink, and an input whose v has another width."""
+    rng, mla = np.random.default_rng(0), tmp_path / "mla.h5"
+    with h5py.File(mla, "w") as file:
+        file.attrs.update({"schema": "a2d_mpi input", "schema_version": 1})
+        for name, heads, width in (("q", 4, 24), ("k", 2, 24), ("v", 2, 16)):
+            file[name] = rng.standard_normal((50, heads, width), np.float32)
+    assert inspect_input(mla).config.headdim_v == 16
+    sizes = ["--seqlens", 48, "--nheads", 4, "--headdim", 24, "--headdim-v", 16, "--trials", 1]
+    runs = [
+        [SAMPLE, "--seqlen", 60, "--softcap", 5, "--sink"],
+        [SAMPLE, "--seqlen", 60, "--sink", "--dtype", "bfloat16"],
+        [mla, "--save-outputs"],
+    ]
+    cases = [
+        ("attention.py", [*x, "--backward", "--check", "full", "--trials", 1, "--output",
+                          tmp_path / f"{i}.h5"], [])
+        for i, x in enumerate(runs)
+    ]  # fmt: skip
+    bench = ["--plans", "ring", *sizes, "--backward", "--output", tmp_path / "bench.h5"]
+    done, found = drive_each([*cases, ("bench.py", bench, [])], 2)
+    assert [code for code, _ in found] == [0] * 4, done.stderr
+    results = [read_result(tmp_path / f"{i}.h5") for i in range(3)]
+    assert all(x.passed for x in results)
+    for result, cap in zip(results, (5, 0)):
+        assert {"dsink", "repeat"} <= {*result.checks}
+        assert result.config["sink"] and result.config["logit_softcap"] == cap
+    assert "headdim 24, headdim_v 16" in found[2][1] and results[2].config["headdim_v"] == 16
+    shapes = {name: x.shape for name, x in results[2].outputs.items()}
+    assert shapes["out"] == (50, 4, 16) and shapes["dv"] == (50, 2, 16)
+    assert shapes["dq"] == (50, 4, 24) and shapes["dk"] == (50, 2, 24)
+    with h5py.File(tmp_path / "bench.h5") as file:
+        (name,) = file["runs"]
+        assert "-d24x16-" in name and file["runs"][name]["config"].attrs["headdim_v"] == 16
+    text = "--softcap must be at least 1e-30, got -5.0"
+    assert_all_refused("attention.py", 2, [([SAMPLE, "--softcap", -5], [], text)])
