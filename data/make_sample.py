@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from a2d_mpi.core.atomic import check_writable
+from a2d_mpi.experiments.hdf5 import new_file
 from a2d_mpi.experiments.options import Parser, run_serial, tokens, whole
 from a2d_mpi.experiments.origin import sha256
 from a2d_mpi.experiments.pretrained import (
@@ -44,7 +45,6 @@ from a2d_mpi.experiments.pretrained import (
     read_text,
     windows,
 )
-from a2d_mpi.experiments.results import new_file
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.gpt.encoder import Encoder
 
