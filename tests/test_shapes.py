@@ -5,9 +5,9 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from blocks import dense
 from hypothesis import given
 from hypothesis import strategies as st
-from test_kernels import dense
 
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
