@@ -23,7 +23,7 @@ from a2d_mpi.masks.mask import Causal, Full, IntervalMask
 
 CAP = {"logit_softcap": 30.0}
 KINDS = [("numpy", "float32"), ("numba", "float32"), ("numpy", "float64")]
-# Heads, KV heads, headdim, perhaps another headdim of v; size of q, so logits to 10, 500, 3e4 without a cap;
+# Heads, KV heads, headdim, perhaps another headdim of v; size of q, so logits to 10, 500, 3e4;
 # soft-caps below and above the largest logit whose exponential needs no shift.
 PLAIN = [
     ((4, 1, 32), 40.0, None), ((3, 3, 192, 128), 1.0, None), ((2, 2, 8), 1.0, 1.5),
