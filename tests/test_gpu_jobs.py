@@ -94,7 +94,7 @@ def test_jobs_take_a_folder_of_wheels(machine):
     more = {"A2D_MPI_WHEELS": str(wheels), "MPIEXEC": "mpiexec"}
     done = machine("jobs/run.py", "gpu", "bench", "--trials", "3", **more)
     found = re.findall(r"(?m)^mpiexec -n (\d) python \w+/(\w+)", done.stdout)
-    kinds = [("1", "bench_kernel"), ("4", "bench"), ("1", "bench"), ("4", "gpu_transfers")]
+    kinds = [("1", "bench"), ("4", "bench"), ("1", "bench"), ("4", "gpu_transfers")]
     assert found == kinds, done.stderr
     done = machine("jobs/run.py", "gpu", "test", "-k", "no_such_test", **more, code=None)
     assert re.search(r"(?m)^mpiexec -n 6 python -m pytest .* -k no_such_test$", done.stdout)

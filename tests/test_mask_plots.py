@@ -92,7 +92,7 @@ def test_committed_table(text, plan):
 def test_table_is_completed(tmp_path):
     """Missing entries are added to a table; other files are refused."""
     path, picture = tmp_path / "table.csv", tmp_path / "table.png"
-    options = ["masks", "--ranks", "2", "--seqlen", "64", "--output", path, "--masks"]
+    options = ["partitions", "--ranks", "2", "--seqlen", "64", "--output", path, "--masks"]
     drive("plot.py", 0, *options, "full,causal_document", "--seeds", "1,2")
     text = path.read_text().replace(
         "full,ring/balanced,2x1,1.0000,1", "full,ring/balanced,2x1,1.0000,9"
