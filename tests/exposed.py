@@ -47,7 +47,7 @@ def call(plan, trials: int) -> dict[str, tuple[float, float, float]]:
     return {phase: np.median(rows, axis=0) for phase, rows in found.items()}
 
 
-def main(rate: float, trials: int, slices: int | None = None) -> None:
+def main(rate: float, trials: int = 5, slices: int | None = None) -> None:
     """Print a table, and the medians of its last column by method."""
     comm = MPI.COMM_WORLD
     shapes = [
@@ -88,5 +88,4 @@ def main(rate: float, trials: int, slices: int | None = None) -> None:
 
 
 if __name__ == "__main__":
-    rate, trials, slices, *_ = *sys.argv[1:], *("5", "")[len(sys.argv) - 2 :]
-    main(float(rate), int(trials), int(slices) if slices else None)
+    main(float(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -165,14 +165,30 @@ def draw(seed: int, ranks: int, wire: str | None = None) -> Case:
     sizes = {"seqlen": seqlen, "nheads": nheads, "nheads_kv": nheads_kv, "headdim": headdim}
     sizes |= lengths
     return Case(
-        *(seed, method, shape, pick("rcu", "ruc", "cru", "cur", "urc", "ucr"), mask, seen, name),
-        *(sizes, DTYPES[dtype], options, rng.random() < 0.75),
-        (pick(512, 512, 64, 16, 5), pick(512, 512, 64, 7), pick(32, 32, 4, 1), pick(128, 4, 1)),
-        pick("normal", "normal", "sparse", "padded", "padded")
+        seed=seed,
+        method=method,
+        shape=shape,
+        order=pick("rcu", "ruc", "cru", "cur", "urc", "ucr"),
+        mask=mask,
+        seen=seen,
+        mask_name=name,
+        sizes=sizes,
+        dtype=DTYPES[dtype],
+        options=options,
+        backward=rng.random() < 0.75,
+        blocks=(
+            pick(512, 512, 64, 16, 5),
+            pick(512, 512, 64, 7),
+            pick(32, 32, 4, 1),
+            pick(128, 4, 1),
+        ),
+        values=pick("normal", "normal", "sparse", "padded", "padded")
         if dtype == "float16" or abs(options["softmax_scale"] or 0) > 100
         else pick("normal", "normal", "sparse", "padded", "padded", "large"),
-        tuple(rng.integers(1 + rng.integers(ranks), size=ranks).tolist()),
-        *(rng.random() < 0.5, rng.random() < 0.3, pick(*AGAIN)),
+        nodes=tuple(rng.integers(1 + rng.integers(ranks), size=ranks).tolist()),
+        refilled=rng.random() < 0.5,
+        in_turn=rng.random() < 0.3,
+        again=pick(*AGAIN),
     )
 
 

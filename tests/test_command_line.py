@@ -22,8 +22,11 @@ MODEL = ["--layers", "1", "--width", "24", "--seqlen", "64"]
 SMALL = {
     "attention.py": ["--seqlen", "70", "--trials", "1"],
     "bench.py attention": [
-        *("--seqlens", "70", "--nheads", "4", "--headdim", "8", "--trials", "1"),
-        *("--plans", "ring"),
+        "--seqlens=70",
+        "--nheads=4",
+        "--headdim=8",
+        "--trials=1",
+        "--plans=ring",
     ],
     "bench.py train": [*MODEL, "--trials", "1"],
     "bench.py decode": ["--contexts", "40", "--width", "32", "--trials", "1", "--ranks", "4"],

@@ -203,9 +203,8 @@ class Trial:
         """Yield the layout with these numbers of slices, as far as heads and method allow."""
         own = self._work.cp_group(self._layout.heads)
         for number in numbers:
-            # Rings of several ranks do not hold keys.
-            shares = sharing(own, number) > 1 and self._layout.positions > 1
-            refused = shares and METHODS[self._method].ring
+            # Rings do not hold keys.
+            refused = METHODS[self._method].is_ring(self._layout) and sharing(own, number) > 1
             if not refused and not misfit(own.nheads, own.nheads_kv, number):
                 yield replace(self._layout, slices=(number, number))
 

@@ -294,13 +294,20 @@ class _Groups:
             )
         chosen, u, config = _lookup(method), layout.heads, problem.config
         rows, cols = chosen.shape(layout)
-        ring = chosen.ring and layout.positions > 1
         group, self._shares_kv = problem.cp_group(u), config.nheads_kv < u
         self.sharing = sharing(group.config, slices)
         nodes = [layout.nodes_of_group(x) if chosen.knows_nodes else None for x in range(u)]
         self._config = group.config.cp_group(slices)
         self.inside = [
-            Group(rows, cols, group, self._config, self._shares_kv, _renamed(x), ring)
+            Group(
+                rows,
+                cols,
+                group,
+                self._config,
+                shares_kv=self._shares_kv,
+                nodes=_renamed(x),
+                ring=chosen.is_ring(layout),
+            )
             for x in nodes
         ]
         self._heads, self._problem = u, problem

@@ -53,6 +53,10 @@ class Method(NamedTuple):
         """True if the method is for the causal mask only, as the triangle distribution is."""
         return self.distribution == "triangle"
 
+    def is_ring(self, layout: Layout) -> bool:
+        """Return True if context-parallel groups of a layout are rings of several ranks."""
+        return self.ring and layout.positions > 1
+
     def takes(self, mask: Mask) -> bool:
         """Return True if the method can compute a mask."""
         return type(mask) is Causal or not self.causal
