@@ -92,7 +92,7 @@ for n in 1 << 8, 1 << 22:
 # shared COMMAND...: the parts that run while the MPS daemon runs.
 shared() {
   part "4 ranks" 60 4 "$@"
-  part "overlap on 4 ranks" 60 4 python tests/gpu_overlap.py
+  part "overlap on 4 ranks" 60 4 python tests/gpu/gpu_overlap.py
 }
 
 # Collect all results in one file.
@@ -141,21 +141,21 @@ everything() {
     --shapes 1024x16x128,2048x16x128,4096x16x128,8192x16x128
   part "window and documents" 70 0 "${kernel[@]}" "window and documents" --shapes 65536x4x128 \
     --trials 5 --masks "full,sliding_window_causal:4096,causal_document:$documents"
-  part transfers 30 4 python tests/gpu_transfers.py
-  part "transfers through the host" 30 4 python tests/gpu_transfers.py host
+  part transfers 30 4 python tests/gpu/gpu_transfers.py
+  part "transfers through the host" 30 4 python tests/gpu/gpu_transfers.py host
   part "plain kernel" 40 0 "${kernel[@]}" "plain kernel" --kernels cupy --shapes 4096x16x128
   part "tests on 4 ranks" 150 4 \
-    python -m pytest tests/test_device.py -q --color=no -k real --with-mpi -m mpi
+    python -m pytest tests/gpu/test_device.py -q --color=no -k real --with-mpi -m mpi
   local tests=(python -m pytest -q --color=no -m "not mpi")
-  part "tests of cuDNN" 250 0 "${tests[@]}" tests/test_cudnn.py -k "real and not partials"
+  part "tests of cuDNN" 250 0 "${tests[@]}" tests/gpu/test_cudnn.py -k "real and not partials"
   if limited 10 python -c 'import sys, importlib.util as x; sys.exit(not x.find_spec("torch"))'; then
     part "tests of PyTorch" 90 4 \
-      python -m pytest tests/test_torch.py -q --color=no -k real --with-mpi -m mpi
+      python -m pytest tests/torch/test_torch.py -q --color=no -k real --with-mpi -m mpi
   else
     lines+=("tests of PyTorch: it is not installed")
   fi
-  part "tests of the plain kernel" 120 0 "${tests[@]}" tests/test_gpu_kernels.py -k real
-  part "tests of partial gradients" 60 0 "${tests[@]}" -rA tests/test_cudnn.py -k "real and partials"
+  part "tests of the plain kernel" 120 0 "${tests[@]}" tests/gpu/test_gpu_kernels.py -k real
+  part "tests of partial gradients" 60 0 "${tests[@]}" -rA tests/gpu/test_cudnn.py -k "real and partials"
   limited 10 python -c "$collect" "$folder" || { lines+=("collecting: FAILED") && failed=1; }
   printf '\n'
   printf '%s\n' "${lines[@]}"

@@ -79,7 +79,7 @@ local run_mpi 4 600 python drivers/attention.py data/minilm_l3_1536.h5 --device 
 bench run_mpi 1 600 python drivers/bench.py kernels --device gpu {options}
 bench with_mps run_mpi 4 600 {gpu_plan}
 bench run_mpi 1 600 {gpu_plan}
-bench run_mpi 4 300 python tests/gpu_transfers.py
+bench run_mpi 4 300 python tests/gpu/gpu_transfers.py
 """
 
 WIRE = """
@@ -122,7 +122,7 @@ python drivers/plot.py partitions --ranks 16 --seeds 0,1,2,3,4,5,6,7,8,9
 {plot_results}/crossover --output {folder} --what crossover
 """
 
-# Where to start @, "python tests/speed.py FILE", and its sizes, trials and plans.
+# Where to start @, "python tests/tools/speed.py FILE", and its sizes, trials and plans.
 SPEED = """
 local run_mpi 4 300 @ 1536,12,32 9 attention2d:2x2x1 ring:4x1x1
 local run_mpi 2 300 @ 24,2,8 500 attention2d:2x1x1
@@ -320,7 +320,7 @@ def fuzz(*words):
     options += f" --first{first}" if first else ""
     most = int(seconds or 60) + 120
     yield f"use_env {mpi or 'any '}pytest test"
-    yield f"run_mpi {ranks or ranks_of_search or 4} {most} python tests/fuzz.py {options}"
+    yield f"run_mpi {ranks or ranks_of_search or 4} {most} python tests/tools/fuzz.py {options}"
 
 
 def compare(commit, program, lines, launches=1):
@@ -375,9 +375,10 @@ def study(folder, *parts):
 JOBS = {
     "test": lambda *options: parts_of(COMMANDS, ["test"], options=options),
     "fuzz": fuzz,
-    "net": lambda commit: compare(commit, "tests/net.py", ["run_mpi 6 300 @"]),
+    "net": lambda commit: compare(commit, "tests/tools/net.py", ["run_mpi 6 300 @"]),
     "speed": lambda commit, place: compare(
-        commit, "tests/speed.py", parts_of(SPEED, [place]), int(os.environ.get("LAUNCHES", 7))),
+        commit, "tests/tools/speed.py", parts_of(SPEED, [place]),
+        int(os.environ.get("LAUNCHES", 7))),
     "study": study,
     "scale": lambda folder, *parts: [
         'use_env any "" numba', f"mkdir -p {quote(folder)}", *parts_of(SCALE, parts, folder)],

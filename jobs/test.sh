@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the tests with MPICH, and then with Open MPI the tests whose result another MPI may change.
-# Two processes share the serial tests; then come the tests on ranks.  docs/testing.md explains the
+# The serial tests run on two processes; then come the tests on ranks.  docs/testing.md explains the
 # tiers.  The job fails if any test fails, hangs or is skipped.
 #
 #   bash jobs/test.sh                       every feature once: about eight minutes on two cores
@@ -30,12 +30,12 @@ fi
 tests=(tests) most=900 # seconds of one run
 if [[ ${mpis[*]} == gpu ]]; then
   rank_counts=(1 4 6) most=400 tier=""
-  tests=(tests/test_gpu_kernels.py tests/test_cudnn.py tests/test_device.py -k real)
+  tests=(tests/gpu/test_gpu_kernels.py tests/gpu/test_cudnn.py tests/gpu/test_device.py -k real)
   export A2D_TEST_GPU=1 # a GPU that is not found is a failure
 fi
 narrowed=$#
-folder=$(mktemp -d) other=""
-trap '[[ -z $other ]] || kill -- "-$other"; rm -rf "$folder"' EXIT
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
 trap 'exit 143' TERM # by way of EXIT
 export A2D_TEST_RESULTS=$folder/results # float64 results, which all numbers of ranks need
 mkdir "$A2D_TEST_RESULTS"
@@ -56,23 +56,6 @@ record() {
   echo "=== $name"
   "$@" 2>&1 | tee "$folder/log" || status=$?
   add "$name" "$start" "$status" "$folder/log"
-}
-
-# record_twice NAME COMMAND...: do the same in two processes that share the test files, because most
-# serial tests leave a core idle.
-record_twice() {
-  local name=$1 start=$SECONDS status=0
-  shift
-  rm -rf "$folder/share" && mkdir "$folder/share"
-  set -m # a process group of its own, to end it as a whole
-  yielding "$@" --share "$folder/share" >"$folder/other" 2>&1 &
-  other=$!
-  set +m
-  record "$name" yielding "$@" --share "$folder/share"
-  wait "$other" || status=$?
-  other=""
-  cat "$folder/other"
-  add "$name, meanwhile" "$start" "$status" "$folder/other"
 }
 
 # yielding COMMAND...: run a command whose ranks leave the core to others when they wait.
@@ -112,11 +95,11 @@ for mpi in "${mpis[@]}"; do
   # the tests that are marked `launches`, so the second MPI runs no others.
   marks="not mpi$tier" counts=("${rank_counts[@]}")
   if [[ $mpi != "${mpis[0]}" ]]; then marks+=" and launches" counts=("${second_counts[@]}"); fi
-  record=record_twice
-  if [[ $mpi == gpu ]]; then record=record; fi
+  spread=(-n 2 --dist loadfile) # most serial tests leave a core idle
+  if [[ $mpi == gpu ]]; then spread=(); fi
   if [[ $mpi == "${mpis[0]}" || -z $tier ]]; then
-    $record "$mpi, serial" limited "$most" \
-      python -m pytest "${tests[@]}" -q --color=no -m "$marks" "$@"
+    record "$mpi, serial" yielding limited "$most" \
+      python -m pytest "${tests[@]}" -q --color=no "${spread[@]}" -m "$marks" "$@"
   fi
   for ranks in "${counts[@]}"; do
     marks="mpi$tier" second="" short=""
@@ -136,11 +119,11 @@ if [[ $torch == missing ]]; then
   lines+=("torch: not in the active environment, so its tests were not run")
 elif [[ $torch ]]; then
   use_env any test,torch test,torch .venv-torch
-  record "torch, serial" limited "$most" python -m pytest tests/test_llama.py -q --color=no "$@"
-  tests=(tests/test_torch.py tests/test_transformers.py)
+  record "torch, serial" limited "$most" \
+    python -m pytest tests/torch -q --color=no -m "not mpi" "$@"
   for ranks in 4 6; do
     record "torch, $ranks ranks" run_mpi "$ranks" "$most" \
-      python -m pytest "${tests[@]}" -q --color=no --with-mpi -m mpi "$@"
+      python -m pytest tests/torch -q --color=no --with-mpi -m mpi "$@"
   done
 fi
 

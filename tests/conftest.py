@@ -12,9 +12,7 @@ Marks, see docs/testing.md:
 No test is left out silently.  Too few ranks, a misspelt mark and a skip are failures.  A skip is
 allowed if its reason starts with "no GPU" and A2D_TEST_GPU is not set.
 
-The files of `TORCH` need PyTorch and run only if they are named: ``bash jobs/test.sh torch``.
-
-Two runs with the same ``--share FOLDER`` share the test files out among them.
+Files of the folder torch need PyTorch and run only if they are named: ``bash jobs/test.sh torch``.
 
 With ``--with-mpi`` the ranks stay in step: a setup, call or teardown that fails on one rank fails
 on all of them.  Rank 0 reports; another rank prints a failure of its own to stderr.
@@ -35,10 +33,9 @@ from mpi4py import MPI
 
 PATIENCE = 20  # seconds that a rank which failed waits for the others before it ends the run
 LOCKSTEP = pytest.StashKey()
-TAKEN = pytest.StashKey()
 HERE = Path(__file__).parent
-EMULATED = HERE / "emulated"
-TORCH = ("test_llama.py", "test_torch.py", "test_transformers.py")
+EMULATED = HERE / "gpu" / "emulated"
+TORCH = HERE / "torch"
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +64,7 @@ def grid_of(comm):
 
 @pytest.fixture(scope="module", params=["emulated", "real"])
 def cupy(request):
-    """Return the module `cupy`: the real one on a machine with a GPU, otherwise tests/emulated.
+    """Return the module `cupy`: the real one on a machine with a GPU, or tests/gpu/emulated.
 
     ``cupy.kind`` says which.
     """
@@ -109,27 +106,9 @@ def _import_cupy(kind):
     return cupy
 
 
-def pytest_addoption(parser):
-    text = "run only test files of which no other run has said, in this folder, that it runs them"
-    parser.addoption("--share", metavar="FOLDER", type=Path, help=text)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item):
-    folder, taken = item.config.getoption("--share"), item.config.stash[TAKEN]
-    if folder and item.path not in taken:
-        try:
-            (folder / item.path.name).mkdir()
-            taken[item.path] = True
-        except FileExistsError:
-            taken[item.path] = False
-    return None if taken.get(item.path, True) else True
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
-    config.stash[TAKEN] = {}
-    files = [path for path in HERE.glob("test_*.py") if not _is_of_no_rank(path, config)]
+    files = [path for path in HERE.rglob("test_*.py") if not _is_of_no_rank(path, config)]
     if any("hypothesis" in path.read_text() for path in files):
         _same_examples()
     if config.getoption("--with-mpi"):
@@ -156,9 +135,8 @@ def _same_examples():
 
 
 def pytest_ignore_collect(collection_path, config):
-    # pytest does not ask for files that are named.
-    needs_torch = collection_path.name in TORCH
-    return needs_torch or _is_of_no_rank(collection_path, config) or None
+    # pytest does not ask for files and folders that are named.
+    return collection_path == TORCH or _is_of_no_rank(collection_path, config) or None
 
 
 def _is_of_no_rank(path, config):

@@ -49,7 +49,8 @@ def peak_memory(
     backward : bool
     kernel : {"numpy", "numba"}, optional
         Kernel of the host.  Its buffers and `LIBRARIES` count, and the result is the growth of the
-        process, which tests/memory.py measures.  Default: a kernel without buffers, as on a GPU.
+        process, which tests/tools/memory.py measures.  Default: a kernel without buffers, as on
+        GPUs.
     """
     return peak_of(_phases(method, layout, problem, rank, backward, kernel), problem, rank, kernel)
 

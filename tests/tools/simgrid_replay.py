@@ -1,0 +1,207 @@
+"""Plans replayed by SimGrid: against formulas, the simulator, and what was measured.
+
+Apart from the default tests, as it needs SimGrid and a compiler (g++, libsimgrid-dev):
+
+    python -m pytest tests/tools/simgrid_replay.py
+    python tests/tools/simgrid_replay.py 16 64    # all methods on so many ranks, both simulators
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_model import RESULTS, machine
+from test_simulate import PLANS
+
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.experiments.results import read_benchmark
+from a2d_mpi.experiments.summary import summarise
+from a2d_mpi.masks.mask import Causal, Full
+from a2d_mpi.masks.patterns import make_mask
+from a2d_mpi.planning import simulator
+from a2d_mpi.planning.machine import Link, Machine
+from a2d_mpi.planning.model import slowest_seconds
+from a2d_mpi.planning.network import PORTS, Cables, Network
+from a2d_mpi.planning.profile import read_machine
+from a2d_mpi.planning.simgrid import simulate
+from a2d_mpi.planning.survey import survey_of
+from a2d_mpi.schedules import METHODS, problem_of
+from a2d_mpi.schedules.problem import Workload
+
+LINK = Link(1e6, latency=1e-3, overhead=1e-5)
+
+
+def work_of(mask=None, seqlen=4096, **others):
+    return Workload(seqlen, 4, 8, 4, dtype="float32", mask=mask or Full(), **others)
+
+
+def of_ring(ranks, seqlen=4096):
+    """Seconds of a hop, by hand: keys and values of a shard."""
+    return 2 * (seqlen // ranks) * 4 * 8 * 4 / LINK.bandwidth
+
+
+def shared(profile: Machine, method: str, layout: Layout, work: Workload) -> dict[str, np.ndarray]:
+    """Seconds of every rank by the simulator; all messages on a link share it, as in SimGrid."""
+    found = {}
+    cables, place = Cables(Network(), profile, layout.size), layout.world_ranks()
+    for phase in work.phases:
+        problem = problem_of(method, layout, work, work.mask)
+        programs = survey_of(profile, method, layout, work, problem, phase)[:2]
+        found[phase] = sum(simulator.simulate(*programs, cables, place, in_order=False).values())
+    return found
+
+
+@pytest.mark.parametrize("method, layout", PLANS)
+def test_all_plans_end(method, layout):
+    mask = Causal()
+    work = work_of(mask, 96, backward=True)
+    found = simulate(machine(LINK), method, layout, work)
+    for phase, seconds in shared(machine(LINK), method, layout, work).items():
+        assert seconds == pytest.approx(found.phases[phase].total, rel=0.01)
+    assert found.messages > 0 and 0 < found.memory < 1 << 30
+
+
+def test_a_ring_takes_its_hops():
+    found = simulate(machine(LINK), "ring", Layout(8, 1), work_of())
+    hops = 7 * (of_ring(8) + LINK.latency)
+    assert hops < found.total < 1.02 * hops
+    assert found.messages == 8 * 7
+
+
+def test_ranks_share_the_nic_of_their_node():
+    one = simulate(machine(LINK, ranks_per_node=4), "attention2d", Layout(4, 2), work_of())
+    four = replace(LINK, nics=4)
+    other = simulate(machine(four, ranks_per_node=4), "attention2d", Layout(4, 2), work_of())
+    waits = [x.phases["forward"].wait.max() for x in (one, other)]
+    assert 3 < waits[0] / waits[1] < 4.1
+
+
+@pytest.mark.parametrize("factor", [1, 2, 4])
+def test_oversubscription(factor):
+    # Each Ulysses group has two ranks, under different switches: all messages cross.
+    layout = Layout(2, 1, PORTS, order="rcu")
+    work = replace(work_of(seqlen=1 << 12), nheads=PORTS, nheads_kv=PORTS)
+    tree = Network("fat tree", factor)
+    whole, over = (simulate(machine(LINK), "ring", layout, work, network=x).total
+                   for x in (Network(), tree))  # fmt: skip
+    hop = 2 * (work.seqlen // 2) * 8 * 4 / LINK.bandwidth
+    assert over - whole == pytest.approx((factor - 1) * hop, rel=0.05, abs=1e-3)
+
+
+def test_slow_ranks_and_ports():
+    plan = machine(LINK, start=0.5), "ring", Layout(8, 1), work_of()
+    usual = simulate(*plan).total
+    slow = np.ones(8)
+    slow[3] = 3
+    assert simulate(*plan, slow=slow).total == pytest.approx(usual + 1.0, rel=0.01)
+    port = simulate(*plan, network=Network(slow_port=2.0)).total
+    assert port == pytest.approx(usual + 7 * of_ring(8), rel=0.01)
+
+
+def test_out_of_time():
+    with pytest.raises(TimeoutError, match="more than"):
+        simulate(machine(LINK), "ring", Layout(64, 1), work_of(), timeout=1e-3)
+
+
+@pytest.mark.parametrize("method, layout, stages", [
+    # Gathers and returns.
+    ("attention2d", Layout(1, 16), {"forward": 2, "backward": 2}),
+    ("ring", Layout(8, 1), {"forward": 7}),
+])  # fmt: skip
+def test_coarse(method, layout, stages):
+    """A message may end too early or too late by the given time, and a stage waits for another."""
+    work = work_of(Causal(), 1 << 13, backward="backward" in stages)
+    exact = simulate(machine(LINK), method, layout, work).phases
+    for share in (1e-3, 1e-2):
+        seconds = share * slowest_seconds(exact)
+        found = simulate(machine(LINK), method, layout, work, coarse=seconds).phases
+        for phase, number in stages.items():
+            error = abs(found[phase].total.max() - exact[phase].total.max())
+            assert 0 < error < number * seconds, (phase, error / seconds)
+
+
+def plan_of(c: Mapping[str, object]) -> tuple[str, Layout, Workload]:
+    """Method, layout and workload of a measured result."""
+    sizes = (int(c[x]) for x in ("seqlen", "nheads", "headdim", "nheads_kv"))
+    options = {"dtype": c["dtype"], **{x: bool(c[x]) for x in ("backward", "overlap")}}
+    work = Workload(*sizes, mask=make_mask(c["mask"], int(c["seqlen"])), **options)
+    nodes = None
+    if METHODS[c["method"]].knows_nodes:
+        nodes = tuple(int(x) for x in c["nodes"].split())
+    block = tuple(int(x) for x in c.get("block", "1x1").split("x"))
+    shape = (int(c[x]) for x in ("rows", "cols", "heads"))
+    return c["method"], Layout(*shape, c["order"], block, nodes), work
+
+
+@pytest.mark.parametrize("name", ["16x1", "64x1", "16x4"])
+def test_measured_runs(name):
+    """What docs/planning.md says of each emulated cluster."""
+    profile, off = read_machine(RESULTS / f"{name}.toml"), []
+    for result in read_benchmark(RESULTS / f"{name}.h5").values():
+        plan = profile, *plan_of(result.config)
+        off.append(simulate(*plan).total / summarise(result).seconds - 1)
+    page = " ".join((RESULTS.parents[1] / "docs/planning.md").read_text().split())
+    assert f"{100 * np.median(np.abs(off)):.1f} % ({name.replace('x', ' x ')})" in page
+    assert np.abs(off).max() < 0.205
+
+
+def plans(ranks: int, per_node: int) -> Iterator[tuple[str, Layout]]:
+    """Grids, rings and the other partitions of 16, 64 or 256 ranks."""
+    n = int(ranks**0.5)
+    for shape in ((n, n), (n // 2, 2 * n), (2 * n, n // 2), (n // 2, n // 2, 4)):
+        yield "attention2d", Layout(*shape)
+    yield "ring", Layout(ranks, 1)
+    yield "ring", Layout(ranks // 4, 1, 4)
+    yield "striped ring", Layout(ranks, 1)
+    yield "double ring", Layout(ranks // 4, 4)
+    yield "triangle", Layout({16: 15, 64: 66, 256: 253}[ranks], 1)
+    block = {1: (1, 1), 4: (2, 2), 8: (2, 4)}[per_node]
+    nodes = np.arange(ranks) // per_node
+    yield "node aware", Layout(n, n, block=block).on_nodes(nodes)
+
+
+def main() -> None:
+    """Print how far the simulator is from SimGrid, by phase of each plan."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("ranks", type=int, nargs="+", choices=(16, 64, 256))
+    parser.add_argument("--profiles", default="a100-16x4,a100-4-1nic,h100-8,h100-64x1")
+    parser.add_argument("--tokens", default="64,1024", help="of a rank")
+    parser.add_argument("--write", help="a file for the results of SimGrid")
+    args = parser.parse_args()
+    kept = []
+    for ranks in args.ranks:
+        off = []
+        for name in args.profiles.split(","):
+            profile = read_machine(RESULTS.parent / "machines" / f"{name}.toml")
+            for tokens in map(int, args.tokens.split(",")):
+                for mask in (Causal(), Full()):
+                    for method, layout in plans(ranks, profile.ranks_per_node):
+                        if mask == Full() and not METHODS[method].takes(mask):
+                            continue
+                        work = Workload(tokens * ranks, 32, 128, 8, mask=mask, backward=True)
+                        ours = shared(profile, method, layout, work)
+                        least = min(x.max() for x in ours.values())
+                        coarse = 1e-4 * least if ranks > 64 else 0.0
+                        theirs = simulate(profile, method, layout, work, coarse=coarse)
+                        seconds = {x: theirs.phases[x].total.max() for x in ours}
+                        off += [abs(ours[x].max() / seconds[x] - 1) for x in ours]
+                        shape = layout.rows, layout.cols, layout.heads
+                        found = ", ".join(f"{x:.5g} s" for x in seconds.values())
+                        far = [f"{100 * x:.2f} %" for x in off[-len(ours) :]]
+                        plan = name, tokens, type(mask).__name__, method, shape
+                        print(*plan, found, *far, flush=True)
+                        if mask == Causal() and layout.nodes is None:
+                            kept.append({"method": method, "layout": shape,
+                                         "seqlen": work.seqlen, "seconds": seconds})  # fmt: skip
+        print(f"{ranks} ranks, {len(off)} phases: median {100 * np.median(off):.2f} %, "
+              f"worst {100 * max(off):.2f} %", flush=True)  # fmt: skip
+    if args.write:
+        with open(args.write, "w") as file:
+            file.write("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
+
+
+if __name__ == "__main__":
+    main()
