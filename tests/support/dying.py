@@ -1,16 +1,23 @@
-"""Let ranks of a driver kill themselves, and repeat the training without a loss.
+"""What runs inside the ranks of jobs in which ranks die or raise errors; `faults.py` starts them.
 
-`arm` is called before a driver runs (tests/tools/survivals.py).  A stage is [phase, call, victims,
-seconds].  In this call of the phase the victims send themselves SIGKILL, `seconds` after the call
-began.  Calls are counted from the end of the previous stage.  In the phase "repair" a smaller grid
-is made.
+`arm` and `raise_in` are called before a driver runs.  As a program:
 
-    mpiexec -n 6 python tests/support/dying.py OPTIONS RANGES
+    mpiexec --with-ft ulfm -n 6 python tests/support/dying.py lose FOLDER STAGES [METHOD [HEADS]]
+    mpiexec -n 5 python tests/support/dying.py whole METHOD HEADS
+    mpiexec -n 6 python tests/support/dying.py train OPTIONS RANGES
 
-trains by OPTIONS, a JSON list, on a new grid for each of RANGES, [[end, ranks, rows, cols], ...],
-and prints the hash of losses and weights: what a run comes to that lost ranks at these steps.
-"""
+`lose` runs plans.  A stage of STAGES, a JSON list, is [phase, victims, seconds]: ranks of the
+grid, which kill themselves so many seconds after the stage began; in "program" when they have met
+the others, in "shrink" all but the first while the grid shrinks.  Each survivor prints a line
+"PHASE lost NUMBERS after SECONDS", and with "hash ROWSxCOLSxHEADS HASH" the hash of the results
+on its new grid.  `whole` prints the hashes of grids of 1 to 5 ranks that were made so from the
+start.
 
+`train` trains by OPTIONS, a JSON list, on a new grid for each of RANGES, [[end, ranks, rows,
+cols], ...], and prints the hash of losses and weights: what a run comes to that lost ranks at
+these steps."""
+
+import atexit
 import faulthandler
 import hashlib
 import json
@@ -19,32 +26,23 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from helpers import parser_of
+import numpy as np
+
+from a2d_mpi import Causal, ProcessGrid, RanksLost  # isort: skip
 from mpi4py import MPI
 
-import a2d_mpi.experiments.cli as cli
-import a2d_mpi.experiments.train_gpt as job
-import a2d_mpi.gpt.decode as decode
+from a2d_mpi.attention.executor import Executor
+from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.experiments.generate import _Answers
+from a2d_mpi.comm import failures
+from a2d_mpi.core.sizes import Layout, squarest
+from a2d_mpi.schedules import METHODS
 
-PATIENCE = 40  # seconds, after which a rank says where it hangs
-PHASES = {
-    "forward": [(AttentionPlan, "forward")],
-    "backward": [(AttentionPlan, "backward")],
-    "making": [(job, "make_plan"), (decode, "make_plan")],
-    "checkpoint": [(job.Trainer, "_keep_if_due")],  # on all ranks; one writes
-    "evaluation": [(job.Trainer, "evaluate")],
-    "step": [(decode.Decoder, "step")],
-    "repair": [(ProcessGrid, "shrink")],
-    # The last 50 ms: before the losses are written, and after everything is written.
-    "end": [(job, "origin_of")],
-    "exit": [(cli, "lost_output")],
-}
+ERRORS = {x.__name__: x for x in (MemoryError, KeyboardInterrupt, ValueError, RuntimeError)}
 
 
 def note(folder, event):
@@ -52,15 +50,51 @@ def note(folder, event):
     (folder / f"{event}-{os.getpid()}-{time.monotonic_ns()}").touch()
 
 
-def arm(folder, stages):
-    """Let ranks die at the given stages."""
-    faulthandler.dump_traceback_later(PATIENCE)
-    folder, rank = Path(folder), MPI.COMM_WORLD.rank
-    calls, earlier = dict.fromkeys(PHASES, 0), 0
+def times_of(folder, event):
+    """Return the times of an event on all ranks in seconds, sorted."""
+    return sorted(int(x.name.split("-")[-1]) / 1e9 for x in folder.glob(f"{event}-*"))
 
-    def die(phase):
-        note(folder, f"died-{phase}")
-        os.kill(os.getpid(), signal.SIGKILL)
+
+def die(folder, event="died"):
+    note(folder, event)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_after(seconds, *of):
+    timer = threading.Timer(seconds, die, of)
+    timer.daemon = True
+    timer.start()
+
+
+# Drivers.
+
+
+def arm(folder, stages):
+    """Let ranks of a driver die.
+
+    A stage is [phase, call, victims, seconds].  In this call of the phase the victims die so many
+    seconds after the call began.  Calls are counted from the end of the previous stage.  In the
+    phase "repair" a smaller grid is made.
+    """
+    import a2d_mpi.experiments.cli as cli
+    import a2d_mpi.experiments.train_gpt as job
+    import a2d_mpi.gpt.decode as decode
+    from a2d_mpi.experiments.generate import _Answers
+
+    faulthandler.dump_traceback_later(40)  # a rank says where it hangs
+    places = {
+        "forward": [(AttentionPlan, "forward")],
+        "backward": [(AttentionPlan, "backward")],
+        "making": [(job, "make_plan"), (decode, "make_plan")],
+        "checkpoint": [(job.Trainer, "_keep_if_due")],  # on all ranks; one writes
+        "evaluation": [(job.Trainer, "evaluate")],
+        "step": [(decode.Decoder, "step")],
+        "repair": [(ProcessGrid, "shrink")],
+        # The last 50 ms: before the losses are written, and after everything is written.
+        "end": [(job, "origin_of")],
+        "exit": [(cli, "lost_output")],
+    }
+    folder, rank, calls, earlier = Path(folder), MPI.COMM_WORLD.rank, Counter(), 0
 
     def dies_in(phase):
         nonlocal earlier
@@ -70,14 +104,12 @@ def arm(folder, stages):
             over += 1
         if over != earlier:
             earlier = over
-            calls.update(dict.fromkeys(PHASES, 0))
+            calls.clear()
         calls[phase] += 1
         if over < len(stages):
             wanted, call, victims, seconds = stages[over]
             if phase == wanted and call <= calls[phase] and rank in victims:
-                timer = threading.Timer(seconds, die, [phase])
-                timer.daemon = True
-                timer.start()
+                die_after(seconds, folder, f"died-{phase}")
 
     def watched(do, phase):
         def call(*args, **kwargs):
@@ -96,19 +128,45 @@ def arm(folder, stages):
 
         return call
 
-    for phase, places in PHASES.items():
-        for owner, name in places:
+    for phase, owners in places.items():
+        for owner, name in owners:
             setattr(owner, name, watched(getattr(owner, name), phase))
     job.Trainer.go_on = noted(job.Trainer.go_on)
     _Answers.check_room = noted(_Answers.check_room)
 
 
-def result_hash(losses, weights):
-    return hashlib.sha256(losses.tobytes() + weights.tobytes()).hexdigest()
+def raise_in(folder, victim, name, call, error):
+    """Raise an error on one rank in a call of a function, counted from 1; "": list all calls."""
+    calls, rank = Counter(), MPI.COMM_WORLD.rank
+    if not name:
+        atexit.register(lambda: Path(folder, str(rank)).write_text(json.dumps(calls)))
+    elif rank != victim:
+        return
+
+    def called(frame, event, _):
+        code = frame.f_code
+        if event == "call" and "/a2d_mpi/" in code.co_filename:
+            name_of_code = getattr(code, "co_qualname", code.co_name)  # Python 3.11 and newer
+            place = f"{code.co_filename.rpartition('/a2d_mpi/')[2]}:{name_of_code}"
+            calls[place] += 1
+            if place == name and calls[place] == call:
+                sys.setprofile(None)
+                Path(folder, "raised").touch()
+                raise ERRORS[error]("injected")
+
+    sys.setprofile(called)
 
 
-def without_loss(options, ranges):
-    """Return the hash of a training on one grid after the other; collective."""
+def hash_of(*arrays):
+    return hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest()
+
+
+def train(options, ranges):
+    """Print the hash of a training on one grid after the other; collective."""
+    from helpers import parser_of
+
+    import a2d_mpi.experiments.train_gpt as job
+
     args = parser_of("drivers/train.py").parse_args(["gpt", *options])
     world, state = MPI.COMM_WORLD, None
     text, _, config = job._validated(args)
@@ -126,10 +184,118 @@ def without_loss(options, ranges):
         trainer.free()
         grid.free()
         comm.Free()
-    return result_hash(state.losses, state.weights) if world.rank == 0 else None
+    if world.rank == 0:
+        print(hash_of(state.losses, state.weights))
+
+
+# Plans.
+
+SIZES = {"seqlen": 768, "nheads": 6, "headdim": 16, "kernel": "numpy"}
+# Functions in which a rank dies while the grid shrinks.
+POINTS = (failures, "_grid_on"), (ProcessGrid, "_split"), (Layout, "on_nodes")
+PATIENCE = 20  # seconds: a rank that hears nothing leaves
+
+
+def say(*words):
+    """Print a line with one write, so that lines of ranks do not mix."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+def say_hash(method, grid, *more):
+    """Print the hash of all results of a new plan; collective."""
+    plan = make_plan(method, grid, Causal(), **SIZES)
+    q, k, v, dout = inputs(plan)
+    out, lse = plan.forward(q, k, v)
+    whole = [plan.gather(x) for x in (out, lse, *plan.backward(dout, q, k, v, out, lse))]
+    plan.free()
+    if grid.comm.rank == 0:
+        say("hash", f"{grid.rows}x{grid.cols}x{grid.heads}", hash_of(*whole), *more)
+
+
+def inputs(plan):
+    whole = np.random.default_rng(0).standard_normal((4, 768, 6, 16), np.float32)
+    return [np.ascontiguousarray(x[plan.tokens]) for x in whole]
+
+
+def acts(phase, method, grid):
+    """Return the action that is repeated in a phase; collective."""
+    if phase == "making":
+        return lambda: make_plan(method, grid, Causal(), **SIZES).free()
+    if phase == "grid":
+        return lambda: ProcessGrid(grid.comm, grid.rows, grid.cols, grid.heads).free()
+    plan = make_plan(method, grid, Causal(), **SIZES)
+    q, k, v, dout = inputs(plan)
+    out, lse = plan.forward(q, k, v)
+    whole = np.zeros((768, 3)) if grid.comm.rank == 0 else None
+    return {
+        "backward": lambda: plan.backward(dout, q, k, v, out, lse),
+        "rows": lambda: (plan.scatter(whole), plan.gather(out)),
+    }.get(phase, lambda: plan.forward(q, k, v))
+
+
+def hear(folder, phase, act):
+    """Repeat an action until ranks are lost, and print them and the seconds."""
+    until = time.monotonic() + PATIENCE
+    try:
+        while time.monotonic() < until:
+            act()
+    except RanksLost as error:
+        seconds = time.monotonic() - times_of(folder, "died")[0]
+        say(phase, "lost", *error.ranks, "after", f"{seconds:.3f}")
+        return
+    say(phase, "nobody was lost")
+    os._exit(1)
+
+
+def lose(folder, stages, method="attention2d", heads=1):
+    grid = ProcessGrid(MPI.COMM_WORLD, *squarest(MPI.COMM_WORLD.size // heads), heads)
+    for i, (phase, victims, seconds) in enumerate(stages):
+        here = Path(folder, str(i))
+        here.mkdir(exist_ok=True)
+        act, rank = acts(phase, method, grid), grid.comm.rank
+        act()
+        if phase == "program" and rank in victims:
+            Executor.run = lambda *x, here=here, **y: die(here)
+        elif rank == victims[0] or (rank in victims and phase != "shrink"):
+            die_after(seconds, here)
+        hear(here, phase, act)
+        if phase == "shrink" and rank in victims[1:]:
+            point = POINTS[victims.index(rank) % len(POINTS)]
+            setattr(*point, lambda *x, here=here: die(here))
+        begin = time.monotonic()
+        lost, grid = grid, grid.shrink(method)
+        took = time.monotonic() - begin
+        lost.free()
+        if grid is None:
+            say("idle")
+            break
+        say_hash(method, grid, "shrunk", f"{took:.3f}")
+    os._exit(0)  # MPI_Finalize may hang where ranks died a moment ago (Open MPI 5.0.11)
+
+
+def whole(method, heads):
+    world = MPI.COMM_WORLD
+    for size in range(world.size, 0, -1):
+        if METHODS[method].most_positions(size) != size or size % heads:
+            continue
+        comm = world.Split(0 if world.rank < size else MPI.UNDEFINED, world.rank)
+        if comm != MPI.COMM_NULL:
+            grid = ProcessGrid(comm, *squarest(size // heads), heads)
+            say_hash(method, grid)
+            grid.free()
+            comm.Free()
 
 
 if __name__ == "__main__":
-    found = without_loss(json.loads(sys.argv[1]), json.loads(sys.argv[2]))
-    if found:
-        print(found)
+    seconds = os.environ.get("A2D_TEST_UNTOLD")
+    if seconds:  # ranks that are not told wait for good
+        failures.Failures.revoke = lambda self: None
+    kind, first, second, *more = sys.argv[1:]
+    if kind == "train":
+        train(json.loads(first), json.loads(second))
+    else:
+        faulthandler.dump_traceback_later(float(seconds or PATIENCE + 10), exit=True)
+        if kind == "lose":
+            lose(first, json.loads(second), *more[:1], *map(int, more[1:]))
+        else:
+            whole(first, int(second))

@@ -4,10 +4,10 @@ Other tests hold what plans send to the predictions.
 """
 
 import json
-from pathlib import Path
 
 import net
 import pytest
+from helpers import ROOT
 
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
@@ -18,7 +18,7 @@ from a2d_mpi.schedules import problem_of
 @pytest.mark.thorough
 def test_traffic():
     """The committed traffic catches a change of formula and code together."""
-    known = json.loads(Path(__file__).with_name("traffic.json").read_text())
+    known = json.loads((ROOT / "tests/support/traffic.json").read_text())
     names = set()
     for name, method, shape, (mask, dtype, nheads_kv, seqlen, _) in net.configurations():
         nodes = net.NODES[shape] if method == "node aware" else None

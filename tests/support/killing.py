@@ -1,0 +1,195 @@
+"""Start jobs whose ranks are killed or kill themselves, and judge what becomes of them."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from functools import cache, partial
+from pathlib import Path
+
+import h5py
+import psutil
+from dying import hash_of, times_of
+from helpers import DRIVERS, ENVIRONMENT, MPIEXEC, ROOT, drive, launch
+
+from a2d_mpi.experiments.checkpoint import latest
+
+ULFM = ("--with-ft", "ulfm")
+DYING = Path(__file__).with_name("dying.py")
+# Where Open MPI 5.0.11 itself crashes if a rank dies while others make a communicator.
+CRASH = "ompi_comm_revoke_local"
+
+# Jobs that are killed from outside.
+
+
+def start(ranks, *options, program="bench.py"):
+    """Start a driver, and do not wait for it."""
+    driver, *command = program.split()
+    words = MPIEXEC, "-n", ranks, sys.executable, DRIVERS / driver, *command, *options
+    return subprocess.Popen(
+        [str(x) for x in words],
+        env=os.environ | ENVIRONMENT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def arguments(process):
+    """Return the arguments of a process; none if it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def family(job):
+    """Return a job's launcher with all processes that came from it, and its ranks."""
+    launcher = psutil.Process(job.pid)  # a zombie at least, until somebody has waited for it
+    below = launcher.children(recursive=True)
+    ranks = [x for x in below if arguments(x)[:1] == [sys.executable]]
+    return [launcher, *below], ranks
+
+
+def kill(processes):
+    for x in processes:
+        with suppress(psutil.NoSuchProcess):
+            x.kill()
+
+
+def left_behind(folder):
+    """Return processes that have the folder among their arguments."""
+    return [x for x in psutil.process_iter() if str(folder) in arguments(x)]
+
+
+# Plans whose ranks die.
+
+
+def lose(folder, stages, *more, timeout=60, env=None):
+    """Run the stages of `dying.lose` on 6 ranks, and wait until no process is left."""
+    command = DYING, "lose", folder, json.dumps(stages), *more
+    done = launch(6, *command, timeout=timeout, options=ULFM, env=env, code=None)
+    until = time.monotonic() + 5  # what mpiexec has killed may take a moment
+    while left_behind(folder):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    return done
+
+
+def hashes(done):
+    """Return the shapes of the grids, and the hashes of the results on them."""
+    return re.findall(r"^hash (\S+) (\w+)", done.stdout, re.MULTILINE)
+
+
+@cache
+def hashes_from_the_start(method):
+    """Return the hashes of results on new grids, by shape."""
+    heads = (1, 2) if method == "attention2d" else (1,)
+    jobs = [launch(5, DYING, "whole", method, x, timeout=100) for x in heads]
+    return {shape: found for done in jobs for shape, found in hashes(done)}
+
+
+def what_was_lost(done, method, stages):
+    """Return what is wrong with a job of `lose`, or ""; and the seconds until ranks were told."""
+    told = re.findall(r"^\w+ lost .* after (\S+)$", done.stdout, re.MULTILINE)
+    told, found = list(map(float, told)), hashes(done)
+    if done.returncode:
+        return f"exit code {done.returncode}", told
+    if max(told, default=99) > 10:
+        return f"told after {told} s", told
+    if len(found) != len(stages):
+        return f"{len(found)} of {len(stages)} stages", told
+    expected = hashes_from_the_start(method)
+    return "".join(f"other results on {x}; " for x, y in found if expected[x] != y), told
+
+
+# Drivers that go on without ranks that die.
+
+STEPS, PROMPTS = 24, ("So ", "The ranks", "A", "On a machine")
+MODEL = ("--layers", "1", "--width", "16", "--nheads", "4", "--seqlen", "64")
+TRAINING = (str(ROOT / "LICENSE"), *MODEL, "--separator", r"\n\n", "--validate", "0.2",
+            "--warmup-steps", "5", "--steps", str(STEPS), "--every", "4",
+            "--kernel", "numpy")  # fmt: skip
+ASKING = tuple(word for x in PROMPTS for word in ("--prompt", x))
+
+
+def files(folder):
+    """Return the options for the files of a training."""
+    return ["--folder", folder / "checkpoints", "--output", folder / "out.h5"]
+
+
+def survive(program, folder, stages, *options, timeout=90):
+    """Run a driver whose ranks die, see `dying.arm`; again if Open MPI itself crashed."""
+    notes = folder / "notes"
+    arm = f"sys.path.insert(0, {str(DYING.parent)!r})\n" \
+          f"import dying; dying.arm({str(notes)!r}, {stages!r})"  # fmt: skip
+    run = partial(drive, program, 6, *options, "--survive", sabotage=arm, mpi=ULFM, code=None)
+    for _ in range(3):
+        shutil.rmtree(folder, ignore_errors=True)
+        notes.mkdir(parents=True)
+        done = run(timeout=timeout)
+        if CRASH not in done.stderr:
+            break
+        print(f"Open MPI crashed in {CRASH}: once more")
+    return done
+
+
+@cache
+def hash_without_loss(ranges):
+    """Return the hash of a training on these grids from the start."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = json.dumps([*TRAINING, "--folder", folder])
+        return launch(6, DYING, "train", options, json.dumps(ranges), timeout=100).stdout.strip()
+
+
+def waits(notes):
+    """Return for each death the seconds until somebody noticed, and until somebody went on."""
+
+    def after(event, died):
+        return min((x - died for x in times_of(notes, event) if x > died), default=None)
+
+    return [(after("noticed", x), after("goes_on", x)) for x in times_of(notes, "died")]
+
+
+def trained_badly(folder):
+    """Return what is wrong with a training, or ""."""
+    state, refused = latest(folder / "checkpoints")
+    left = [x.name for x in (folder / "checkpoints").iterdir() if x.name.startswith(".")]
+    if refused or left or state is None or state.step != STEPS:
+        return f"checkpoints: {refused or left or state}"
+    with h5py.File(folder / "out.h5") as file:
+        groups = [file["ranges"][x].attrs for x in sorted(file["ranges"], key=int)]
+        ranges = tuple(tuple(int(x[y]) for y in ("end", "ranks", "rows", "cols")) for x in groups)
+        losses = file["loss"][()]
+    if hash_of(losses, state.weights) != hash_without_loss(ranges):
+        return f"other results than on {ranges} from the start"
+    return ""
+
+
+def answers_of(done):
+    """Return answers by request.  One is printed twice if the rank that printed it died."""
+    return dict(re.findall(r"^(\d+): (.*)$", done.stdout, re.MULTILINE))
+
+
+def problem_of(folder, done, answers=None, may_end_first=False):
+    """Return what is wrong with a job, or "": a training, or generation with these answers."""
+    if done.returncode:
+        return f"exit code {done.returncode}"
+    times = waits(folder / "notes")
+    if not times and not may_end_first:
+        return "nobody died"
+    if "Traceback" in done.stderr:
+        return "a traceback"
+    if any(on is not None and on > 10 for _, on in times):
+        return f"went on after {times} s"
+    if left_behind(folder):
+        return "left processes"
+    if answers is None:
+        return trained_badly(folder)
+    return "" if answers_of(done) == answers else f"other answers: {answers_of(done)}"
