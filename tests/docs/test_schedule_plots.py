@@ -1,10 +1,8 @@
 """`drivers/plot.py schedule`: what its panels show is what the schedules say."""
 
-import os
-
 import numpy as np
 import pytest
-from helpers import ROOT, assert_all_refused, deeper, drive, parser_of, runs_on
+from helpers import ROOT, deeper, drive, parser_of, runs_on
 
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
@@ -97,21 +95,3 @@ def test_schedules_are_drawn(tmp_path):
     text = (tmp_path / "a.svg").read_text()
     for title in ("attention2d 2 x 2 x 2,", "double ring 2 x 4, zigzag", "backward: "):
         assert f"<!-- {title}" in text
-
-
-def test_bad_schedule_pictures(tmp_path):
-    common = [tmp_path / "a.png", *PROBLEM]
-    assert_all_refused("plot.py", 0, [
-        (["schedule", *options], [], text)
-        for options, text in (
-            ([tmp_path / "a.gif", *PROBLEM, "--ranks", 4], "a.gif must end with .png, .svg, .pdf"),
-            (["/nowhere/a.png", *PROBLEM, "--ranks", 4], "cannot write /nowhere/a.png"),
-            ([*common, "--ranks", 65], "--ranks must be at most 64, got 65"),
-            ([*common, "--ranks", 4, "--plans", ","], "--plans must name a plan, got ','"),
-            ([*common, "--ranks", 16, "--plans", "all"], "--plans must be 1 to 8 plans, got "),
-            ([*common, "--ranks", 4, "--plans", "ring:2x2"], "'ring:2x2': a ring must be 4x1x1"),
-            ([*common, "--ranks", 4, "--plans", "spiral"], "no method 'spiral'"),
-            ([*common, "--ranks", 8, "--plans", "ring:1x1x8"], "8 does not divide 4 heads"),
-        )
-    ])  # fmt: skip
-    assert os.listdir(tmp_path) == []

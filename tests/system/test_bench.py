@@ -10,7 +10,7 @@ import h5py
 import helpers
 import numpy as np
 import pytest
-from helpers import DEEPER, SAMPLE, assert_all_refused, assert_refused
+from helpers import DEEPER, ROOT, assert_refused
 
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
@@ -21,7 +21,6 @@ from a2d_mpi.experiments.results import (
     TICKS,
     TIMED_PARTS,
     read_benchmark,
-    start_benchmark,
 )
 from a2d_mpi.experiments.sweep import Case, parse_plan, plans_for
 from a2d_mpi.kernels.numpy import NumpyKernel
@@ -31,19 +30,7 @@ from a2d_mpi.planning.profile import read_machine
 
 SMALL = ["--nheads", "4", "--headdim", "8", "--trials", "2"]
 WORKLOAD = "full-n61-h4-kv2-d8-float32-backward"
-PROFILE = """
-name = "test"
-[link.inside]
-bandwidth = 1e9
-latency = 1e-5
-[link.between]
-bandwidth = 1e9
-latency = 1e-5
-[kernel.float32.forward]
-flops = 1e10
-[kernel.float32.backward]
-flops = 1e10
-"""
+PROFILE = ROOT / "data/results/16x1.toml"
 
 bench = partial(helpers.drive, "bench.py")
 plot = partial(helpers.drive, "plot.py", 0, "results")
@@ -53,13 +40,12 @@ plot = partial(helpers.drive, "plot.py", 0, "results")
 def finished(tmp_path_factory):
     """Run a small benchmark on 2 and 4 ranks; return its file and the second output."""
     folder = tmp_path_factory.mktemp("bench")
-    profile, output = folder / "test.toml", folder / "bench.h5"
-    profile.write_text(PROFILE)
+    output = folder / "bench.h5"
     for ranks in (2, 4):
         done = bench(
             ranks, "--output", output, *SMALL, "--seqlens", "61", "--masks", "causal,full",
             "--nheads-kv", "2", "--plans", "all,auto",
-            "--profile", profile, "--backward", "--spans", "all",
+            "--profile", PROFILE, "--backward", "--spans", "all",
             "--overlap", *(["--no-overlap"] if ranks == 2 else ["--resume"]),
         )  # fmt: skip
     return output, done.stdout
@@ -101,7 +87,7 @@ def test_everything_is_there_and_checked(finished, results):
             assert result.timings[f"{phase}/total"].shape == (2, ranks)
             assert result.predicted[f"{phase} seconds"] > 0
             assert result.predicted[f"{phase} lower bound"] >= 0
-        assert result.predicted["memory"] > 0 and result.predicted["machine"] == "test"
+        assert result.predicted["memory"] > 0 and result.predicted["machine"].startswith("16x1")
         assert result.area.sum() * config["nheads"] // config["heads"] >= 61 * 31
         assert len(result.provenance["hostnames"]) == ranks
     picked = {}
@@ -136,8 +122,7 @@ def test_nothing_is_done_twice(finished, results, tmp_path):
     output = tmp_path / "bench.h5"
     shutil.copy(finished[0], output)
     (tmp_path / ".bench.h5.123.tmp").write_text("left by a job that was killed")
-    (tmp_path / "test.toml").write_text(PROFILE)
-    options = ["--output", output, *SMALL, "--profile", tmp_path / "test.toml", "--backward"]
+    options = ["--output", output, *SMALL, "--profile", PROFILE, "--backward"]
     options += ["--plans", "ring,attention2d:2x1", "--seqlens", "61", "--nheads-kv", "2"]
     before = {name: x.timings for name, x in results.items()}
     done = bench(2, *options, "--resume")
@@ -146,77 +131,14 @@ def test_nothing_is_done_twice(finished, results, tmp_path):
     assert after.keys() == before.keys()
     for name, timings in before.items():
         assert all(np.array_equal(after[name].timings[x], y) for x, y in timings.items())
-    assert sorted(x.name for x in tmp_path.iterdir()) == ["bench.h5", "test.toml"]
-
-
-def test_refuses_to_mix(finished, tmp_path):
-    other = tmp_path / "other.toml"
-    other.write_text(PROFILE.replace("1e10", "2e10", 1))
-    common = ["--output", finished[0], *SMALL]
-    profile = ["--profile", finished[0].with_name("test.toml")]
-    assert_all_refused("bench.py", 2, [
-        ([*common, *options], [], text)
-        for options, text in (
-            (profile, "exists: give --resume to add to it"),
-            ([*profile, "--resume", "--trials", "3"], "was made with trials 2, but now it is 3"),
-            ([*profile, "--resume", "--seed", "1"], "was made with seed 0, but now it is 1"),
-            (["--resume"], "was made with machine test, but now it is none"),
-            (["--profile", other, "--resume"], "was made with profile "),
-            (["--profile", other, "--output", other], f"cannot write {other}: it is the input"),
-        )
-    ])  # fmt: skip
-
-
-BAD = [
-    (
-        ["--plans", "ring:3"],
-        "--plans must be METHOD[:RxC[xU]][@order][/RxC][*F[xB]], all or auto, got 'ring:3'",
-    ),
-    (["--plans", "ring:1x2"], "'ring:1x2': a ring must be 2x1x1"),
-    (["--plans", "star"], "no method 'star'"),
-    (["--plans", "attention2d:2x2"], "'attention2d:2x2': 2x2x1 does not have 2 ranks"),
-    (["--plans", "attention2d:1x1x2", "--nheads", "3"], "2 does not divide 3 heads"),
-    (["--plans", "attention2d@xyz"], "order must be a permutation"),
-    (["--plans", "ring:2x1/2x2"], "'ring:2x1/2x2': 2x2 blocks do not divide a grid of 2 x 1"),
-    (["--plans", "ring:2x1/2"], "[@order][/RxC][*F[xB]], all or auto, got 'ring:2x1/2'"),
-    (["--plans", "attention2d:2x1*0"], "must be like 4 or 2x4, got '0'"),
-    (["--plans", "attention2d:2x1*3", "--nheads", "4"], "3 does not divide 4 heads"),
-    (["--plans", "auto"], "auto needs --profile"),
-    (["--plans", ","], "--plans must name a plan, got ','"),
-    (["--masks", "causal,none"], "--masks must be one of"),
-    (["--masks", ","], "--masks must name a mask, got ','"),
-    (["--dtypes", "int8"], "--dtypes must be one of float16, "),
-    (["--seqlens", "1.5x"], "1.5x"),
-    (["--nheads-kv", "3"], "nheads_kv must divide nheads"),
-    (["--nheads-kv", "0"], "--nheads-kv must be at least 1, got 0"),
-    (["--nheads-kv", ","], "--nheads-kv must be a whole number, got ''"),
-    (["--seqlens", "99999999999G"], "--seqlens must be at most 2147483648, got 1073741823"),
-    (["--seqlens", "1000000000000"], "--seqlens must be at most 2147483648, got 1000000000000"),
-    (["--seqlens", "64,2G"], "2147483648 tokens on 2 ranks: q, k and v of one rank take 6144"),
-    (["--overlap", "maybe"], "unrecognized arguments: maybe"),
-    (["--trials", "0"], "--trials must be at least 1, got 0"),
-    (["--warmup", "1000001"], "--warmup must be at most 1000000, got 1000001"),
-    (["--threads", "1000000000"], "--threads must be at most 1024, got 1000000000"),
-    (["--seed", str(1 << 64)], "--seed must be at most 9223372036854775807, got 1844674407370955"),
-    (["--kernel", "cudnn"], "cudnn"),
-    (["--device", "gpu"], "--device gpu"),
-    (["--profile", "/none.toml"], "/none.toml"),
-    (["--output", "/none/bench.h5"], "cannot write /none/bench.h5"),
-]
-
-
-def test_bad_input(tmp_path):
-    common = ["--output", tmp_path / "bench.h5"]
-    assert_all_refused("bench.py", 2, [([*common, *x], [], text) for x, text in BAD])
-    assert list(tmp_path.iterdir()) == []
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["bench.h5"]
 
 
 @pytest.mark.parametrize("which, kept", [("picked", 1), pytest.param("none", 0, marks=DEEPER)])
 def test_spans_of_some(tmp_path, which, kept):
-    (tmp_path / "test.toml").write_text(PROFILE)
     bench(
         2, "--output", tmp_path / "bench.h5", *SMALL, "--seqlens", "64", "--plans", "auto:2",
-        "--profile", tmp_path / "test.toml", "--spans", which,
+        "--profile", PROFILE, "--spans", which,
     )  # fmt: skip
     found = read_benchmark(tmp_path / "bench.h5").values()
     assert len(found) == 2 and sum(bool(x.spans) for x in found) == kept
@@ -228,23 +150,6 @@ def test_spans_of_some(tmp_path, which, kept):
     drawn = {f"{x}.svg" for x in FIGURES if kept or x != "timeline"}
     assert {x.name for x in (tmp_path / "drawn").iterdir()} == drawn
     assert ("not drawn: timeline: " in done.stderr) == (not kept)
-
-
-@pytest.mark.thorough
-def test_plots_without_predictions(workload, tmp_path):
-    """Figures without data are left out and named; a request for only these is refused."""
-    path = tmp_path / "bench.h5"
-    shutil.copy(workload, path)
-    with h5py.File(path, "a") as file:
-        for run in file["runs"].values():
-            del run["predicted"]
-    done = plot(path, "--output", tmp_path, "--what", "model,phases", "--format", "svg")
-    assert done.stdout == f"{tmp_path / 'phases.svg'}\n"
-    assert done.stderr == (
-        "plot.py: not drawn: model: no predictions in the file (bench.py --profile)\n"
-    )
-    done = plot(path, "--output", tmp_path, "--what", "model", code=2)
-    assert_refused(done, "model: no predictions in the file")
 
 
 def test_wrong_result(tmp_path):
@@ -285,24 +190,6 @@ def test_plots_of_what_is_chosen(finished, results, tmp_path):
         "--workload", WORKLOAD,
     )  # fmt: skip
     assert sorted(os.listdir(tmp_path)) == ["phases.svg", "timeline.svg"]
-
-
-def test_bad_plots(workload, tmp_path):
-    common = ["results", workload, "--output", tmp_path]
-    assert_all_refused("plot.py", 0, [
-        ([*common, *options], [], text)
-        for options, text in (
-            (["--what", "pie"], "--what must be one of scaling, phases"),
-            (["--what", "scaling,kernels"], "--what: 'kernels' is none of scaling, phases"),
-            (["--format", "gif"], "--format must be one of png, svg; got 'gif'"),
-            (["--workload", "mine"], "no workload 'mine': full-n61"),
-            (["--ranks", "3"], "was not run on 3 ranks"),
-            (["--ranks", "0"], "--ranks must be at least 1, got 0"),
-            (["--run", "none"], "no run 'none'"),
-            (["--output", "/proc/none"], "/proc/none"),
-        )
-    ])  # fmt: skip
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_kernels_on_one_core(tmp_path):
@@ -346,11 +233,6 @@ def test_study(finished, results, tmp_path):
     assert_refused(done, "none.h5")
 
 
-def test_plots_of_other_files(tmp_path):
-    for path in (SAMPLE, tmp_path / "none.h5"):
-        assert_refused(plot(path, "--output", tmp_path, code=2), path.name)
-
-
 # What needs no ranks.
 
 
@@ -371,8 +253,7 @@ def test_parse_plan():
 
 
 def test_auto(tmp_path):
-    (tmp_path / "test.toml").write_text(PROFILE)
-    machine = read_machine(tmp_path / "test.toml")
+    machine = read_machine(PROFILE)
     case = Case(64, 8, 16, mask="causal", backward=True)
     found = plans_for(case, ["auto:3", "ring"], 4, machine=machine)
     best = planner.candidates(machine, 4, case.work(), number=3)[:3]
@@ -405,11 +286,3 @@ def test_names_are_different():
     ]
     assert len({c.name for c in configurations}) == len(configurations) > 300
     assert not any("/" in c.name or " " in c.name for c in configurations)
-
-
-def test_a_file_of_another_kind(tmp_path):
-    path = tmp_path / "bench.h5"
-    path.write_text("not HDF5")
-    with pytest.raises(OSError, match="cannot read"):
-        start_benchmark(path, {}, resume=True)
-    assert path.read_text() == "not HDF5"

@@ -20,14 +20,13 @@ from helpers import (
     MPIEXEC,
     SAMPLE,
     SECONDS,
-    assert_all_refused,
     assert_refused,
     deeper,
     drive_each,
     execute,
 )
 
-from a2d_mpi import Causal, Distribution
+from a2d_mpi import Causal
 from a2d_mpi.core import reference
 from a2d_mpi.experiments.results import read_result
 
@@ -175,115 +174,6 @@ def test_one_trial_that_differs_fails():
     assert re.search("repeat .*FAILED", done.stdout)
 
 
-OPTIONS = [
-    (["--check", "some"], "--check must be none, sample, full or rows:N, got 'some'"),
-    (["--check", "rows:0"], "--check must be none, sample, full or rows:N, got 'rows:0'"),
-    (["--rows", "3"], "3 rows do not divide 2 ranks"),
-    (["--cols", "3"], "3 columns do not divide 2 ranks"),
-    (
-        ["--rows", "2", "--head-ranks", "2"],
-        "2 rows x 2 ranks per Ulysses group do not divide 2 ranks",
-    ),
-    (["--rows", "2", "--cols", "2"], "2 x 2 grid does not fit 2 ranks"),
-    (["--method", "triple_ring"], "must be one of attention2d, ring, striped ring, double ring"),
-    (
-        ["--method", "striped ring", "--distribution", "zigzag"],
-        "needs the striped distribution, got zigzag",
-    ),
-    (["--rows", "-1"], "--rows must be at least 1, got -1"),
-    (["--cols", "0"], "--cols must be at least 1, got 0"),
-    (["--head-ranks", "0"], "--head-ranks must be at least 1, got 0"),
-    (["--seqlen", "1537"], "1536 tokens"),
-    (["--seqlen", "0"], "--seqlen must be at least 1, got 0"),
-    (["--trials", "0"], "--trials must be at least 1, got 0"),
-    (["--trials", "1000000000000"], "--trials must be at most 1000000, got 1000000000000"),
-    (["--trials", "9" * 5000], "--trials must be a whole number, got '999"),
-    (["--trials", "many"], "--trials must be a whole number, got 'many'"),
-    (["--warmup", "-1"], "--warmup must be at least 0, got -1"),
-    (["--threads", "0"], "--threads must be at least 1, got 0"),
-    (["--threads", "1000000000"], "--threads must be at most 1024, got 1000000000"),
-    (["--seed", "-1"], "--seed must be at least 0, got -1"),
-    (["--seed", str(1 << 64)], "--seed must be at most 9223372036854775807, got 1844674407370955"),
-    (["--mask", "sparse"], "sparse"),
-    (["--no-such-option"], "--no-such-option"),
-    (["--save-outputs"], "--output"),
-]
-
-
-def test_bad_files(tmp_path):
-    """Bad inputs and outputs are refused, and all files stay as they were."""
-    good, token = tmp_path / "good.h5", Distribution("zigzag", 1536, 2).tokens(1)[5]
-    for name in ("good", "schema", "nan"):
-        shutil.copy(SAMPLE, tmp_path / f"{name}.h5")
-    with h5py.File(tmp_path / "schema.h5", "a") as file:
-        file.attrs["schema_version"] = 2
-    with h5py.File(tmp_path / "nan.h5", "a") as file:
-        file["k"][token, 3, :2] = np.nan, np.inf
-    (tmp_path / "folder.h5").mkdir()
-    (tmp_path / "text.h5").write_text("q k v")
-    (tmp_path / "truncated.h5").write_bytes(SAMPLE.read_bytes()[:100_000])
-    (tmp_path / "symlink.h5").symlink_to("good.h5")
-    (tmp_path / "hard link.h5").hardlink_to(good)
-    (tmp_path / "loop.h5").symlink_to("loop.h5")
-    inputs = {
-        "missing": "No such file",
-        "folder": "folder.h5",
-        "text": "text.h5",
-        "truncated": "truncated.h5",
-        "schema": "schema",
-        "nan": "k has 2 elements that are NaN or infinite: nothing can be checked (on rank 1)",
-    }
-    outputs = {
-        tmp_path / "none" / "run.h5": "cannot write {}: ",
-        tmp_path: "cannot write {}: ",
-        tmp_path / "text.h5" / "run.h5": "cannot write {}: ",
-        tmp_path / "." / ".." / tmp_path.name / "good.h5": "it is the input",
-        tmp_path / "symlink.h5": f"cannot write {{}}: it is the input {good}",
-        tmp_path / "hard link.h5": f"cannot write {{}}: it is the input {good}",
-        tmp_path / "loop.h5": "cannot write {}: Too many levels of symbolic links",
-    }
-
-    def state():
-        return sorted((x.name, x.lstat().st_ino, x.lstat().st_mtime) for x in tmp_path.iterdir())
-
-    before = state()
-    assert_all_refused("attention.py", 2, [
-        *(([tmp_path / f"{x}.h5", "--output", tmp_path / "run.h5"], [], text)
-          for x, text in inputs.items()),
-        *(([good, "--output", x], [], text.format(x)) for x, text in outputs.items()),
-    ])  # fmt: skip
-    assert state() == before
-    assert good.read_bytes() == SAMPLE.read_bytes()
-
-
-DIFFERENT = [
-    (["--mask", "full"], "ranks disagree on --mask: causal on rank 0, full on rank 1"),
-    (["--seqlen", "99"], "ranks disagree on --seqlen: None on rank 0, 99 on rank 1"),
-    (["--rows", "1"], "ranks disagree on --rows: 2 on rank 0, 1 on rank 1"),
-    (["--trials", "9"], "ranks disagree on --trials: 5 on rank 0, 9 on rank 1"),
-    (["--trials", "x"], "must be a whole number, got 'x' (see --help) (on rank 1)"),
-    (["--help"], "ranks disagree on --help: False on rank 0, True on rank 1"),
-    (["--backward"], "ranks disagree on --backward: False on rank 0, True on rank 1"),
-    (["--output", "none.h5"], "ranks disagree on --output: None on rank 0, none.h5 on rank 1"),
-]
-
-
-@launches
-def test_bad_options():
-    """A bad option on all ranks, or on one rank, is refused."""
-    assert_all_refused("attention.py", 2, [
-        *(([SAMPLE, *options], [], text) for options, text in OPTIONS),
-        *(([SAMPLE, "--rows", "2"], more, text) for more, text in DIFFERENT),
-    ])  # fmt: skip
-
-
-@launches
-def test_input_that_is_missing_on_one_rank():
-    sabotage = "sys.argv[1] = '/none/q.h5' if rank == 1 else sys.argv[1]"
-    done = drive(2, SAMPLE, sabotage=sabotage, code=2)
-    assert_refused(done, "/none/q.h5")
-
-
 @pytest.mark.parametrize("found", ["before the run", "while writing"])
 def test_full_disk(tmp_path, found):
     """If no file may grow beyond 100 kB, the result of an earlier run stays as it was."""
@@ -357,19 +247,6 @@ def test_help_is_printed_once():
     """One rank prints the help, and the job succeeds."""
     done = drive(2, "--help")
     assert done.stderr == "" and done.stdout.count("usage:") == 1
-
-
-def test_options_of_other_drivers():
-    number = (["--trials", "0"], [], "--trials must be at least 1, got 0")
-    huge = (["--shapes", "99999999999x4x128"], [], "seqlen must be at most 2147483648, got 99")
-    assert_all_refused("bench.py kernels", 0, [
-        number,
-        huge,
-        (["--shapes", "1x2"], [], "got '1x2'"),
-        (["--kernels", "cupy"], [], "kernel 'cupy' does not take NumPy arrays"),
-        (["--kernels", "cheese"], [], "got 'cheese'"),
-        (["--nheads-kv", "3"], [], "nheads_kv must divide nheads"),
-    ])  # fmt: skip
 
 
 # Nobody reads what the ranks print: rank 0's pipe, or all that they have, is closed.

@@ -1,6 +1,5 @@
 """Timelines of all ranks: the format, every message and its bytes, measured and predicted."""
 
-import json
 import sys
 from contextlib import contextmanager
 from copy import deepcopy
@@ -14,7 +13,6 @@ from helpers import (
     SAMPLE,
     assert_all,
     assert_all_refused,
-    assert_each_refused,
     drive_each,
     parser_of,
 )
@@ -338,25 +336,3 @@ def test_drivers(tmp_path):
     assert calls["attention"] == ["attention2d forward", "attention2d backward"]
     assert [x.split("-")[0] for x in calls["bench"]] == ["attention2d", "ring"]
     assert calls["train"] == ["step 2 forward"] * 2 + ["step 2 backward"] * 2
-
-
-def test_bad_paths(tmp_path):
-    """A bad path is one line on all ranks, before any computing."""
-    other = tmp_path / "other.json"
-    other.write_text(json.dumps({"kept": True}))
-    paths = [
-        (tmp_path / "a.txt", "a.txt must end with .json"),
-        ("/nowhere/a.json", "cannot write /nowhere/a.json"),
-        (other, "other.json, another kind of file"),
-        (tmp_path / "out.h5", "out.h5: it is the output"),
-    ]
-    output = ["--output", tmp_path / "out.h5"]
-    train = [TEXT, "--folder", tmp_path / "run", "--output", tmp_path / "out.h5"]
-    cases = [("attention.py", [SAMPLE, *output, "--trace", x], [], text) for x, text in paths]
-    cases += [
-        ("bench.py", [*output, "--trace", paths[1][0]], [], paths[1][1]),
-        ("train.py gpt", [*train, "--trace", paths[1][0]], [], paths[1][1]),
-    ]
-    assert_each_refused(cases, 2)
-    assert json.loads(other.read_text()) == {"kept": True}
-    assert {x.name for x in tmp_path.iterdir()} <= {"other.json", "run"}

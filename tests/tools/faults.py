@@ -21,7 +21,7 @@ the same steps from the start, or to the answers without a loss.
 `raises`: one rank of a driver raises an error at the beginning of one call of a function of the
 package.  The job must end in time.
 
-`cost` kills nobody: it compares the seconds of a training step, on 4 ranks in turn, without and
+`cost` kills nobody: it compares the seconds of a training step, on 2 ranks in turn, without and
 with the fault tolerance of Open MPI, and with --survive.
 
 A job depends on the seed and its number only.  The script prints each failed job, the numbers of
@@ -338,7 +338,7 @@ def cost(choice, folder, only):
         mpi, more = WAYS[name]
         options = [ROOT / "LICENSE", "--preset", "tiny", "--seqlen", 256, "--steps", 60, "--every",
                    60, "--separator", r"\n\n", *files(folder / name), *more]  # fmt: skip
-        drive("train.py gpt", 4, *options, mpi=mpi, timeout=300, numba=True)
+        drive("train.py gpt", 2, *options, mpi=mpi, timeout=300, numba=True)
         with h5py.File(folder / name / "out.h5") as file:
             seconds[name] = float(np.median(file["seconds/total"][5:]))  # without the first ones
     for name, x in seconds.items():
