@@ -2,11 +2,20 @@
 
 import numpy as np
 import pytest
+from gpts import (
+    CONFIG,
+    LENGTHS,
+    greedy,
+    likeliest,
+    lone,
+    other_tokens,
+    prompts,
+    shaken,
+    trainer_of,
+)
 from helpers import ROOT, assert_all
 from mpi4py import MPI
 from test_device import drive
-from test_gpt import lone, shaken, trainer_of
-from test_gpt_decode import CONFIG, LENGTHS, greedy, likeliest, other_tokens, prompts
 
 from a2d_mpi.comm.gpus import bind_gpu
 from a2d_mpi.devices.host import HOST

@@ -6,9 +6,9 @@ from dataclasses import asdict
 import h5py
 import numpy as np
 import pytest
+from gpts import alone, lone, shaken, trainer_of
 from helpers import ROOT, assert_all, drive_each
 from mpi4py import MPI
-from test_gpt import alone, lone, shaken, trainer_of
 
 from a2d_mpi import Causal, LinearAttention
 from a2d_mpi.experiments.checkpoint import State, latest, load, save

@@ -1,19 +1,15 @@
 """The GPT: gradients, the same losses on all grids, and runs that continue."""
 
-from argparse import Namespace
-from functools import cache
 from itertools import product
 
 import numpy as np
 import pytest
+from gpts import alone, lone, shaken, trainer_of
 from helpers import DEEPER, ROOT, assert_all, assert_all_refused, drive
 from mpi4py import MPI
 
-from a2d_mpi import Causal, Documents, ProcessGrid
-from a2d_mpi.attention.methods import make_plan
-from a2d_mpi.devices.host import HOST
-from a2d_mpi.experiments.checkpoint import State, latest, load
-from a2d_mpi.experiments.train_gpt import Trainer
+from a2d_mpi import Causal, Documents
+from a2d_mpi.experiments.checkpoint import latest, load
 from a2d_mpi.gpt.adam import Adam, learning_rate
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
 from a2d_mpi.gpt.gradients import GradientSum, total
@@ -26,23 +22,6 @@ pytestmark = pytest.mark.grids
 
 def small(positions="learned", nheads_kv=1, headdim=None):
     return GPTConfig(17, 2, 12, 3, 40, nheads_kv, positions, headdim)
-
-
-def shaken(config, seed=0):
-    """Return weights without special values such as 0 and 1."""
-    flat = initial(config, seed, "float64")
-    return Parameters(config, flat + 0.3 * np.random.default_rng(seed).standard_normal(len(flat)))
-
-
-@cache
-def lone():
-    return ProcessGrid(MPI.COMM_SELF, 1, 1)
-
-
-def alone(config, mask, seqlen, dtype="float64"):
-    """Make a plan of one rank."""
-    sizes = {"nheads": config.nheads, "nheads_kv": config.nheads_kv, "headdim": config.headdim}
-    return make_plan("attention2d", lone(), mask, seqlen=seqlen, dtype=dtype, **sizes)
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
@@ -180,17 +159,6 @@ def test_text(tmp_path):
     (tmp_path / "empty").write_bytes(b"----")
     with pytest.raises(ValueError, match="has no text"):
         Text(tmp_path / "empty", b"--")
-
-
-def trainer_of(comm, grid, config, text, weights, device=HOST, **options):
-    """A trainer at its first step; `options`: of drivers/train.py gpt."""
-    args = Namespace(**{"rate": 1e-2, "warmup": 5, "steps": 60, "seqlen": config.seqlen, "seed": 0,
-                        "separator": b"\n", "method": "attention2d", "dtype": "float64",
-                        "threads": 1, "kernel": "auto", "transfers": "auto",
-                        "recompute": False, **options})  # fmt: skip
-    none, moments = np.zeros(0), np.zeros((2, config.parameters), weights.dtype)
-    state = State(config, {}, 0, weights, moments, none, none)
-    return Trainer(comm, grid, args, text, state, device)
 
 
 def losses(comm, grid, method, dtype, steps, separator):

@@ -8,6 +8,7 @@ from math import log
 import h5py
 import numpy as np
 import pytest
+from gpts import alone, lone, shaken, trainer_of
 from helpers import (
     ROOT,
     assert_all,
@@ -15,7 +16,6 @@ from helpers import (
     drive_each,
 )
 from mpi4py import MPI
-from test_gpt import alone, lone, shaken, trainer_of
 
 from a2d_mpi import Documents, ProcessGrid
 from a2d_mpi.experiments.checkpoint import State, latest, save

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from gpts import alone
 from helpers import assert_all, launch
 from mpi4py import MPI
-from test_gpt import alone
 from torch import nn
 
 from a2d_mpi import Documents, ProcessGrid
