@@ -6,6 +6,9 @@ A comment above a table names a function of this file and the results that the t
 
 ``python tests/docs/tables.py`` prints these tables; ``--write`` puts their rows into the pages.
 A comment ``<!-- no file: COMMAND -->`` stands above a table of numbers that no file holds.
+
+Cogapp would do the same, but it writes all lines between two marks, and no mark may stand inside
+a table: the headings would have to move from the pages to this file.
 """
 
 import re
@@ -363,31 +366,28 @@ def wire_errors(folder):
 # Tables in pages
 
 
-def cells(line):
-    return [x.strip() for x in line.strip()[1:-1].split("|")]
-
-
-def made(function, arguments):
-    """The rows that the files have."""
-    return [list(x) for x in globals()[function](*arguments.split(", "))]
+def made(name, arguments):
+    """Return the rows that the files have."""
+    return [list(x) for x in globals()[name](*arguments.split(", "))]
 
 
 def marked():
-    """Page, function, arguments and rows of each table that a comment marks."""
+    """Return function, arguments and rows of each table that a comment marks."""
     for page in PAGES:
-        for _, function, arguments, body in TABLE.findall(page.read_text()):
-            yield page, function, arguments, list(map(cells, body.splitlines()))
+        for _, name, arguments, body in TABLE.findall(page.read_text()):
+            lines = body.splitlines()
+            yield name, arguments, [[x.strip() for x in y.strip()[1:-1].split("|")] for y in lines]
 
 
 def main():
     """Print the marked tables as the files have them; --write: put the rows into the pages."""
 
     def replaced(match):
-        indent, function, arguments, body = match.groups()
-        rows = (" | ".join(x) for x in made(function, arguments))
-        lines = [re.sub(r"\|  (?=\|)", "| ", f"{indent}| {x} |") for x in rows]
-        print(match[0].removesuffix(body), *lines, "", sep="\n")
-        return match[0].removesuffix(body) + "\n".join([*lines, ""])
+        indent, name, arguments, body = match.groups()
+        rows = (" | ".join(x) for x in made(name, arguments))
+        lines = [re.sub(r"\|  (?=\|)", "| ", f"{indent}| {x} |\n") for x in rows]
+        print(new := match[0].removesuffix(body) + "".join(lines))
+        return new
 
     for page in PAGES:
         text = TABLE.sub(replaced, page.read_text())

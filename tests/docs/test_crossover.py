@@ -11,6 +11,7 @@ from a2d_mpi.planning.profile import read_machine
 DATA = ROOT / "data/results/crossover"
 
 
+@pytest.mark.thorough
 def test_committed_points():
     """The ratios cover both regimes, and the pick is the fastest of four."""
     points = measured(DATA)
@@ -23,6 +24,7 @@ def test_committed_points():
     assert len(results) == 20 and all(x.passed for x in results)
 
 
+@pytest.mark.thorough
 def test_simulated_points(monkeypatch):
     """The ratio grows with the tokens, and the gain falls to one."""
     monkeypatch.setattr(crossover_plots, "TOKENS", [1 << 15, 1 << 22])

@@ -1,19 +1,18 @@
-"""Committed figures have the data of this code, and their colours are readable."""
+"""Committed figures have the data of this code, and styles and digests tell them apart."""
 
 import re
 import runpy
 import shlex
 import sys
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import DEEPER, ROOT, drive, module_of
+from helpers import ROOT, drive, module_of
 from matplotlib.figure import Figure
 from PIL import Image
 
-from a2d_mpi.figures.pictures import COLOURS, METHOD_STYLES, deepest, digest, finish, pyplot
+from a2d_mpi.figures.pictures import METHOD_STYLES, deepest, digest, finish, pyplot
 from a2d_mpi.schedules import METHODS
 
 FIGURES = ROOT / "data" / "figures"
@@ -33,13 +32,8 @@ def pictures(words):
     return [x.removeprefix("$output/") for x in words if x.endswith(".png")]
 
 
-def marked(words):
-    # It simulates for a minute.
-    marks = DEEPER if "crossover.png" in pictures(words) else ()
-    return pytest.param(words, id=pictures(words)[0], marks=marks)
-
-
-@pytest.mark.parametrize("words", [marked(x) for x in commands()])
+@pytest.mark.thorough
+@pytest.mark.parametrize("words", commands(), ids=lambda x: pictures(x)[0])
 def test_committed_figures_are_of_this_code(words, tmp_path, monkeypatch):
     """Committed figures equal new ones; `python jobs/run.py figures data/figures` updates them."""
 
@@ -84,41 +78,6 @@ def test_a_method_has_one_colour_and_one_marker():
     assert METHOD_STYLES.keys() >= METHODS.keys()
     for i in (0, 1):
         assert len({x[i] for x in METHOD_STYLES.values()}) == len(METHOD_STYLES)
-
-
-def lab(colour, blind):
-    """Return the CIELAB values of a colour as a colour-blind reader sees it."""
-    from matplotlib.colors import to_rgb
-
-    rgb = np.array(to_rgb(colour))
-    linear = np.where(rgb > 0.04045, ((rgb + 0.055) / 1.055) ** 2.4, rgb / 12.92)
-    seen = np.clip(blind @ linear, 0, 1)
-    xyz = SRGB @ seen / SRGB.sum(axis=1)
-    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
-    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
-
-
-SRGB = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
-# Machado, Oliveira and Fernandes 2009, doi:10.1109/TVCG.2009.113: nothing of a cone is left.
-BLIND = {
-    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
-                   [-0.003882, -0.048116, 1.051998]],
-    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
-                     [-0.011820, 0.042940, 0.968881]],
-    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602],
-                   [0.004733, 0.691367, 0.303900]],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("blind", BLIND.values(), ids=BLIND)
-def test_colours_differ_for_colour_blind_readers(blind):
-    """Colours differ by 10 in CIELAB at least, ten times the visible difference."""
-    for colours in (COLOURS, [x for x, _ in METHOD_STYLES.values()]):
-        for a, b in combinations(colours, 2):
-            distance = np.linalg.norm(lab(a, np.array(blind)) - lab(b, np.array(blind)))
-            assert distance > 10, (a, b, distance)
-    red, green = (lab(x, np.array(BLIND["deuteranopia"])) for x in ("#C04000", "#608000"))
-    assert np.linalg.norm(red - green) < 10  # a pair that fails
 
 
 def test_digest():

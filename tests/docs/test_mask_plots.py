@@ -44,6 +44,7 @@ def test_picture(tmp_path):
     assert first.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_planner_and_pictures_of_schedules(tmp_path):
     done = drive("plan.py", 0, *PROBLEM, "causal_document:seed=2")
     assert "attention2d" in done.stdout, done.stderr
@@ -63,6 +64,7 @@ def test_table(tmp_path):
     assert causal[2].startswith("1.0039 (1.000, 2x2)")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("text, plan", [
     ("causal", "attention2d/contiguous"), ("causal_document:seed=4", "attention2d/zigzag"),
     ("share_question:seed=2", "ring/balanced"), ("sliding_window", "attention2d/contiguous"),
@@ -75,6 +77,7 @@ def test_committed_table(text, plan):
     assert known[16, 131072, text, plan] == rounded
 
 
+@pytest.mark.thorough
 def test_table_is_completed(tmp_path):
     """Missing entries are added to a table; other files are refused."""
     path, picture = tmp_path / "table.csv", tmp_path / "table.png"

@@ -86,6 +86,7 @@ def test_the_best_of_each_method_is_drawn(tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_schedules_are_drawn(tmp_path):
     done = drive(
         "plot.py", 0, "schedule", tmp_path / "a.svg", *PROBLEM, "--ranks", 8, "--backward",

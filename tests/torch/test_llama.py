@@ -9,7 +9,7 @@ import re
 import h5py
 import numpy as np
 from helpers import ROOT, assert_one_line_each, drive, drive_each, launch
-from test_readme import blocks, read
+from pages import blocks, read
 
 from a2d_mpi.experiments.hdf5 import read_file
 from a2d_mpi.experiments.results import TRAINING_SCHEMA

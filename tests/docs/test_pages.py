@@ -1,0 +1,311 @@
+"""What pages of docs/ show is what runs print, and what the code computes."""
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import ROOT, SAMPLE, drive, launch
+from pages import blocks, found, read, run, run_code, table
+from tables import PAGES as TABLED
+from tables import made, marked
+
+import a2d_mpi
+from a2d_mpi import Causal
+from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.sizes import Layout, parse_count
+from a2d_mpi.experiments.origin import provenance
+from a2d_mpi.masks.patterns import PATTERNS, make_mask
+from a2d_mpi.planning import cost
+from a2d_mpi.planning.memory import buffers
+from a2d_mpi.planning.model import predict
+from a2d_mpi.planning.planner import best_candidate
+from a2d_mpi.planning.profile import read_machine
+from a2d_mpi.planning.simulator import PARTS
+from a2d_mpi.schedules import problem_of
+from a2d_mpi.schedules.problem import Workload
+
+pytestmark = pytest.mark.thorough
+DOCS, START = ROOT / "docs", "docs/tutorial.md"
+DRIVERS = [f"drivers/{x.name}" for x in sorted((ROOT / "drivers").glob("*.py"))]
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
+
+
+@pytest.mark.parametrize("page, number, told", [
+    ("planning", None, "Layout(rows="),
+    ("models", 1, "{} True\n"),  # one rank
+    ("extending", 3, " [1 1 0 0 1 1 1 1]]\n"),
+    ("extending", 3, "\n33 visible pairs\n"),
+])  # fmt: skip
+def test_code_without_ranks(page, number, told):
+    code = blocks(f"docs/{page}.md", "python")
+    assert told in run_code("\n".join(code) if number is None else code[number])
+
+
+def test_every_page_is_listed():
+    pages = {x.stem for x in DOCS.glob("*.md")} - {"README"}
+    assert pages == {Path(path).stem for path, _ in LINK.findall(read("docs/README.md"))}
+    listed = set(re.findall(r"^   ([\w-]+)$", read("docs/index.rst"), re.MULTILINE))
+    assert listed == pages | {x.stem for x in DOCS.glob("*.rst")} - {"index"}
+
+
+def test_reference_has_all_public_names_and_drivers():
+    names = re.findall(r"auto(?:class|function):: ([\w.]+)$", read("docs/api.rst"), re.MULTILINE)
+    assert set(a2d_mpi.__all__) == {x for x in names if "." not in x}
+    shown = re.findall(r"driver-help:: (\w+)$", read("docs/drivers.rst"), re.MULTILINE)
+    assert {f"drivers/{x}.py" for x in shown} == set(DRIVERS)
+
+
+def test_page_of_results_has_all_names():
+    """Attributes of the root, parts and communicators of result files."""
+    traffic = read("tests/support/traffic.json")
+    names = set(re.findall(r'"(?:forward|backward)/([\w ]+)"', traffic)) | {*PARTS, "total"}
+    names |= provenance("none", ["host"]).keys()
+    assert [x for x in sorted(names) if f"`{x}`" not in read("docs/benchmarks.md")] == []
+
+
+@pytest.mark.launches
+def test_arguments_of_the_tutorial(tmp_path):
+    """Its blocks run, the first ones too; that of a mask is a file of its own."""
+    code = [x for x in blocks(START, "python") if "register_mask(" not in x]
+    (tmp_path / "tutorial.py").write_text("\n".join(code))
+    done = launch(4, tmp_path / "tutorial.py", "Attention2D", timeout=60)
+    assert done.stdout.count("(256, 8, 32)") == 4
+
+
+# Two continuations of a prefix are two answers to a shared question.  Prints the largest
+# differences of out, dq, dk and dv, relative to the largest values.
+WHOLE = """
+from a2d_mpi import SharedQuestion
+
+whole = Attention2D(grid, SharedQuestion([0, 600, 800, 1000]), seqlen=1000, **heads)
+given = [x[whole.tokens] for x in (Q, K, V)]
+results = whole.forward(*given)
+gradients = whole.backward(DOUT[whole.tokens], *given, *results)
+
+
+def gathered(shards):  # all rows of a tensor, on all ranks
+    everyone = [x for shards in comm.allgather(shards) for x in shards]
+    order = np.argsort(np.concatenate([tokens for tokens, _ in everyone]))
+    return np.concatenate([x for _, x in everyone])[order]
+
+
+merged |= {"dk": [(prefix, dk)], "dv": [(prefix, dv)]}
+for (name, shards), x in zip(merged.items(), (results[0], *gradients)):
+    exact = gathered([(whole.tokens, x)])
+    rows = gathered(shards)
+    error = np.abs(rows - exact[: len(rows)]).max() / np.abs(exact).max()
+    if comm.rank == 0:
+        print(f"{error:.1e}")
+"""
+
+
+@pytest.mark.launches
+def test_merging(tmp_path):
+    """Two continuations of a prefix equal one sequence in which both see the prefix."""
+    (tmp_path / "example.py").write_text("\n".join([*blocks("docs/merging.md", "python"), WHOLE]))
+    done = launch(4, tmp_path / "example.py", timeout=60)
+    assert all(float(x) < 1e-6 for x in done.stdout.split()) and len(done.stdout.split()) == 4
+
+
+def test_numbers_that_are_shown():
+    """Shown bytes equal the code's."""
+    given = "attention2d", Layout(2, 2)
+    problem = problem_of(*given, AttentionConfig(1536, 12, 32), Causal())
+    ranks = [cost.traffic(*given, problem, rank) for rank in range(4)]
+    most = {"/".join(key): np.max([x[key] for x in ranks], axis=0).tolist() for key in ranks[0]}
+    shown = re.findall(r"^(\w+/\w+) +(\d+) +(\d+) +(\d+) +(\d+)$", read(START), re.MULTILINE)
+    assert {name: [*map(int, x)] for name, *x in shown} == {
+        name: [sent, sent, received, received] for name, (sent, received) in most.items()
+    }
+
+
+def test_masks(tmp_path):
+    printed = run_code("\n".join(blocks("docs/masks.md", "python")), tmp_path)
+    assert printed == f"{sum(n * (n + 1) // 2 for n in (100, 300, 600))} visible pairs\n"
+    assert (tmp_path / "masks.h5").exists()
+    named = re.findall(r"^\| `(\w+)` \|", read("docs/masks.md"), re.MULTILINE)
+    assert named[: len(PATTERNS)] == list(PATTERNS)
+
+
+@pytest.mark.launches
+def test_reading_a_result(tmp_path):
+    (tmp_path / "results").mkdir()
+    drive(
+        "attention.py", 4, SAMPLE, "--backward", "--seqlen", "64",
+        "--output", tmp_path / "results" / "local.h5",
+    )  # fmt: skip
+    printed = run_code("\n".join(blocks("docs/benchmarks.md", "python")), tmp_path)
+    assert len(re.findall("True$", printed, re.MULTILINE)) == 8
+
+
+# What pages show is what runs print.
+
+RINGS = ("ring", "striped ring", "double ring")
+TOKENS = ("64K", "256K", "1M")  # columns of the table of common sizes
+PROFILES = {"H100": "h100-8", "A100": "a100-16x4"}
+
+
+def steady(text):
+    """Remove from a text what differs between runs: times, errors, the CPU."""
+    text = re.sub(r" *(\d\.\d+e-\d+|\d+\.\d+)", " #", text)
+    return re.sub(r" +", " ", re.sub(r"(?<=, float32, ).*", "CPU", text))
+
+
+def within_bounds(text):
+    """Return True if each error in the text is within its bound."""
+    pairs = re.findall(r"error (\S+), bound (\S+)$", text, re.MULTILINE)
+    return bool(pairs) and all(float(error) <= float(bound) for error, bound in pairs)
+
+
+def steps_of_the_tutorial():
+    """Return the blocks of Python before the arguments: tutorial.py in parts, and my_mask.py."""
+    end = read(START).index("\n## Arguments of a plan\n")
+    return [x[1] for x in found(START, "python") if x.end() < end]
+
+
+@pytest.mark.launches
+def test_tutorial(tmp_path, monkeypatch):
+    """A run prints what is shown below its command; the run on a grid prints nothing else."""
+    *code, mask = steps_of_the_tutorial()
+    (tmp_path / "tutorial.py").write_text("\n".join(code))
+    (tmp_path / "my_mask.py").write_text(mask)
+    (tmp_path / "numba.py").write_text("raise ImportError")  # which takes as long as all the rest
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # as the first block does
+    # The first two blocks make the environment.
+    _, _, *commands = found(START, "bash")
+    ends = [x.end() for x in commands[1:]] + [len(read(START))]
+    for block, end in zip(commands, ends):
+        command = block[1]
+        shown = "".join(x[1] for x in found(START, "text") if block.end() < x.end() < end)
+        printed = run(command, tmp_path)
+        assert shown and steady(shown) in steady(printed), command
+        if "tutorial.py" in command:
+            assert within_bounds(printed)
+        if "tutorial.py Attention2D" in command:
+            assert steady(printed) == steady(shown) and within_bounds(shown)
+    assert len(commands) == 3 and (tmp_path / "later_half.json").exists()
+
+
+def test_balance_of_the_tutorials_mask():
+    code, names = steps_of_the_tutorial()[-1], {}
+    exec(code.partition("register_mask(")[0], names)
+    config = AttentionConfig(512, 12, 32)
+    shards = problem_of("attention2d", Layout(2, 2), config, names["LaterHalf"]()).queries
+    assert "contiguous 1.50, 1.00 N; zigzag 1.25, 1.00 N; balanced 1.00, 1.00 N" in shards.why
+    assert "1.25 with a zigzag distribution and 1.5 with a contiguous one" in " ".join(
+        read(START).split()
+    )
+
+
+def test_output_of_plan():
+    """The output of plan.py is shown, and each column is explained in order."""
+    page = "docs/planning.md"
+    shown = next(found(page, "text"))
+    command = [x for x in found(page, "bash") if x.end() < shown.end()][-1]
+    assert run(command[1]) == shown[1]
+    heading = next(x for x in shown[1].splitlines() if x.startswith("method"))
+    explained = [row[0].strip("`") for row in table(page, "column")]
+    assert explained == re.split(r"  +", heading.strip())
+
+
+def predicted(profile, ranks, tokens, heads, heads_kv, mask, families):
+    """Return the planner's pick, and the times of these methods over its time."""
+    machine = read_machine(ROOT / "data" / "machines" / f"{profile}.toml")
+    sizes = {"nheads": int(heads), "nheads_kv": int(heads_kv), "headdim": 128}
+    seqlen = parse_count(tokens)
+    work = Workload(seqlen, **sizes, mask=make_mask(mask.strip("`"), seqlen), backward=True)
+    best = best_candidate(machine, int(ranks), work)
+    others = (
+        best if best.method in x else best_candidate(machine, int(ranks), work, methods=x)
+        for x in families
+    )  # fmt: skip
+    layout = best.layout
+    plan = f"{best.method} {layout.rows}x{layout.cols}x{layout.heads}"
+    if layout.slices not in (None, (1, 1)):
+        plan += "*{}x{}".format(*layout.slices)
+    return [plan, *(f"{x.seconds / best.seconds:.2f}" for x in others)]
+
+
+def test_which_method():
+    """The planner says what the examples say, and each row of the advice has an example."""
+    advice = {row[0]: row[2] for row in table("docs/choosing.md", "row")}
+    examples = table("docs/choosing.md", "example")
+    assert list(advice) == list(dict.fromkeys(row[0] for row in examples))
+    for name, *example in examples:
+        plan, *others = predicted(*example[:6], (("attention2d",), RINGS))
+        assert [plan, *others] == example[6:], name
+        assert f"`{plan.rpartition(' ')[0]}`" in advice[name], name
+
+
+COMMON = [
+    (*row[:3], *x) for row in table("docs/choosing.md", "GPUs") for x in zip(TOKENS, row[3:])
+]
+
+
+@pytest.mark.parametrize("size", COMMON)
+def test_common_sizes(size):
+    gpus, heads, heads_kv, tokens, shown = size
+    ranks, machine = gpus.split()
+    sizes = ranks, tokens, heads, heads_kv
+    plan, gain = predicted(PROFILES[machine], *sizes, "causal", (RINGS,))
+    assert shown == f"{plan}: {gain}"
+
+
+SLICED = table("docs/planning.md", "grid")
+
+
+@pytest.mark.parametrize("row", SLICED, ids=lambda row: " ".join(row[:2]))
+def test_what_slices_gain(row):
+    """Simulated seconds over those of one slice: forward and backward, for H100 and A100."""
+    grid, kv, *shown = row
+    layout = Layout(*map(int, grid.split("x")))
+    heads, mask = 8 * layout.heads, make_mask("causal", 1 << 17)
+    work = Workload(1 << 17, heads, 128, int(kv), mask=mask, backward=True)
+    found = []
+    for profile in ("h100-64x1", "a100-16x4"):
+        machine = read_machine(ROOT / "data" / "machines" / f"{profile}.toml")
+        one, *several = (
+            predict(machine, "attention2d", replace(layout, slices=(x, x)), work)
+            for x in (1, 2, 4, 8)
+        )
+        for phases in several:
+            ratios = (phases[x].total.max() / one[x].total.max() for x in work.phases)
+            found.append(", ".join(f"{x:.2f}" for x in ratios))
+    assert shown == found
+
+
+def test_buffers_of_slices():
+    """Buffers of a rank over its q, with one and more slices."""
+    for kv, *shown in table("docs/planning.md", "KV heads"):
+        config = AttentionConfig(1 << 17, 32, 128, int(kv), dtype="bfloat16")
+        found = []
+        for number in (1, 2, 4, 8, 16, 32):
+            layout = Layout(8, 8, slices=(number, number))
+            problem = problem_of("attention2d", layout, config, make_mask("causal", 1 << 17))
+            held = buffers("attention2d", layout, problem, 27, backward=True)
+            found.append(f"{held / (config.seqlen // 64 * config.nbytes('q')):.1f}")
+        assert shown == found
+
+
+@pytest.mark.parametrize("name, arguments, rows", list(marked()), ids=lambda x: str(x)[:30])
+def test_table_is_of_its_files(name, arguments, rows):
+    """Numbers in tables are from their files: `python tests/docs/tables.py --write`."""
+    assert rows and rows == made(name, arguments)
+
+
+def test_tables_of_numbers_name_their_source():
+    """A table of fractions or per cent stands below a comment: its function, or its command."""
+    bare = []
+    for path in TABLED:
+        text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+        parts = re.split(r"\n\s*\n *", text)
+        for before, part in zip(parts, parts[1:]):
+            has_numbers = re.search(r"\| *\**-?\d+(\.\d| %)", part)
+            if part.startswith("|") and has_numbers and not before.startswith("<!-- "):
+                bare.append(f"{path.name}: {part.splitlines()[0]}")
+    told = "write <!-- no file: COMMAND --> above a table of numbers that no file holds"
+    assert not bare, "\n".join([told, *bare])
