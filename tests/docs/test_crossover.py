@@ -3,25 +3,11 @@
 import pytest
 from helpers import ROOT, parser_of
 
-from a2d_mpi.experiments.results import read_benchmark
 from a2d_mpi.figures import crossover_plots
 from a2d_mpi.figures.crossover_plots import MACHINES, PLANS, Point, measured, simulated
 from a2d_mpi.planning.profile import read_machine
 
 DATA = ROOT / "data/results/crossover"
-
-
-@pytest.mark.thorough
-def test_committed_points():
-    """The ratios cover both regimes, and the pick is the fastest of four."""
-    points = measured(DATA)
-    ratios = [p.ratio for p in points]
-    assert len(points) == 5 and ratios == sorted(ratios) and ratios[0] < 0.1 and ratios[-1] > 3
-    for p in points:
-        assert p.seconds["the planner's pick"] <= 1.1 * min(p.seconds.values())
-    assert points[0].gain("square grid 4 x 4") > 2
-    results = [x for path in DATA.glob("*/*.h5") for x in read_benchmark(path).values()]
-    assert len(results) == 20 and all(x.passed for x in results)
 
 
 @pytest.mark.thorough

@@ -1,7 +1,5 @@
 """`drivers/plot.py masks`, and masks in the other programs that need no MPI."""
 
-import re
-
 import numpy as np
 import pytest
 from helpers import ROOT, assert_all_refused, drive, parser_of
@@ -100,17 +98,3 @@ def test_table_is_completed(tmp_path):
     path.write_text("not a table")
     assert_all_refused("plot.py", 0, [([*options, "full"], [], "is not a table of masks")])
     assert path.read_text() == "not a table"
-
-
-@pytest.mark.thorough
-def test_study_of_masks():
-    """The numbers of docs/masks.md are from the committed results."""
-    done = drive("plot.py", 0, "study", ROOT / "data" / "results" / "masks" / "16x1.h5")
-    assert "picks within 10 % of the fastest: 4 of 4" in done.stdout
-    picks = re.findall(r"  (\S.*) both +([\d.]+) .*picked", done.stdout)
-    assert sorted((x.strip(), round(float(ms) / 1e3, 2)) for x, ms in picks) == [
-        ("attention2d 1x16x1@rcu", 0.42),
-        ("attention2d 1x8x2@rcu", 0.62),
-        ("attention2d 2x4x2@rcu", 1.84),
-        ("attention2d 4x2x2@rcu", 0.84),
-    ]

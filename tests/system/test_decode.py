@@ -14,7 +14,7 @@ from gpts import (
     prompts,
     shaken,
 )
-from helpers import ROOT, SECONDS, assert_all, deeper, distance, drive
+from helpers import SECONDS, assert_all, deeper, distance, drive
 from hypothesis import given
 from hypothesis import strategies as st
 from mpi4py import MPI
@@ -561,21 +561,3 @@ steps.attention = lambda q, k, v: tuple(1.001 * x for x in attention(q, k, v))
     done = drive("bench.py decode", 3, *sizes, sabotage=wrong, code=1)
     assert "FAILED 1+1 ranks, 40 tokens, traffic" in done.stdout
     assert "FAILED 2 ranks, 90 tokens, out" in done.stdout, done.stderr
-
-
-def test_the_committed_runs():
-    """The runs of docs/models.md passed all checks, and equal work keeps both kinds busy."""
-    waits = {}
-    for path in sorted((ROOT / "data/results/afd").glob("*.h5")):
-        with h5py.File(path) as file:
-            for ranks, contexts in file["runs"].items():
-                for context, run in contexts.items():
-                    assert all(x.attrs["passed"] for x in run["checks"].values())
-                    seconds = run["seconds"][:]
-                    shares = seconds[..., 4] / seconds[..., :3].sum(axis=2)
-                    waits[path.stem, ranks, int(context)] = np.median(shares, axis=0)
-    assert {x for name, x, _ in waits if name == "4"} == {"4", "2+2", "3+1"}
-    assert max(waits["2", "1+1", 1024]) < 0.5
-    assert max(waits["2-96", "1+1", 512]) < 0.2
-    longest = waits["4", "2+2", 65536]  # attention has most of the work
-    assert max(longest[:2]) < 0.5 < min(longest[2:])

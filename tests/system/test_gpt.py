@@ -2,10 +2,11 @@
 
 from itertools import product
 
+import h5py
 import numpy as np
 import pytest
 from gpts import alone, lone, shaken, trainer_of
-from helpers import DEEPER, ROOT, assert_all, assert_all_refused, drive
+from helpers import DEEPER, ROOT, assert_all, assert_each_refused, drive
 from mpi4py import MPI
 
 from a2d_mpi import Causal, Documents
@@ -133,27 +134,21 @@ def test_text(tmp_path):
     """Batches have the right documents, targets and positions, also at the end of the text."""
     (path := tmp_path / "text").write_bytes(b"ab--cdefg--h")
     text, seen = Text(path, b"--"), set()
-    assert bytes(text.bytes.astype(np.uint8)) == b"abcdefgh" and text.begins.tolist() == [
-        0,
-        2,
-        7,
-        8,
-    ]
+    assert bytes(text.bytes.astype(np.uint8)) == b"abcdefgh"
+    assert text.begins.tolist() == [0, 2, 7, 8]  # fmt: skip
     document = np.repeat([0, 1, 2], [2, 5, 1])
     for step in range(40):
         batch = text.batch(11, 0, step)
-        start = next(
-            i for i in range(8) if (np.roll(text.bytes, -i)[:8] == batch.tokens[:8]).all()
-        )
+        starts = [i for i in range(8) if (np.roll(text.bytes, -i) == batch.tokens[:8]).all()]
+        start = starts[0]
         seen.add(start)
         where = (start + np.arange(12)) % 8
         same = (document[where[1:]] == document[where[:-1]]) & (where[1:] > 0)
         assert (batch.targets == np.where(same, text.bytes[where[1:]], -1)).all()
         ends = np.append(np.flatnonzero(~same[:-1]) + 1, 11)
         assert batch.cu_seqlens.tolist() == [0, *ends]
-        assert (
-            batch.positions == np.arange(11) - np.repeat([0, *ends[:-1]], np.diff([0, *ends]))
-        ).all()
+        begins = np.repeat([0, *ends[:-1]], np.diff([0, *ends]))
+        assert (batch.positions == np.arange(11) - begins).all()
     assert len(seen) == 8
     assert (Text(path, b"").batch(11, 0, 0).targets >= 0).all()
     (tmp_path / "empty").write_bytes(b"----")
@@ -248,19 +243,14 @@ def test_goes_on(tmp_path):
     assert first.losses.tolist() == second.losses.tolist() and len(first.losses) == 9
     assert latest(whole)[0].step == 9 and not latest(whole)[1]
     # Numbers of a whole HDF5 file that are others.
-    import h5py
-
     with h5py.File(whole / "step-000000009.h5", "r+") as file:
         file["weights"][3] += 1
     with pytest.raises(OSError, match="its checksum does not match"):
         load(whole / "step-000000009.h5")
     assert latest(whole)[0].step == 8
-    assert_all_refused("train.py gpt", 2, [
-        ([text, "--folder", parts, *OPTIONS], [], "has checkpoints; --resume continues"),
-        ([text, "--folder", parts, *OPTIONS, "--resume", "--rate", "1"], [],
-         "rate was 0.001, now 1.0"),
-        ([text, "--folder", parts, *OPTIONS, "--resume", "--width", "16"], [],
-         "width was 8, now 16"),
-        ([tmp_path / "none", "--folder", parts, *OPTIONS], [], "No such file"),
-        ([text, "--folder", parts, *OPTIONS], ["--seed", "3"], "ranks disagree on --seed"),
-    ])  # fmt: skip
+    train = "train.py gpt", [text, "--folder", parts, *OPTIONS]
+    assert_each_refused([
+        (*train, ["--seed", "3"], "ranks disagree on --seed"),
+        (train[0], [*train[1], "--resume", "--rate", "1"], [], "rate was 0.001, now 1.0"),
+        (train[0], [*train[1], "--resume", "--width", "16"], [], "width was 8, now 16"),
+    ], 2)  # fmt: skip

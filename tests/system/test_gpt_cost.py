@@ -1,7 +1,7 @@
 """What a training step costs: counts, predictions, and the benchmark that checks them."""
 
 import tracemalloc
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import h5py
 import numpy as np
@@ -13,7 +13,6 @@ from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.summary import read_steps
 from a2d_mpi.experiments.sweep import Case
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import STEP_PARTS, activations, predict_step, product_flops, sum_seconds
@@ -151,47 +150,9 @@ def test_plan_of_steps():
     """The planner prints a table of steps, and --gpt sets the heads."""
     common = ["--profile", ROOT / "data/machines/h100-64x1.toml", "--ranks", 4, "--seqlen", "8K"]
     model = ["--gpt", "gpt3-125m", "--mask", "full"]  # under which two plans are simulated
-    options = [*model, "--recompute", "--top", 2], [*model, "--nheads", 4], []
-    cases = [("plan.py", [*common, *x], []) for x in options]
-    done, found = drive_each(cases, 0)
-    assert [code for code, _ in found] == [0, 2, 2]
+    _, found = drive_each([("plan.py", [*common, *model, "--recompute", "--top", 2], [])], 0)
+    assert [code for code, _ in found] == [0]
     table = found[0][1].split("training steps of gpt3-125m")[1].splitlines()
     assert "12 layers of width 768" in table[0]
-    assert len(table) == 5 and table[2].split() == [
-        "method",
-        "grid",
-        "total",
-        *STEP_PARTS,
-        "tokens/s",
-        "memory",
-    ]
-    assert "--gpt sets --nheads" in done.stderr and "give --nheads" in done.stderr
-
-
-def test_activations_fall_as_ranks_grow():
-    """In the runs of docs/models.md activations fall as 1 / P, as predicted."""
-    runs = read_steps(ROOT / "data/results/gpt/memory.h5")
-    assert len(runs) == 8 and all(run["passed"] for run in runs)
-    first = {run["recompute"]: run for run in runs if run["ranks"] == 1}
-    names = [x.name for x in fields(GPTConfig)]
-    for run in runs:
-        a, found = run, run["activations"]
-        most = first[a["recompute"]]["activations"][0]
-        assert found.max() * a["ranks"] == pytest.approx(most, rel=0.005)
-        tokens = a["seqlen"] // a["ranks"]
-        config = GPTConfig(**{x: a[x] for x in names if x in a})  # older files have no headdim
-        predicted = 4 * tokens * activations(config, a["recompute"])
-        assert found.max() == pytest.approx(predicted, rel=0.2)
-
-
-def test_steps_of_emulated_nodes():
-    """In the runs of docs/models.md the pick is the fastest, and as fast as predicted."""
-    runs = read_steps(ROOT / "data/results/gpt/step.h5")
-    assert all(run["passed"] and run["ranks"] == 16 for run in runs)
-    fastest = min(runs, key=lambda run: run.seconds)
-    [picked] = [run for run in runs if run["picked"]]
-    ring = max(runs, key=lambda run: run.seconds)
-    assert ring["method"] == "ring" and picked.seconds < 1.05 * fastest.seconds
-    assert ring.seconds / fastest.seconds > 1.8 and ring.operator / fastest.operator > 3
-    for run in runs:
-        assert sum(run.predicted.values()) == pytest.approx(run.seconds, rel=0.25)
+    columns = ["method", "grid", "total", *STEP_PARTS, "tokens/s", "memory"]
+    assert len(table) == 5 and table[2].split() == columns

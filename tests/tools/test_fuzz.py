@@ -1,13 +1,12 @@
 """The fuzzer finds deliberate faults soon, and says how to repeat each case."""
 
 import re
-from pathlib import Path
 
 import pytest
 from fuzz_cases import MASKS, METHODS, draw
-from helpers import drive_each
+from helpers import ROOT, drive_each
 
-FUZZ = Path(__file__).with_name("fuzz.py")
+FUZZ = ROOT / "tests/tools/fuzz.py"
 FAILED = re.compile(r"^fuzz: FAILED: python jobs/run.py fuzz --case (\d+) 4: (.*)$", re.MULTILINE)
 FAULTS = {  # and what is wrong then
     "mask": "areas",
@@ -18,48 +17,24 @@ FAULTS = {  # and what is wrong then
 
 
 def fuzz(cases):
-    """Run lists of options in one process; return exit codes and stdout, and stderr of all."""
+    """Run lists of options in one process; return exit code and failures of each, and stderr."""
     here = f"sys.path.insert(0, {str(FUZZ.parent)!r})"
     done, found = drive_each([(FUZZ, x, []) for x in cases], 4, here, timeout=200, numba=True)
-    return found, done.stderr
-
-
-@pytest.fixture(scope="module")
-def searched():
-    """Return what a search finds by fault, and stderr."""
-    found, stderr = fuzz([["--fault", x, "--first", 0, "--seconds", 30] for x in FAULTS])
-    return dict(zip(FAULTS, found)), stderr
-
-
-@pytest.fixture(scope="module")
-def again(searched):
-    """Repeat the first found case with and without its fault; return outputs and stderr."""
-    seeds = [
-        min((int(x) for x, _ in FAILED.findall(y)), default=0) for _, y in searched[0].values()
-    ]
-    found, stderr = fuzz(
-        [
-            ["--case", seed, *options]
-            for x, seed in zip(FAULTS, seeds)
-            for options in (["--fault", x], [])
-        ]
-    )
-    return dict(zip(FAULTS, zip(found[::2], found[1::2]))), stderr
+    return [(code, sorted(FAILED.findall(x), key=lambda y: int(y[0]))) for code, x in found], done
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("fault", "what"), FAULTS.items())
-def test_faults_are_found(searched, again, fault, what):
+def test_faults_are_found():
     """100 cases find a wrong mask, merges off by 3e-6, a dropped partial and a stale q."""
-    (code, stdout), stderr = searched[0][fault], searched[1]
-    found = [(int(seed), why) for seed, why in FAILED.findall(stdout)]
-    assert code == 1 and found, stdout + stderr
-    assert min(found)[0] < 100
-    assert all(re.search(rf"\b({what})\b", why) for _, why in found), found
-    (code, stdout), (clean, silent) = again[0][fault]
-    assert code == 1, stdout + again[1]
-    assert FAILED.findall(stdout)[0] == (str(min(found)[0]), min(found)[1])
-    assert clean == 0 and "FAILED" not in silent, silent + again[1]
+    found, done = fuzz([["--fault", x, "--first", 0, "--seconds", 30] for x in FAULTS])
+    first = [failed[0] for _, failed in found if failed]
+    assert [code for code, _ in found] == [1] * len(FAULTS) == [1] * len(first), done.stderr
+    for (seed, _), (_, failed), what in zip(first, found, FAULTS.values()):
+        assert int(seed) < 100 and all(re.search(rf"\b({what})\b", x) for _, x in failed), failed
+    # The same cases again, with and without the fault.
+    cases = [["--case", seed, "--fault", x] for x, (seed, _) in zip(FAULTS, first)]
+    again, _ = fuzz(cases + [x[:2] for x in cases])
+    assert again == [(1, [x]) for x in first] + [(0, [])] * len(first)
 
 
 def test_cases_are_what_they_say():
