@@ -12,7 +12,6 @@ from helpers import (
     ROOT,
     SAMPLE,
     assert_all,
-    assert_all_refused,
     drive_each,
     parser_of,
 )
@@ -298,9 +297,6 @@ def test_committed(tmp_path):
     args = parser_of("drivers/plot.py").commands["results"].parse_args([str(x) for x in options])
     assert plot(args) == 0
     assert {x.name for x in tmp_path.iterdir()} == {"trace.png", "trace.svg"}
-    assert_all_refused("plot.py", 0, [
-        (["results", SAMPLE, *options[1:]], [], "is not a file of --trace"),
-    ])  # fmt: skip
 
 
 def test_predicted_by_the_driver(tmp_path):
