@@ -1,10 +1,10 @@
 """The figure that shows when 2-D attention pays off, and its data."""
 
 import pytest
-from helpers import ROOT, parser_of
+from helpers import ROOT
 
 from a2d_mpi.figures import crossover_plots
-from a2d_mpi.figures.crossover_plots import MACHINES, PLANS, Point, measured, simulated
+from a2d_mpi.figures.crossover_plots import simulated
 from a2d_mpi.planning.profile import read_machine
 
 DATA = ROOT / "data/results/crossover"
@@ -20,18 +20,3 @@ def test_simulated_points(monkeypatch):
     assert few.gain("square grid 4 x 4") > 2 and many.gain("square grid 4 x 4") < 1.1
     for p in (few, many):
         assert p.seconds["the planner's pick"] <= min(p.seconds.values())
-
-
-def test_picture(tmp_path, monkeypatch):
-    point = Point(0.5, {x: 1.0 + i for i, x in enumerate(PLANS)})
-    monkeypatch.setattr(crossover_plots, "simulated", lambda machine: [point])
-    monkeypatch.setattr(crossover_plots, "TOKENS", [1 << 15])
-    parser = parser_of("drivers/plot.py").commands["results"]
-    args = [str(DATA), "--what", "crossover", "--format", "png", "--output", str(tmp_path)]
-    from a2d_mpi.figures.plots import plot
-
-    assert plot(parser.parse_args(args)) == 0
-    assert (tmp_path / "crossover.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="has no file"):
-        measured(tmp_path)
-    assert set(MACHINES) == {"H100", "A100"}

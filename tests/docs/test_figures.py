@@ -1,6 +1,5 @@
 """Committed figures have the data of this code, and styles and digests tell them apart."""
 
-import re
 import runpy
 import shlex
 import sys
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ROOT, drive, module_of
+from helpers import ROOT, module_of
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -60,18 +59,6 @@ def test_every_figure_has_a_command_and_a_page():
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     text = "".join(x.read_text() for x in pages)
     assert [x for x in committed if f"data/figures/{x})" not in text] == []
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("words", [x for x in commands() if "partitions/" in "".join(x)])
-def test_each_partition_wins_its_case(words):
-    """The planner predicts the first plan of each drawing to be the fastest, or nearly."""
-    at, end = words.index("--plans"), words.index("--profile")
-    method, _, shape = re.split("[,@]", words[at + 1])[0].partition(":")
-    done = drive("plan.py", 0, *words[end:], "--simulate", "all", "--top", "0")
-    rows = done.stdout.partition("\nmethod ")[2].splitlines()[1:]
-    ours = next(x for x in rows if re.match(f"{method.replace('_', ' ')} +{shape}", x))
-    assert ours == rows[0] or "as fast" in ours, done.stdout
 
 
 def test_a_method_has_one_colour_and_one_marker():

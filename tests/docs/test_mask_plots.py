@@ -2,18 +2,13 @@
 
 import numpy as np
 import pytest
-from helpers import ROOT, assert_all_refused, drive, parser_of
+from helpers import ROOT, assert_all_refused, drive
 
 from a2d_mpi.experiments.mask_table import PartitionCost, best_of, read_table
-from a2d_mpi.figures.mask_plots import plot_masks, tiling
+from a2d_mpi.figures.mask_plots import tiling
 from a2d_mpi.masks.patterns import PATTERNS, make_mask
 from a2d_mpi.sharding.choice import CHOICES
 from a2d_mpi.sharding.distribution import distribute
-
-PROBLEM = [
-    "--profile", "data/machines/h100-64x1.toml", "--ranks", "6", "--seqlen", "8K",
-    "--nheads", "8", "--headdim", "64", "--mask",
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", PATTERNS)
@@ -30,25 +25,6 @@ def test_tiles_are_those_of_owners(text):
         visible = mask.dense(tokens, tokens)
         assert np.array_equal(found.ranks, np.where(visible, ranks, -1))
         assert found.areas.tolist() == [(found.ranks == rank).sum() for rank in range(6)]
-
-
-def test_picture(tmp_path):
-    first, second = tmp_path / "a.png", tmp_path / "b.png"
-    for path in (first, second):
-        masks = ["--masks", "sliding_window:3,1,causal_document:0,4,4,9", "--seqlen", "12"]
-        args = parser_of("drivers/plot.py").parse_args(["masks", str(path), *masks])
-        assert plot_masks(args) == 0
-    assert first.read_bytes() == second.read_bytes()
-    assert first.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.thorough
-def test_planner_and_pictures_of_schedules(tmp_path):
-    done = drive("plan.py", 0, *PROBLEM, "causal_document:seed=2")
-    assert "attention2d" in done.stdout, done.stderr
-    plans = ["--plans", "attention2d:2x3"]
-    drive("plot.py", 0, "schedule", tmp_path / "a.png", *PROBLEM, "share_question", *plans)
-    drive("plot.py", 0, "grid", tmp_path / "b.png", "--mask", "global_sliding_window")
 
 
 def test_table(tmp_path):

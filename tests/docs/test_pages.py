@@ -192,17 +192,6 @@ def test_tutorial(tmp_path, monkeypatch):
     assert len(commands) == 3 and (tmp_path / "later_half.json").exists()
 
 
-def test_balance_of_the_tutorials_mask():
-    code, names = steps_of_the_tutorial()[-1], {}
-    exec(code.partition("register_mask(")[0], names)
-    config = AttentionConfig(512, 12, 32)
-    shards = problem_of("attention2d", Layout(2, 2), config, names["LaterHalf"]()).queries
-    assert "contiguous 1.50, 1.00 N; zigzag 1.25, 1.00 N; balanced 1.00, 1.00 N" in shards.why
-    assert "1.25 with a zigzag distribution and 1.5 with a contiguous one" in " ".join(
-        read(START).split()
-    )
-
-
 def test_output_of_plan():
     """The output of plan.py is shown, and each column is explained in order."""
     page = "docs/planning.md"

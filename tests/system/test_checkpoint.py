@@ -1,6 +1,5 @@
 """Checkpoints: the files in a folder, how a run resumes, and what it reports about rounding."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,15 +100,6 @@ def test_does_not_begin_again_unasked(tmp_path):
     path_of(tmp_path, 3).with_suffix(".h5.damaged").touch()
     with pytest.raises(ValueError, match="no complete checkpoint: damaged ones were renamed"):
         resumed(tmp_path, CONFIG, RUN, True)
-
-
-def test_from_before_headdim():
-    """A config without headdim has the same text and checksum as before headdim existed."""
-    assert state(3).texts["config"] == json.dumps(
-        {"vocab": 4, "layers": 1, "width": 2, "nheads": 1, "seqlen": 4, "nheads_kv": 1}
-        | {"positions": "learned"}
-    )
-    assert state(3, config=replace(CONFIG, headdim=3)).texts != state(3).texts
 
 
 def test_sizes_must_fit(tmp_path):

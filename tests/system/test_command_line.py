@@ -5,7 +5,6 @@ import io
 import re
 import shlex
 import sys
-from collections import defaultdict
 
 import pytest
 from helpers import DRIVERS, ROOT, drive, drive_each, parser_of, parsers_of
@@ -45,13 +44,6 @@ SMALL = {
 }
 # These take long, or need SimGrid, a package of weights, or PyTorch.  Tests of their own run them.
 NOT_RUN = {"calibrate.py", "plan.py simulate", "encode.py", "train.py llama"}
-# Options whose default depends on what a driver is about.  Runs take float32 and heads of 64,
-# predictions for GPUs bfloat16 and heads of 128; pictures have a small grid.
-OWN_DEFAULTS = {
-    "--check", "--cols", "--distribution", "--dtype", "--dtypes", "--headdim", "--layers",
-    "--masks", "--micro-batches", "--nheads", "--nheads-kv", "--output", "--overlap",
-    "--plans", "--ranks", "--rows", "--separator", "--seqlen", "--seqlens", "--width",
-}  # fmt: skip
 
 
 def examples(text):
@@ -111,15 +103,6 @@ def test_examples_run(tmp_path, ranks):
     codes = [code for code, _ in each]
     assert codes == [0] * len(cases), f"{dict(zip(names, codes))} {done.stderr}"
     assert "\r" not in done.stderr
-
-
-def test_defaults_are_the_same_everywhere():
-    found = defaultdict(set)
-    for _, parser in PARSERS:
-        for action in parser._actions:
-            if action.option_strings and action.default != argparse.SUPPRESS:
-                found[action.option_strings[0]].add(str(action.default))
-    assert {name for name, values in found.items() if len(values) > 1} == OWN_DEFAULTS
 
 
 def test_tables_of_a_help_keep_their_lines():

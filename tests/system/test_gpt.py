@@ -9,7 +9,7 @@ from gpts import alone, lone, shaken, trainer_of
 from helpers import DEEPER, ROOT, assert_all, assert_each_refused, drive
 from mpi4py import MPI
 
-from a2d_mpi import Causal, Documents
+from a2d_mpi import Documents
 from a2d_mpi.experiments.checkpoint import latest, load
 from a2d_mpi.gpt.adam import Adam, learning_rate
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
@@ -95,15 +95,6 @@ def test_config():
         sizes = {"vocab": 17, "layers": 2, "width": 12, "nheads": 3, "seqlen": 40}
         with pytest.raises(ValueError, match=told):
             GPTConfig(**{**sizes, **bad})
-
-
-def test_initial_loss():
-    """The first loss is about the logarithm of the vocabulary."""
-    config = GPTConfig(256, 2, 32, 2, 64)
-    weights = Parameters(config, initial(config, 0, "float32"))
-    tokens, targets = np.random.default_rng(0).integers(0, 256, (2, 64))
-    loss = GPT(weights, alone(config, Causal(), 64, "float32")).loss(tokens, targets, 64)
-    assert loss == pytest.approx(np.log(256), abs=0.05)
 
 
 def test_adam():

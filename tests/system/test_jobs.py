@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import cache
 from pathlib import Path
 
 import h5py
@@ -27,45 +26,20 @@ SCRIPTS = [".ci/run", *below("jobs")]
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 # A program and the rest of its command.
 PROGRAM = re.compile(r"\b((?:drivers|data|jobs)/\w+\.(?:py|sh))([^\n;|&)]*)")
-PASS_ON = {"jobs/local.sh": "drivers/attention.py"}
 OPTION = re.compile(r"(?<!\S)--[a-z][\w-]*")
 
 
-def commands(text):
-    """Return (program, options) of every command in `text`, also in comments."""
-    # What jobs/emulate.sh and jobs/slurm.sh run is a command of its own.
-    text = re.sub(r" --(head)? | jobs/slurm.sh ", "\n", text.replace("\\\n", " "))
-    return [(program, OPTION.findall(rest)) for program, rest in PROGRAM.findall(text)]
-
-
-@cache
-def options(program):
-    """Return the options that a program has."""
-    program = PASS_ON.get(program, program)
-    if program.endswith(".sh"):  # compare them in a test
-        return set(re.findall(r"== (--[a-z-]+)", (ROOT / program).read_text()))
-    return options_of(program)
-
-
 @pytest.mark.parametrize("script", [*SCRIPTS, *below("tests/cluster")])
-def test_syntax(script):
+def test_scripts(script):
+    """A script can be read, and names programs and options that exist, also in comments."""
     subprocess.run(["bash", "-n", ROOT / script], check=True)
-
-
-@pytest.mark.parametrize("source", SCRIPTS)
-def test_programs_and_their_options_exist(source):
-    for program, used in commands((ROOT / source).read_text()):
-        assert (ROOT / program).is_file(), f"{source} runs {program}"
-        if used:
-            unknown = set(used) - options(program)
-            assert not unknown, f"{source}: {program} knows no {', '.join(unknown)}"
-
-
-def test_what_the_main_job_runs_is_found():
-    ((program, used),) = [
-        x for x in commands((ROOT / "jobs/local.sh").read_text()) if x[0] == "drivers/attention.py"
-    ]
-    assert {"--rows", "--backward", "--output"} <= set(used) <= options(program)
+    # What jobs/emulate.sh and jobs/slurm.sh run is a command of its own.
+    text = (ROOT / script).read_text().replace("\\\n", " ")
+    for program, rest in PROGRAM.findall(re.sub(r" --(head)? | jobs/slurm.sh ", "\n", text)):
+        assert (ROOT / program).is_file(), f"{script} runs {program}"
+        if program.startswith("drivers/"):
+            unknown = set(OPTION.findall(rest)) - options_of(program)
+            assert not unknown, f"{script}: {program} knows no {', '.join(unknown)}"
 
 
 # Arguments of the jobs of jobs/run.py, and how many commands run then.

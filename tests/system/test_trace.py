@@ -13,7 +13,6 @@ from helpers import (
     SAMPLE,
     assert_all,
     drive_each,
-    parser_of,
 )
 from mpi4py import MPI
 
@@ -21,8 +20,6 @@ from a2d_mpi import Attention2D, Causal, ProcessGrid, RingAttention, TriangleAtt
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.trace import Trace, events_of, predicted, read_trace
-from a2d_mpi.figures.plots import plot
-from a2d_mpi.figures.schedule_plots import plot_schedule
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.profile import read_machine
@@ -239,12 +236,6 @@ def test_on_a_gpu(comm, grid_of, cupy, tmp_path, monkeypatch):
         bad += [] if found == counted else [f"{found}, {counted}"]
     named = {"forward compute", "backward compute"} <= set(ranges)
     assert_all(comm, same and not bad and named, f"{same}, {bad}, {set(ranges)}")
-    without = len(ranges)
-    monkeypatch.setitem(sys.modules, "nvtx", None)  # as if it was not installed
-    grid = grid_of(1, comm.size)
-    traced(comm, Attention2D(grid, Causal(), **SIZES), tmp_path / "a.json",
-           (cupy.asarray, cupy.asnumpy))  # fmt: skip
-    assert_all(comm, len(ranges) == without, "ranges without nvtx")
 
 
 @pytest.mark.parametrize(
@@ -283,7 +274,7 @@ def test_predicted(method, layout):
         ]
 
 
-def test_committed(tmp_path):
+def test_committed():
     """The trace of docs/benchmarks.md has the messages of its plan."""
     path = ROOT / "data" / "results" / "trace.json"
     events, layout = read_trace(path), Layout(2, 2)
@@ -293,24 +284,6 @@ def test_committed(tmp_path):
     )
     for rank in range(4):
         assert flow_bytes(events, rank) == cost.traffic("attention2d", layout, problem, rank)
-    options = [path, "--what", "trace", "--output", tmp_path]
-    args = parser_of("drivers/plot.py").commands["results"].parse_args([str(x) for x in options])
-    assert plot(args) == 0
-    assert {x.name for x in tmp_path.iterdir()} == {"trace.png", "trace.svg"}
-
-
-def test_predicted_by_the_driver(tmp_path):
-    """Plans follow each other, and their sum is the end."""
-    options = [tmp_path / "a.png", "--trace", tmp_path / "a.json", "--profile", MACHINE,
-               "--seqlen", 1000, "--nheads", 4, "--ranks", 4,
-               "--plans", "attention2d:2x2,ring"]  # fmt: skip
-    args = parser_of("drivers/plot.py").commands["schedule"].parse_args([str(x) for x in options])
-    assert plot_schedule(args) == 0
-    events = read_trace(tmp_path / "a.json")
-    assert wrong(events, 4) == []
-    calls = slices(events, "total")
-    assert [x["name"].split()[0] for x in calls[::4]] == ["attention2d", "ring"]
-    assert calls[4]["ts"] == max(x["ts"] + x["dur"] for x in calls[:4])
 
 
 def test_drivers(tmp_path):
