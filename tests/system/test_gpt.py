@@ -25,22 +25,6 @@ def small(positions="learned", nheads_kv=1, headdim=None):
     return GPTConfig(17, 2, 12, 3, 40, nheads_kv, positions, headdim)
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_state_dict(positions):
-    """The dict has all parameters once, with the names and shapes of PyTorch's layers."""
-    config = small(positions)
-    weights = shaken(config)
-    found, x = weights.state_dict(), np.random.default_rng(0).standard_normal(12)
-    ends = {"wte.weight", "ln_f.weight", "ln_f.bias"}
-    ends |= {"wpe.weight"} if positions == "learned" else set()
-    parts = product(range(2), ("ln1", "qkv", "proj", "ln2", "fc", "out"), ("weight", "bias"))
-    assert found.keys() == ends | {f"h.{i}.{name}.{kind}" for i, name, kind in parts}
-    assert sum(y.size for y in found.values()) == config.parameters
-    assert all(y.flags.c_contiguous and y.flags.owndata for y in found.values())
-    assert found["wte.weight"].shape == (17, 12) and found["h.1.fc.weight"].shape == (48, 12)
-    assert np.allclose(found["h.1.fc.weight"] @ x, x @ weights.by_layer[1]["fc.weight"])
-
-
 SHAPES = [("learned", None), ("rotary", None), ("rotary", 10)]
 
 

@@ -37,6 +37,7 @@ import argparse
 import hashlib
 import json
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -126,8 +127,8 @@ def digest(x):
     return hashlib.sha256(np.ascontiguousarray(x[()]).tobytes()).hexdigest()
 
 
-# What differs between two runs: seconds, and where and when a run was.
-TIMES = ("second", "time", "span", "stamp", "predicted", "provenance", "origin", "ranges")
+# What differs between two runs: seconds, where and when a run was, and the bytes since its start.
+TIMES = "^traffic|second|tim[ei]|span|stamp|predicted|provenance|origin|ranges"
 
 
 def contents(path, stamps=False):
@@ -138,8 +139,10 @@ def contents(path, stamps=False):
         if stamps:
             if "utc_time" in item.attrs:
                 found.add((name, str(item.attrs["utc_time"])))
-        elif not any(x in name for x in TIMES) and isinstance(item, h5py.Dataset):
+        elif isinstance(item, h5py.Dataset) and not re.search(TIMES, name):
             found.add((name, digest(item)))
+        elif "error" in item.attrs:  # of a check
+            found.add((name, str(item.attrs["error"])))
 
     with h5py.File(path) as file:
         file.visititems(visit)
@@ -171,8 +174,8 @@ def run_killed(name, folder, moment, kind, choice):
     try:
         with suppress(subprocess.TimeoutExpired):
             job.wait(moment or 200)
-        everyone, ranks = family(job)
         if job.poll() is None:
+            everyone, ranks = family(job)
             if kind == "term":
                 job.send_signal(signal.SIGTERM)
             else:

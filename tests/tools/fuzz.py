@@ -9,6 +9,9 @@ The fuzzer checks results, bytes, messages, buffers and areas of each case.  Eve
 on two data sets, which no call may change.  Results of the first data set must not change in calls
 on the second.  Some cases repeat both calls, on the same plan or on a new plan, and must give the
 same bits.  A batch has a case for each rank, and each rank judges one case.
+
+Cases are drawn from a seed, not by Hypothesis: all ranks must draw the same case without a
+message, and a case that fails by a deadlock ends the job, so that nothing is left to shrink it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Whoever is killed and when: files stay whole, jobs resume, and with ULFM the others go on."""
 
 import os
-import random
 import re
-import time
 
 import h5py
 import pytest
@@ -14,13 +12,10 @@ from killing import (
     TRAINING,
     ULFM,
     answers_of,
-    family,
     files,
     hashes,
-    kill,
     lose,
     problem_of,
-    start,
     survive,
     trained_badly,
     what_was_lost,
@@ -60,32 +55,6 @@ def killed_when(name, call, when="before"):
     return KILL.format(name, call, when)
 
 
-@pytest.mark.thorough
-def test_a_sweep_killed_at_any_moment(tmp_path):
-    """After kills of the launcher and of ranks, printed results exist and runs continue."""
-    path, moments, known = tmp_path / "bench.h5", random.Random(0), {}
-    options = [*BENCH, "--seqlens", "256,257,258", "--masks", "causal,full", "--plans", "all"]
-    options += ["--output", path, "--resume"]
-    for _ in range(3):
-        job = start(2, *options)
-        try:
-            time.sleep(moments.uniform(1, 3))  # the first second is the start of Python
-        finally:
-            kill(family(job)[0])
-            stdout, _ = job.communicate(timeout=30)
-        if path.exists():
-            found = read_benchmark(path)
-            times = {name: x.provenance["utc_time"] for name, x in found.items()}
-            assert known.items() <= times.items() and all(x.passed for x in found.values())
-            printed = re.findall(r"^(\S+), 2 ranks$", stdout, re.MULTILINE)
-            assert set(printed) <= {x.config["workload"] for x in found.values()}
-            known = times
-    drive("bench.py", 2, *options)
-    drive("bench.py", 2, *options[:-3], "--output", tmp_path / "whole.h5")
-    assert read_benchmark(path).keys() == read_benchmark(tmp_path / "whole.h5").keys()
-    assert sorted(os.listdir(tmp_path)) == ["bench.h5", "whole.h5"]
-
-
 # How a job ends of which a rank was killed is for MPI to say, the file is for the kernel.
 @pytest.mark.parametrize(
     "function, call, when, left",
@@ -120,30 +89,6 @@ def ended(folder):
     with h5py.File(folder / "out.h5") as file:
         assert file["loss"][()].tolist() == state.losses.tolist()
     return state.step, state.weights.tobytes(), state.moments.tobytes(), state.losses.tobytes()
-
-
-@pytest.mark.thorough
-def test_a_training_killed_at_any_moment(tmp_path):
-    """The launcher and all ranks, again and again, before and after any step."""
-    options = [*TEXT, "--steps", 150, "--every", 3, "--resume"]
-    folder, moments, seen = tmp_path / "killed", random.Random(0), [0]
-    for _ in range(2):
-        job = start(2, *options, *files(folder), program="train.py gpt")
-        try:
-            deadline = time.monotonic() + 60
-            while step_of(folder) == seen[-1]:
-                assert time.monotonic() < deadline and job.poll() is None
-                time.sleep(0.01)
-            time.sleep(moments.uniform(0, 0.2))
-        finally:
-            kill(family(job)[0])
-            job.communicate(timeout=30)
-        seen.append(step_of(folder))
-        assert not (folder / "out.h5").exists()
-    assert seen == sorted(set(seen)) and seen[-1] < 150
-    for x in (folder, tmp_path / "whole"):
-        drive("train.py gpt", 2, *options, *files(x))
-    assert ended(folder) == ended(tmp_path / "whole")
 
 
 def test_a_training_killed_while_writing(tmp_path):
