@@ -30,9 +30,9 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
+# Before NumPy, as in drivers: it may choose NumPy's matrix products, which changes the last bits.
 from a2d_mpi import Causal, ProcessGrid, RanksLost  # isort: skip
+import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.attention.executor import Executor
