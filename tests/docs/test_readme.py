@@ -226,6 +226,11 @@ def test_numbers_that_are_shown():
     }
 
 
+def test_program():
+    printed = run(blocks("docs/architecture.md", "python")[0])
+    assert printed.rstrip() in [x.rstrip() for x in blocks("docs/architecture.md", "text")]
+
+
 def test_linear():
     assert run(blocks("docs/models.md", "python")[1]) == "{} True\n"  # one rank
 

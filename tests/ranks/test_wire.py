@@ -27,10 +27,9 @@ from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.core.wire import FORMATS, decode, encode
-from a2d_mpi.experiments.check import check_attention
+from a2d_mpi.experiments.check import check_attention, roundings
 from a2d_mpi.experiments.results import Check, read_result
 from a2d_mpi.schedules import problem_of, write
-from a2d_mpi.schedules.accounts import roundings
 from a2d_mpi.schedules.steps import Decode, Encode
 
 MX = {"mxfp8": (4, 3, 7), "mxfp4": (2, 1, 1)}  # bits of exponent and mantissa, bias

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import NoReturn
@@ -614,40 +613,26 @@ class AttentionPlan(Caller):
             engine.choose_transport(any_rank.staged)
             for channel in self._channels.values():
                 channel.start(phase, engine.transport, call.watch)
-            slices = self._pipelines[phase].slices
-            largest = np.full(self.nheads // self.grid.heads, -np.inf, self.compute_dtype)
+            pipeline, sink, dsink = self._pipelines[phase], tensors.pop("sink", None), ()
             options = {"careful": any_rank.not_finite}
             if phase == "backward":
                 options["any_delta"] = any_rank.dlse
-            of_slices = [dict(options) for _ in range(slices)]
-            for of_slice, x in zip(of_slices, np.split(largest, slices) if max_logits else ()):
-                of_slice["largest"] = x
+            largest = np.full(self.nheads // self.grid.heads, -np.inf, self.compute_dtype)
+            of_slices = [
+                options | ({"largest": x} if max_logits else {})
+                for x in np.split(largest, pipeline.slices)
+            ]
             with engine.running(phase):
-                results = self._computed(phase, tensors, of_slices)
+                hooks.round_tensors(engine, self.config, tensors)
+                if phase == "backward":
+                    dsink, sink = hooks.set_delta(engine, tensors, sink), None
+                if sink is not None:  # (slices, heads)
+                    sink = sink.reshape(self.grid.heads, pipeline.slices, -1)[self.grid.head]
+                results = pipeline.run(engine, self._channels, tensors, of_slices, sink)
+                results = *results.values(), *dsink
                 if max_logits:
                     results = *results, hooks.largest_of_all(self.grid, call.watch, largest)
             engine.waits[phase] = [
                 wait for channel in self._channels.values() for wait in channel.waits
             ]
             return results
-
-    def _computed(
-        self,
-        phase: str,
-        tensors: dict[str, Array],
-        options: Sequence[Mapping[str, object]],
-    ) -> tuple[Array, ...]:
-        """Compute the results of a phase, in new arrays of the caller's dtypes."""
-        engine, pipeline, dsink = self._engine, self._pipelines[phase], ()
-        sink, after = tensors.pop("sink", None), None
-        hooks.round_tensors(engine, self.config, tensors)
-        if phase == "backward":
-            dsink = hooks.set_delta(engine, tensors, sink)
-        elif sink is not None:
-            shares = sink.reshape(self.grid.heads, pipeline.slices, -1)[self.grid.head]
-
-            def after(slice_: int, results: dict[str, Array]) -> None:
-                hooks.add_sink(engine, shares[slice_], **results)
-
-        results = pipeline.run(engine, self._channels, tensors, options, after)
-        return *results.values(), *dsink
