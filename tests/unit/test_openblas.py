@@ -23,7 +23,7 @@ def cpuinfo(vendor, family, flags):
             25,
             " ".join(sorted(AVX512)),
             "Haswell",
-        ),  # Zen 4: faster so, if not by much
+        ),  # Zen 4: a bit faster
         ("AuthenticAMD", 25, "fpu sse2 avx2 fma", None),  # Zen 3: it would die
         ("AuthenticAMD", 26, "fpu avx512f avx2 fma", None),  # some of it only
         ("AuthenticAMD", "unknown", " ".join(sorted(AVX512)), None),
