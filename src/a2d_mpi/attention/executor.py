@@ -405,7 +405,7 @@ def _intervals(step: KernelCall, program: Program) -> Intervals:
             f"a kernel call takes keys in the order of tokens, got rows of {step.keys.array!r} "
             "in another order"
         )
-    return Intervals.of(program.mask.intervals(queries, keys))
+    return program.intervals(queries, keys)
 
 
 def _three(x: Array) -> Array:
