@@ -38,7 +38,7 @@ LOCKSTEP = pytest.StashKey()
 TAKEN = pytest.StashKey()
 HERE = Path(__file__).parent
 EMULATED = HERE / "emulated"
-TORCH = ("test_llama.py", "test_torch.py", "test_transformers.py")
+TORCH = ("test_context.py", "test_llama.py", "test_torch.py", "test_transformers.py")
 
 
 @pytest.fixture(scope="session")
