@@ -128,9 +128,7 @@ class ContextParallel:
         self._distribution, self._dtype, self._options = distribution, dtype, options
         self.layers: dict[torch.nn.Module, Kind] = {}
         call = Call(grid.comm)
-        with call.checks(
-            text=lambda x: f"{type(model).__name__} cannot be spread over ranks: {x}"
-        ):
+        with call.checks(text=lambda x: f"{type(model).__name__}: {x}"):
             _check_model(model)
             self.layers = layers_of(model, seqlen)
         call.agree({"seqlen": seqlen, "layers": [*self.layers.values()]})
@@ -231,9 +229,7 @@ class ContextParallel:
     def _make(self, seqlen: int, cu_seqlens: np.ndarray | None = None) -> Plans:
         """Make a plan for each kind of layer, all on one distribution.  Collective."""
         kinds, plans = Counter(self.layers.values()), {}
-        whole = cu_seqlens is None and seqlen == self.seqlen
-        ends = np.array([0, seqlen]) if cu_seqlens is None else cu_seqlens
-        masks = {x: x.mask if whole else Documents(ends, inside=x.mask) for x in kinds}
+        masks = {x: _inside(x.mask, seqlen, cu_seqlens) for x in kinds}
         name = self._distribution or self._chosen(kinds, masks, seqlen)
         for kind, mask in masks.items():
             sizes = kind._asdict() | {"seqlen": seqlen, "dtype": self._dtype or kind.dtype}
@@ -247,7 +243,10 @@ class ContextParallel:
         return plans
 
     def _chosen(self, kinds: Counter, masks: dict[Kind, Mask], seqlen: int) -> str | None:
-        """Return the distribution with the least predicted time of all layers; None: the plan's."""
+        """Return the distribution with the least predicted time of all layers, or None.
+
+        None leaves the choice to the plans, which all make the same one.
+        """
         layout, method = self.grid.layout, METHODS[self.method]
         if len(set(masks.values())) == 1 or method.distribution or layout.distribution:
             return None
@@ -405,6 +404,13 @@ class ContextParallel:
         for plans in self._sets.values():
             for plan in plans.values():
                 plan.free()
+
+
+def _inside(mask: Mask, seqlen: int, cu_seqlens: np.ndarray | None) -> Mask:
+    """Return the mask of documents, or of one document, that may be shorter than the mask."""
+    if cu_seqlens is None and not isinstance(mask, Documents):
+        return mask
+    return Documents(np.array([0, seqlen]) if cu_seqlens is None else cu_seqlens, inside=mask)
 
 
 def _alive(cp: ContextParallel | None) -> ContextParallel:

@@ -330,15 +330,20 @@ def run(
             if isinstance(output, dict):
                 output = tuple(output.values())
             x = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() == 3:
-                if x.shape[:2] == (1, n):
-                    ended(name or type(model).__name__, x[0])
+            a_row_each = isinstance(x, torch.Tensor) and x.dim() == 3 and x.shape[:2] == (1, n)
+            if a_row_each and x.is_floating_point():
+                ended(name or type(model).__name__, x[0])
 
         return call
 
     handles = [x.register_forward_hook(hook(name)) for name, x in modules(model)]
     try:
         model(**inputs)
+    except ValueError:
+        raise
+    except Exception as error:  # whatever a model raises
+        given = ", ".join(inputs)
+        raise ValueError(f"a call with {given} fails: {type(error).__name__}: {error}") from error
     finally:
         for x in handles:
             x.remove()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.masks.intervals import EVERYTHING
 from a2d_mpi.torch.attention import attend
 
 _numbers = count(1)
@@ -20,6 +21,7 @@ OTHERS = (
     "sliding_window", "s_aux", "sinks", "position_bias", "head_mask", "indices", "block_indices",
     "cu_seq_lens_q", "cu_seq_lens_k",
 )  # fmt: skip
+PAIRS = 1024  # random queries for which the masks of a plan and of a model are compared
 PADDING = "a plan takes no padding mask: pack sequences as documents"
 
 
@@ -128,33 +130,34 @@ def _counted(plan: AttentionPlan) -> torch.Tensor | None:
     return torch.arange(n)
 
 
-def _first_run(plan: AttentionPlan) -> np.ndarray:
-    """Return the first tokens of this rank that follow each other."""
-    breaks = np.flatnonzero(np.diff(plan.tokens) != 1)
-    return plan.tokens[: breaks[0] + 1] if len(breaks) else plan.tokens
-
-
 def _contradiction(plan: AttentionPlan, mask_function: Callable) -> str | None:
-    """Compare the mask of a model with a plan's on this rank's first run of tokens.
+    """Compare the mask of a model with a plan's, and say what is wrong.
 
-    The model numbers the tokens of the rank from 0, so only pairs of a run can be compared.  A
-    plan may hide what the model shows, such as other documents.
+    A plan may hide what the model shows, such as other documents.
     """
-    run, zero = _first_run(plan), torch.tensor(0)
-    i = torch.arange(len(run))
-    model_looks_ahead = plan_looks_ahead = False
-    for queries, keys in ((i[1:], i[:-1]), (i, i * 0), (i[:-1], i[1:]), (i, i * 0 + len(run) - 1)):
-        shown = torch.as_tensor(mask_function(zero, zero, queries, keys)).expand(len(queries))
-        shown, k, mask = shown.numpy(force=True), run[keys], np.zeros(len(keys), bool)
-        for begin, end in plan.mask.visible(run[queries]):
-            mask |= (begin <= k) & (k < end)
-        if len(hidden := np.flatnonzero(mask & ~shown)):
-            q, k = run[queries[hidden[0]]], run[keys[hidden[0]]]
-            return f"the plan's mask shows key {k} to query {q}, but the model's hides it"
-        later = (keys > queries).numpy()
-        model_looks_ahead |= bool((shown & later).any())
-        plan_looks_ahead |= bool((mask & later).any())
-    if model_looks_ahead and not plan_looks_ahead:
+    zero, tokens = torch.tensor(0), np.arange(plan.seqlen)
+    try:
+        mask_function(zero, zero, zero + EVERYTHING, zero + EVERYTHING)
+        numbers = tokens
+    except IndexError:  # it looks up positions of this rank's tokens: compare the first of them
+        breaks = np.flatnonzero(np.diff(plan.tokens) != 1)
+        tokens = plan.tokens[: breaks[0] + 1] if len(breaks) else plan.tokens
+        numbers = np.arange(len(tokens))
+    n, random = len(tokens), np.random.default_rng(0)
+    # Steps of all sizes meet the bounds of windows and of chunks.
+    steps = [0, *(1 << x for x in range(n.bit_length()))]
+    q = np.repeat(random.integers(n, size=PAIRS), 2 * len(steps))
+    k = q + np.tile(steps + [-x for x in steps], PAIRS)
+    inside = (k >= 0) & (k < n)
+    q, k = q[inside], k[inside]
+    shown = mask_function(zero, zero, *(torch.from_numpy(numbers[x]) for x in (q, k)))
+    shown = torch.as_tensor(shown).expand(len(q)).numpy(force=True)
+    q, k, wanted = tokens[q], tokens[k], np.zeros(len(q), bool)
+    for begin, end in plan.mask.visible(q):
+        wanted |= (begin <= k) & (k < end)
+    for i in np.flatnonzero(wanted & ~shown)[:1]:
+        return f"the plan's mask shows key {k[i]} to query {q[i]}, but the model's hides it"
+    if shown[k > q].any() and not wanted[k > q].any():
         return "the model attends in both directions, but the plan's mask is causal"
     return None
 
