@@ -235,7 +235,7 @@ LINEAR = {
     "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }  # fmt: skip
-MIXES = "mixes tokens outside of transformers' attention functions"
+MIXES = "mixes tokens outside of transformers' attention"
 BYPASSES = "does not use transformers' attention functions"
 LARGEST = "depends on the largest position"
 # Class, config and options of models that are refused, and what the error says.
@@ -281,6 +281,18 @@ REFUSED = {
         BYPASSES,
     ),
     "RoFormer": ("RoFormerForMaskedLM", "RoFormerConfig", {}, BYPASSES),
+    "RoBERTa": (
+        "RobertaForMaskedLM",
+        "RobertaConfig",
+        {"attention_probs_dropout_prob": 0},
+        "roberta.embeddings.position_embeddings does not count positions 0, 1, 2, ...",
+    ),
+    "BART": (
+        "BartForConditionalGeneration",
+        "BartConfig",
+        {"d_model": 32},
+        "an encoder with a decoder has two sequences",
+    ),
     "dropout": ("GPT2LMHeadModel", "GPT2Config", GPT2, "transformer.h.0.attn has dropout 0.1"),
     "layerdrop": (
         "OPTForCausalLM",

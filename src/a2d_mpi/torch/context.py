@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -193,8 +193,7 @@ class ContextParallel:
 
     def _begin(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Take the plans of a batch before the model is called."""
-        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-        given |= given.pop("kwargs", {})
+        given = dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
         number = getattr(given.get("position_ids"), "a2d_mpi", None)
         if number in self._sets:
             self._use(number)
@@ -264,21 +263,23 @@ class ContextParallel:
         positions = torch.from_numpy(np.linspace(0, self.seqlen - 1, n).round().astype(np.int64))
         plans = self._sets[0] = self._make(n)
         tokens = next(iter(plans.values())).tokens
-        whole, expected = inputs_of(self.model, positions[None]), []
+        whole, expected, problems = inputs_of(self.model, positions[None]), [], []
         call = Call(self.grid.comm)
         with call.checks(), attention_of(self.model, "eager"):
-            run(self.model, whole, lambda name, x: expected.append((name, x)), _blocks)
+            run(self.model, whole, lambda *x: expected.append(x), every=False)
         call.agree()
-        problems = []
+        rest = iter(expected)
 
-        def compare(name: str, x: torch.Tensor) -> None:
-            other, y = expected.pop(0)
-            if not problems and (name != other or not same(x, y[tokens])):
+        def compare(name: str, x: torch.Tensor) -> torch.Tensor:
+            other, y = next(rest, (None, x))
+            if name != other or not same(x, y[tokens]):
                 problems.append(f"{name} is not the same over ranks as on one")
+            return y[tokens] if name == other else x
 
+        del whole["attention_mask"]  # as in calls for a batch
         own = {name: x[:, tokens] for name, x in whole.items()}
         with attention_of(self.model, self._name):
-            run(self.model, own, compare, _blocks)
+            run(self.model, own, compare, every=False)
         agree(self.grid.comm, next(iter(problems), None))
         for plan in plans.values():
             plan.free()
@@ -429,13 +430,6 @@ def _check_model(model: torch.nn.Module) -> None:
         from transformers.masking_utils import AttentionMaskInterface  # noqa: F401
     except ImportError:
         raise ValueError("transformers must be 4.53 or newer") from None
-
-
-def _blocks(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Return the blocks of a model, which are the items of its lists, and the model itself."""
-    lists = [x for x in model.modules() if isinstance(x, torch.nn.ModuleList)]
-    items = {id(x) for y in lists for x in y} | {id(model)}
-    return ((name, x) for name, x in model.named_modules() if id(x) in items)
 
 
 def _numbers(x: Any) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 Nothing here knows a model by its name.  The model runs on a few tokens, on each rank alone.  An
 attention function notes what it gets, and returns a function of each token alone.  The rest of the
-model must then be a function of each token and its position, too.  Three trials check this:
+model must then be a function of each token and its position, too.  Four trials check this:
 
 * A NaN in one token must not reach another token.  It does in convolutions, in linear and
   recurrent layers, and in attention that does not use the functions of transformers.
@@ -10,6 +10,8 @@ model must then be a function of each token and its position, too.  Three trials
   largest position.
 * All must be the same after a cache that says that it holds tokens.  It is not if a layer counts
   positions by itself.
+* Without positions all must be the same as with the positions 0, 1, ...  Some models begin with
+  another number.
 
 So the model is right with plans if each plan has the mask of its layers.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,9 +32,13 @@ from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.masks.windows import SlidingWindow
 from a2d_mpi.torch.transformers import register
 
-FEW = 8  # tokens of a trial
-POISONED = 5  # the one with the NaN
+FEW = 16  # tokens of a trial
+FIRST = 8  # those that are tried without the others
+POISONED = 9  # the one with the NaN
 PAIRS = 4096  # random queries for which a mask is compared
+
+Outputs = list[tuple[str, torch.Tensor]]  # names and rows, (n, width)
+Note = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 
 class Kind(NamedTuple):
@@ -80,6 +87,8 @@ def layers_of(model: torch.nn.Module, seqlen: int) -> dict[torch.nn.Module, Kind
     ValueError
         If plans cannot compute what the model computes.  The message names the layer.
     """
+    if model.config.is_encoder_decoder:
+        raise ValueError("an encoder with a decoder has two sequences")
     for name, value in model.config.to_dict().items():
         if "layerdrop" in name and value:
             raise ValueError(f"{name} must be 0, got {value}: ranks would drop different layers")
@@ -94,10 +103,12 @@ def layers_of(model: torch.nn.Module, seqlen: int) -> dict[torch.nn.Module, Kind
                     if dropout := x.others.get("dropout"):
                         raise ValueError(f"{x.where} has dropout {dropout} in attention, not 0")
             watch.check_tokens(seqlen)
+            masks = [mask_of(x, seqlen) for x in watch.masks]
             layers: dict[torch.nn.Module, Kind] = {}
             for call in watch.calls:
-                if call.module not in layers:
-                    layers[call.module] = _kind(call, watch.masks, seqlen)
+                kind = _kind(call, masks, seqlen)
+                if layers.setdefault(call.module, kind) != kind:
+                    raise ValueError(f"{call.where} attends in two ways")
         finally:
             watch.clear()  # transformers keeps the functions
     return layers
@@ -113,7 +124,7 @@ class _Watch:
     def clear(self) -> None:
         self.calls: list[Call] = []
         self.masks: list[Callable] = []
-        self._seen: list[tuple[str, torch.Tensor]] = []
+        self._note: Note = lambda name, x: None
 
     def attention(
         self,
@@ -132,7 +143,7 @@ class _Watch:
         heads, dtype = (nheads, nheads_kv, headdim, value.shape[3]), str(query.dtype)
         self.calls.append(Call(where, module, heads, dtype, attention_mask, others))
         for name, x in {"q": query, "k": key, "v": value}.items():
-            self._seen.append((f"{where} ({name})", x[0].transpose(0, 1).flatten(1)))
+            self._note(f"{where} ({name})", x[0].transpose(0, 1).flatten(1))
         return value.repeat_interleave(nheads // nheads_kv, 1).transpose(1, 2).contiguous(), None
 
     def mask(self, mask_function: Callable, **others: Any) -> torch.Tensor:
@@ -140,63 +151,66 @@ class _Watch:
         self.masks.append(mask_function)
         return tag(len(self.masks) - 1)
 
-    def run(self, inputs: dict[str, Any], poison: bool = False) -> list[tuple[str, torch.Tensor]]:
-        """Return the names and outputs, (n, width), of all modules and the tensors of attention.
-
-        `poison`: the embedding of one token is NaN.
-        """
+    def run(self, inputs: dict[str, Any], note: Note | None = None) -> Outputs:
+        """Run the model; return what modules and attention got and gave, without `note`."""
         self.clear()
-        handles = []
-        if poison:
-            bad = torch.tensor([POISONED], device=self.model.device)
-            handles.append(
-                self.model.get_input_embeddings().register_forward_hook(
-                    lambda _, given, out: out.index_fill(1, bad, float("nan"))
-                )
-            )
-        try:
-            run(self.model, inputs, lambda name, x: self._seen.append((name, x)))
-        finally:
-            for x in handles:
-                x.remove()
-        return self._seen
+        seen: Outputs = []
+        self._note = note or (lambda name, x: seen.append((name, x)))
+        run(self.model, inputs, self._note)
+        return seen
 
     def check_tokens(self, seqlen: int) -> None:
-        """Raise ValueError if the model mixes tokens outside of attention."""
-        whole = _inputs(self.model, seqlen)
-        for name, x in self.run(whole, poison=True):
+        """Raise ValueError if the model mixes tokens outside of attention; note its calls."""
+        whole, bad = _inputs(self.model, seqlen), torch.tensor([POISONED])
+        bad = bad.to(self.model.device)
+        embeddings = self.model.get_input_embeddings()
+        handle = embeddings.register_forward_hook(
+            lambda module, given, out: out.index_fill(1, bad, float("nan"))
+        )
+        try:
+            poisoned = self.run(whole)
+        finally:
+            handle.remove()
+        for name, x in poisoned:
             if x[:POISONED].isnan().any() or x[POISONED + 1 :].isnan().any():
-                raise ValueError(
-                    f"{name} mixes tokens outside of transformers' attention functions"
-                )
-        if not self._seen[-1][1][POISONED].isnan().any():
+                raise ValueError(f"{name} mixes tokens outside of transformers' attention")
+        if not x[POISONED].isnan().any():
             raise ValueError("the output of the model does not depend on its input embeddings")
         if not self.calls:
             raise ValueError("no layer calls transformers' attention functions")
         expected = self.run(whole)
-        for few in (2, 4):
-            self._compare({x: y[:, :few] for x, y in whole.items()}, expected,
-                          "depends on the largest position, or on other tokens")  # fmt: skip
-        given = inspect.signature(self.model.forward).parameters
-        for name in ("cache", "past_key_values"):
-            if name in given:
-                self._compare(
-                    whole | {name: _cache(seqlen)}, expected, "counts positions by itself"
-                )
-                break
-        self.run(whole)
+        calls, masks = self.calls, self.masks
+        first = {x: y[:, :FIRST] for x, y in whole.items()}
+        self._compare(first, expected, "depends on the largest position, or on other tokens")
+        takes = inspect.signature(self.model.forward).parameters
+        for name in [x for x in ("cache", "past_key_values") if x in takes][:1]:
+            cached = whole | {name: _cache(seqlen)}
+            self._compare(cached, expected, "counts positions by itself")
+        whole["position_ids"] = torch.arange(FEW, device=self.model.device)[None]
+        expected = self.run(whole)
+        del whole["position_ids"]
+        self._compare(whole, expected, "does not count positions 0, 1, 2, ...")
+        self.calls, self.masks = calls, masks
 
-    def _compare(self, inputs: dict[str, Any], expected: list, what: str) -> None:
-        for (name, x), (_, y) in zip(self.run(inputs), expected):
-            if not same(x, y[: len(x)]):
+    def _compare(self, inputs: dict[str, Any], expected: Outputs, what: str) -> None:
+        """Raise ValueError at the first thing that differs."""
+        rest = iter(expected)
+
+        def note(name: str, x: torch.Tensor) -> torch.Tensor:
+            other, y = next(rest, (None, x))
+            if name != other or not same(x, y[: len(x)]):
                 raise ValueError(f"{name} {what}")
+            return y[: len(x)]
+
+        self.run(inputs, note)
 
 
 def _inputs(model: torch.nn.Module, seqlen: int) -> dict[str, torch.Tensor]:
     """Return a few tokens with positions that reach from the first to the last of a sequence."""
-    spread = np.linspace(0, seqlen - 1, FEW - 3).round()[1:]
-    positions = torch.tensor([[0, 1, 4, 16, *spread]]).clip(0, seqlen - 1).long()
-    return inputs_of(model, positions)
+    first = np.linspace(1, 16, FIRST).round()  # RoPE does not change the position 0
+    spread = np.linspace(0, seqlen - 1, FEW - FIRST).round()
+    positions = torch.from_numpy(np.append(first, spread).clip(0, seqlen - 1)).long()
+    return inputs_of(model, positions[None])
 
 
 def inputs_of(model: torch.nn.Module, positions: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -224,11 +238,11 @@ def _cache(seqlen: int) -> object:
     return Cache()
 
 
-def _kind(call: Call, masks: list[Callable], seqlen: int) -> Kind:
+def _kind(call: Call, masks: list[Mask | None], seqlen: int) -> Kind:
     """Return the kind of a layer; raise ValueError if there is no plan of this kind."""
     number, scale, mask = number_of(call.mask), call.others.get("scaling"), None
     if number is not None:
-        mask = mask_of(masks[number], seqlen)
+        mask = masks[number]
         if mask is None:
             raise ValueError(f"{call.where} has a mask that is no window, chunk, causal or full")
     elif call.mask is None and not getattr(call.module, "is_causal", True):
@@ -313,30 +327,47 @@ def attention_of(model: torch.nn.Module, name: str) -> Iterator[bool]:
             x.training = True
 
 
-def run(
-    model: torch.nn.Module,
-    inputs: dict[str, Any],
-    ended: Callable[[str, torch.Tensor], None],
-    modules: Callable[[torch.nn.Module], Iterator] = torch.nn.Module.named_modules,
-) -> None:
-    """Run a model; `ended` gets the names and outputs, (n, width), of its modules.
+def run(model: torch.nn.Module, inputs: dict[str, Any], note: Note, every: bool = True) -> None:
+    """Run a model, and pass on the names and rows, (n, width), of what its modules give.
 
-    Outputs that have no row for each of the n tokens are left out.
+    `note` also gets the inputs of blocks, which are the items of lists of modules.  It may return
+    other inputs, so that errors do not add up from block to block.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    inputs : dict of str to tensor
+    note : callable
+    every : bool
+        Whether to note all modules, or only blocks and the model.
     """
     n = inputs["input_ids"].shape[1]
+    lists = [x for x in model.modules() if isinstance(x, torch.nn.ModuleList)]
+    blocks = {x for y in lists for x in y}
 
-    def hook(name: str) -> Callable:
-        def call(module: torch.nn.Module, given: Any, output: Any) -> None:
-            if isinstance(output, dict):
-                output = tuple(output.values())
-            x = output[0] if isinstance(output, tuple) and output else output
-            a_row_each = isinstance(x, torch.Tensor) and x.dim() == 3 and x.shape[:2] == (1, n)
-            if a_row_each and x.is_floating_point():
-                ended(name or type(model).__name__, x[0])
+    def rows(output: Any) -> torch.Tensor | None:
+        if isinstance(output, dict):
+            output = tuple(output.values())
+        x = output[0] if isinstance(output, tuple) and output else output
+        has_rows = isinstance(x, torch.Tensor) and x.dim() == 3 and x.shape[:2] == (1, n)
+        return x[0] if has_rows and x.is_floating_point() else None
 
-        return call
+    def begun(name: str, module: torch.nn.Module, args: tuple) -> tuple | None:
+        x = rows(args)
+        other = None if x is None else note(f"{name} (input)", x)
+        return None if other is None else (other[None], *args[1:])
 
-    handles = [x.register_forward_hook(hook(name)) for name, x in modules(model)]
+    def ended(name: str, module: torch.nn.Module, args: tuple, output: Any) -> None:
+        x = rows(output)
+        if x is not None:
+            note(name or type(model).__name__, x)
+
+    handles = []
+    for name, x in model.named_modules():
+        if x in blocks:
+            handles.append(x.register_forward_pre_hook(partial(begun, name)))
+        if every or x in blocks or x is model:
+            handles.append(x.register_forward_hook(partial(ended, name)))
     try:
         model(**inputs)
     except ValueError:
@@ -350,7 +381,11 @@ def run(
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return True if all rows are the same in the first half of their digits."""
+    """Return True if most rows are the same in the first half of their digits.
+
+    A row may differ, because rounding may choose another expert for it.
+    """
     eps = max(torch.finfo(found.dtype).eps, torch.finfo(torch.float32).eps)  # of softmax
     x, y = found.float(), expected.float()
-    return bool(((x - y).norm(dim=1) <= eps**0.5 * y.norm(dim=1)).all())
+    good = (x - y).norm(dim=1) <= eps**0.5 * y.norm(dim=1)
+    return 2 * int(good.sum()) > len(good)
