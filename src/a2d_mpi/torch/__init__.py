@@ -9,10 +9,13 @@ except ImportError as error:
     raise ImportError("PyTorch is not installed: pip install a2d_mpi[torch]") from error
 
 from a2d_mpi.torch.attention import attend, shard, shift_labels, unshard
+from a2d_mpi.torch.context import Batch, ContextParallel
 from a2d_mpi.torch.gradients import GradientHooks, sum_gradients
 from a2d_mpi.torch.transformers import use_in_transformers
 
 __all__ = [
+    "Batch",
+    "ContextParallel",
     "GradientHooks",
     "attend",
     "shard",
