@@ -136,8 +136,9 @@ if [[ $torch == missing ]]; then
   lines+=("torch: not in the active environment, so its tests were not run")
 elif [[ $torch ]]; then
   use_env any test,torch test,torch .venv-torch
-  record "torch, serial" limited "$most" python -m pytest tests/test_llama.py -q --color=no "$@"
-  tests=(tests/test_torch.py tests/test_transformers.py)
+  record "torch, serial" limited "$most" python -m pytest tests/test_llama.py \
+    tests/test_torch_distributed.py -q --color=no "$@"
+  tests=(tests/test_torch.py tests/test_torch_distributed.py tests/test_transformers.py)
   for ranks in 4 6; do
     record "torch, $ranks ranks" run_mpi "$ranks" "$most" \
       python -m pytest "${tests[@]}" -q --color=no --with-mpi -m mpi "$@"

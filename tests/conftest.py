@@ -38,7 +38,7 @@ LOCKSTEP = pytest.StashKey()
 TAKEN = pytest.StashKey()
 HERE = Path(__file__).parent
 EMULATED = HERE / "emulated"
-TORCH = ("test_llama.py", "test_torch.py", "test_transformers.py")
+TORCH = ("test_llama.py", "test_torch.py", "test_torch_distributed.py", "test_transformers.py")
 
 
 @pytest.fixture(scope="session")
