@@ -25,7 +25,7 @@ case ${1:-} in
 esac
 if [[ ${A2D_MPI_ENV:-} == active && ${#mpis[@]} == 2 ]]; then
   mpis=(any)
-  if [[ $torch ]] && ! python -c 'import torch, transformers' 2>/dev/null; then torch=missing; fi
+  if [[ $torch ]] && ! python -c 'import torch, transformers, accelerate' 2>/dev/null; then torch=missing; fi
 fi
 tests=(tests) most=900 # seconds of one run
 if [[ ${mpis[*]} == gpu ]]; then
