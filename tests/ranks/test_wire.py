@@ -172,6 +172,14 @@ def test_ways_and_back(name):
     assert (np.isinf if name == "bfloat16" else np.isnan)(rounded).all()
 
 
+def test_elements_of_a_nan_block():
+    """They say nothing, so a decoded block may encode to others, as docs/wire.md says."""
+    x = np.array([[[-1, np.nan]]], np.float32)
+    first = encoded(x, "mxfp8")
+    again = encoded(decoded(first, x, "mxfp8"), "mxfp8")
+    assert (first.tolist(), again.tolist()) == ([[[128, 0, 255]]], [[[0, 0, 255]]])
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_bytes_on_a_gpu(cupy, dtype, name):

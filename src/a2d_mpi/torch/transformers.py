@@ -208,6 +208,7 @@ def use_in_transformers(plan: AttentionPlan) -> str:
             )
         return plan
 
+    @torch._disable_dynamo  # one break of the graph, in place of one at each bool() and at attend
     def attention(
         module: torch.nn.Module,
         query: torch.Tensor,

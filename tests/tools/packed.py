@@ -1,7 +1,7 @@
 """Seconds of plans of packed documents, and their share of training steps.
 
-    mpiexec -n 4 python tests/packed.py plans [TOKENS]
-    mpiexec -n 4 python tests/packed.py training [TOKENS]
+    mpiexec -n 4 python tests/tools/packed.py plans [TOKENS]
+    mpiexec -n 4 python tests/tools/packed.py training [TOKENS]
 
 The documents are new in every step.  Their lengths are lognormal.
 """
