@@ -137,7 +137,7 @@ if [[ $torch == missing ]]; then
 elif [[ $torch ]]; then
   use_env any test,torch test,torch .venv-torch
   record "torch, serial" limited "$most" python -m pytest tests/test_llama.py -q --color=no "$@"
-  tests=(tests/test_torch.py tests/test_transformers.py)
+  tests=(tests/test_torch.py tests/test_transformers.py tests/test_context.py)
   for ranks in 4 6; do
     record "torch, $ranks ranks" run_mpi "$ranks" "$most" \
       python -m pytest "${tests[@]}" -q --color=no --with-mpi -m mpi "$@"
