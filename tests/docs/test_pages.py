@@ -60,6 +60,16 @@ def test_reference_has_all_public_names_and_drivers():
     assert {f"drivers/{x}.py" for x in shown} == set(DRIVERS)
 
 
+def test_reports_name_tests_that_exist():
+    text = read("docs/never_silently_wrong.md")
+    rows = re.findall(r"^\| \[.+ \d+\]\((\S+)\) .* `(\S+)::(\w+)` \|$", text, re.MULTILINE)
+    assert f" {len(rows)} public reports" in text and len({x[0] for x in rows}) == len(rows)
+    for link, file, name in rows:
+        assert re.fullmatch(r"https://github\.com/[\w-]+/[\w.-]+/(pull|issues)/\d+", link)
+        texts = [x.read_text() for x in (ROOT / "tests").rglob(file)]
+        assert [x for x in texts if re.search(rf"^def {name}\(", x, re.M)], (file, name)
+
+
 def test_page_of_results_has_all_names():
     """Attributes of the root, parts and communicators of result files."""
     traffic = read("tests/support/traffic.json")
@@ -110,6 +120,11 @@ def test_merging(tmp_path):
     (tmp_path / "example.py").write_text("\n".join([*blocks("docs/merging.md", "python"), WHOLE]))
     done = launch(4, tmp_path / "example.py", timeout=60)
     assert all(float(x) < 1e-6 for x in done.stdout.split()) and len(done.stdout.split()) == 4
+
+
+def test_program():
+    printed = run_code(blocks("docs/architecture.md", "python")[0])
+    assert printed.rstrip() in [x.rstrip() for x in blocks("docs/architecture.md", "text")]
 
 
 def test_numbers_that_are_shown():

@@ -14,8 +14,8 @@ from a2d_mpi import Causal, Full, ProcessGrid, TriangleAttention
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning import cost
+from a2d_mpi.planning.accounts import area
 from a2d_mpi.schedules import problem_of, write
-from a2d_mpi.schedules.accounts import area
 from a2d_mpi.schedules.problem import Workload
 from a2d_mpi.schedules.program import Program
 

@@ -93,6 +93,18 @@ def members_of(ranks: Sequence[int], nodes: Sequence[int]) -> dict[int, list[int
     return members
 
 
+def from_here(rank: int, ranks: Sequence[int], nodes: Sequence[int]) -> list[int]:
+    """Return ranks in turn: from `rank` on around its node, then likewise on the next nodes.
+
+    So no rank is the first target of all.
+    """
+    members = members_of(ranks, nodes)
+    names, me = sorted(members), nodes[rank]
+    begin, place = names.index(me), members[me].index(rank)
+    turned = ((members[x], place % len(members[x])) for x in names[begin:] + names[:begin])
+    return [y for x, i in turned for y in x[i:] + x[:i]]
+
+
 class Line:
     """The line of a rank.  It declares the rows that the rank needs, and posts their messages.
 
@@ -201,7 +213,7 @@ class Line:
         return self.p.matching(name, rows)
 
     def give(self, owner: int, rows: Rows) -> None:
-        """Send a finished partial result to the parent; `send_sums` does if others add to it."""
+        """Send a finished partial result to the parent, or hold it back if others add to it."""
         if self._adds_to(owner):
             self._unsent.append((owner, rows))
         else:
@@ -214,7 +226,11 @@ class Line:
                 self.give(owner, self.p.rows(array, owner, places))
 
     def finish(self, array: str) -> None:
-        """Combine all ranks' results for this rank's rows with its own ones, in a fixed order."""
+        """Combine all ranks' results for this rank's rows with its own ones, in a fixed order.
+
+        Before that, send what `give` still holds back.
+        """
+        self.send_sums()
         self._combine(self.p.rank, array)
 
     def send_sums(self) -> None:
