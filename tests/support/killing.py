@@ -120,7 +120,8 @@ ASKING = tuple(word for x in PROMPTS for word in ("--prompt", x))
 
 
 def files(folder):
-    """Return the options for the files of a training."""
+    """Return the options for the files of a training in a folder, which is made."""
+    folder.mkdir(exist_ok=True)
     return ["--folder", folder / "checkpoints", "--output", folder / "out.h5"]
 
 

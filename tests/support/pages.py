@@ -35,4 +35,4 @@ def run(command, folder=ROOT):
 
 def run_code(code, folder=ROOT):
     """Return what the Python of a page prints."""
-    return launch(0, "-c", code, timeout=60, cwd=folder).stdout
+    return launch(0, "-c", code, timeout=100, cwd=folder).stdout
