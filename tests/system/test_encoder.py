@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import h5py
 import numpy as np
 import pytest
-from helpers import assert_all, assert_one_line_each, drive, drive_each
+from helpers import ROOT, assert_all, assert_one_line_each, drive, drive_each
 
 from a2d_mpi import Documents
 from a2d_mpi.attention.methods import make_plan
@@ -166,7 +166,7 @@ def test_nearest():
 
 
 STUBS = f"""
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(Path(__file__).parent), str(ROOT / "tests/support")]}
 from types import SimpleNamespace
 import numpy as np
 from test_encoder import Tokenizer
