@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 TOLERANCE = 0.1
 # Ranks, method, grid (rows x cols x heads), mask, tokens, query heads, KV heads,

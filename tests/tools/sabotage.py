@@ -567,6 +567,7 @@ def run(name: str, program: str, *options: str) -> None:
 
 def by_check(runs: Sequence[tuple[str, str]]) -> list[list[str]]:
     """Return the checks of the driver that fail, by sabotage and --check."""
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
     from helpers import drive_each
 
     common = [DRIVER, SAMPLE, *OPTIONS, "--check"]

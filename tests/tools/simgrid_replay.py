@@ -6,6 +6,12 @@ Apart from the default tests, as it needs SimGrid and a compiler (g++, libsimgri
     python tests/tools/simgrid_replay.py 16 64    # all methods on so many ranks, both simulators
 """
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+
 import argparse
 import json
 from collections.abc import Iterator, Mapping
