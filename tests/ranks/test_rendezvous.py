@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from helpers import assert_all, launch
 from mpi4py import MPI
-from test_bad_input import GOOD, assert_raises, message_of
+from refused import GOOD, assert_raises, message_of
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid, RingAttention
 from a2d_mpi.comm.watch import name_ranks

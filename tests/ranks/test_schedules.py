@@ -2,8 +2,7 @@
 
 import pytest
 from cases import checked
-from helpers import assert_all
-from test_readme import blocks
+from helpers import assert_all, blocks
 
 from a2d_mpi import Causal, Full
 from a2d_mpi.attention.methods import plan_class

@@ -107,6 +107,12 @@ def bounds_for(
     return error_bounds(dtype, softmax_scale, norms, largest, same_precision)
 
 
+def blocks(page: str, language: str) -> list[str]:
+    """Return the blocks of code of a page, such as "docs/extending.md"."""
+    text = (ROOT / page).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
 @cache
 def module_of(program: str) -> ModuleType:
     """Import a program of the repository, for example "drivers/plan.py"."""

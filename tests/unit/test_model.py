@@ -13,6 +13,7 @@ import pytest
 from helpers import DEEPER, ROOT, assert_all_refused, deeper, drive, launch, parser_of, runs_on
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from machines import FAST, KERNEL, MACHINES, RESULTS, SLOW, machine
 from mpi4py import MPI
 
 from a2d_mpi.core.config import AttentionConfig
@@ -34,8 +35,7 @@ from a2d_mpi.planning.calibration import (
     fit_steps,
     steadiness,
 )
-from a2d_mpi.planning.machine import KernelModel, Link, Machine
-from a2d_mpi.planning.memory import peak_memory
+from a2d_mpi.planning.machine import KernelModel, Link
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.profile import (
     parse_size,
@@ -47,15 +47,7 @@ from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS, problem_of
 from a2d_mpi.schedules.problem import Workload
 
-RESULTS = ROOT / "data" / "results"
-PROFILES = sorted((ROOT / "data" / "machines").glob("*.toml"))
-KERNEL = KernelModel(1e11, call=1e-5)
-SLOW, FAST = Link(1e6, latency=1e-3, overhead=1e-5), Link(1e9, latency=1e-5)
-
-
-def machine(between=SLOW, inside=FAST, name="test", **others):
-    kernels = {"float32": {"forward": KERNEL, "backward": KERNEL}}
-    return Machine(name, inside, between, kernels, **{"ranks_per_node": 1, **others})
+PROFILES = sorted(MACHINES.glob("*.toml"))
 
 
 CAUSAL = Causal()
@@ -189,32 +181,6 @@ def test_nics_are_shared():
     assert orders[0] < orders[1]
 
 
-def test_head_axis():
-    job = work(1600, mask=Full())
-    slow = machine(Link(1e5), Link(1e5))
-    layout = Layout(1, 1, 4)
-    sizes = problem_of("attention2d", layout, job, job.mask, "contiguous")
-    for phase, found in predict(slow, "attention2d", layout, job).items():
-        nbytes = cost.traffic("attention2d", Layout(1, 1, 4), sizes, 0)[phase, "head"][1]
-        assert found.total.max() == pytest.approx(nbytes / 1e5, rel=0.01)
-    with pytest.raises(ValueError, match="5 does not divide"):
-        predict(slow, "ring", Layout(1, 1, 5), job)
-
-
-def test_memory():
-    job = work(1600)
-    for method in METHODS:
-        layout = Layout(3, 1, 2)
-        sizes = problem_of(method, layout, job, job.mask)
-        forward, backward = (peak_memory(method, layout, sizes, 0, x) for x in (False, True))
-        own = sizes.queries.counts[0] * sum(map(job.nbytes, ("q", "k", "v", "out", "lse")))
-        assert own < forward < backward
-    # Gathering all keys needs more room than a ring.
-    sizes = problem_of("ring", Layout(16, 1), job, job.mask, "zigzag")
-    grid, ring = (peak_memory(x, Layout(16, 1), sizes, 3) for x in ("attention2d", "ring"))
-    assert grid > 2 * ring
-
-
 def test_memory_of_a_kernel_is_that_of_its_workspace():
     for sizes in (
         (700, 4, 64, 2, 64), (3000, 1, 32, 1, 32), (1024, 16, 16, 16, 16), (700, 4, 96, 2, 64),
@@ -315,12 +281,6 @@ def test_fit_finds_what_steps_and_hops_take(step, hop_overhead):
     assert again == pytest.approx(seconds, rel=0.005)
     assert found.step == pytest.approx(step, rel=0.01, abs=1e-6)
     assert found.hop_overhead == pytest.approx(hop_overhead, rel=0.01, abs=1e-6)
-
-
-def test_one_rank_has_no_hops():
-    here = machine(Link(1e6))
-    tiny = Workload(2, 2, 16, dtype="float32")
-    assert fit_steps(here, 1, tiny, {"hop_overhead": ("ring", 0.7)}).hop_overhead == 0
 
 
 def test_a_profile_is_read_as_written(tmp_path):

@@ -9,25 +9,23 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import pairwise
 
+import numpy as np
 import pytest
-from helpers import DEEPER, DRIVERS, ROOT, SECONDS, assert_all_refused, drive
+from helpers import DEEPER, DRIVERS, SECONDS, assert_all_refused, drive, parser_of
+from machines import A100, H100, MACHINES, RESULTS
 
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.candidates import _row
+from a2d_mpi.experiments.candidates import _row, read_problem
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.layouts import layouts
 from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.memory import peak_memory
+from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidate, candidate, candidates, why_not
 from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.planning.survey import survey_of
 from a2d_mpi.schedules import METHODS, essence, problem_of
 from a2d_mpi.schedules.problem import Workload
-
-MACHINES = ROOT / "data" / "machines"
-H100, A100 = (read_machine(MACHINES / f"{x}.toml") for x in ("h100-64x1", "a100-16x4"))
-
 
 CAUSAL = Causal()
 
@@ -163,7 +161,7 @@ def test_where_other_partitions_do_not_help(machine, ranks, seqlen, heads, why):
 
 def test_where_the_triangle_helps():
     """The planner picks the triangle, even with idle ranks."""
-    machine = read_machine(ROOT / "data" / "results" / "64x1.toml")
+    machine = read_machine(RESULTS / "64x1.toml")
     job = Workload(768, 10, 16, mask=Causal(), dtype="float32", backward=True)
     assert best_candidate(machine, 6, replace(job, nheads=1, nheads_kv=1)).method == "triangle"
     best, *_ = candidates(machine, 64, job, idle=0.1, methods=("attention2d", "triangle"))
@@ -203,37 +201,6 @@ def test_the_pick_is_the_fastest_of_all(machine, ranks, nheads, nheads_kv, mask)
         assert x.phases or x.bound <= (1 + 1e-12) * of_all
 
 
-def test_a_few_steps_bound_the_time():
-    """The first steps of a rank take no longer than all of its steps do."""
-    layout, job = Layout(64, 1), work(1 << 16)
-    problem = problem_of("ring", layout, job, job.mask)
-    few, more, every = (
-        survey_of(H100, "ring", layout, job, problem, "forward", (0,), steps)
-        for steps in (10, 50, None)
-    )
-    sizes = [len(x.operations.kind) for x in (few, more, every)]
-    assert 0 < sizes[0] < sizes[1] < sizes[2]
-    spent = [x.operations.seconds.sum() for x in (few, more, every)]
-    assert 0 < spent[0] < spent[1] < spent[2]
-
-
-@pytest.mark.parametrize("method, layout", [
-    ("attention2d", Layout(2, 2, 3)), ("ring", Layout(4, 1, 3)), ("triangle", Layout(3, 1, 3)),
-])  # fmt: skip
-@pytest.mark.parametrize("seqlen", [1 << 13, 8191])
-def test_ranks_that_share_a_program(method, layout, seqlen):
-    """What every rank sends is the same whether its programs are read for it or for others."""
-    job = work(seqlen, 6)
-    problem = problem_of(method, layout, job, job.mask)
-    for phase in job.phases:
-        whole = survey_of(H100, method, layout, job, problem, phase)
-        for rank in range(layout.size):
-            mine = cost.moves(method, layout, problem, rank, (phase,), sent=True)
-            sent = (whole.messages.source == rank) & (whole.messages.nbytes > 0)  # no barriers
-            found = sorted(zip(whole.messages.to[sent], whole.messages.nbytes[sent]))
-            assert found == sorted((x.peer, x.nbytes) for x in mine)
-
-
 def test_table_of_a_mask_whose_least_is_zero():
     """With many short documents no byte has to travel; the table has no number then."""
     plan = best_candidate(H100, 4, work())
@@ -269,6 +236,21 @@ def test_slow_links_favour_fewer_bytes():
         assert grids[0].received == min(p.received for p in grids)
         if nheads_kv == 96:
             assert grids[0].layout == Layout(8, 8)
+
+
+def test_narrow_values_take_less():
+    """Predicted time falls with the width of the values."""
+    parser, seconds = parser_of("drivers/plan.py"), []
+    sizes = "--profile data/machines/h100-8.toml --ranks 4 --seqlen 64K --nheads 8 --backward"
+    for width in ("", "--headdim-v 192", "--headdim-v 128"):
+        args = parser.parse_args(f"{sizes} --headdim 192 {width}".split())
+        machine, case = read_problem(args)
+        phases = predict(machine, "attention2d", Layout(2, 2), case.work())
+        seconds.append([phases[x].total.max() for x in ("forward", "backward")])
+    ratios = np.divide(seconds[2], seconds[0])
+    assert seconds[0] == seconds[1]
+    # Where computing decides: (192 + 128) / (2 192), and (3 192 + 2 128) / (5 192).
+    assert np.allclose(ratios, (0.833, 0.867), atol=0.03), ratios
 
 
 def test_no_ranks():

@@ -1,123 +1,30 @@
-"""Node-aware grids: results, and bytes between nodes by independent counts."""
+"""Node-aware grids: bytes between nodes by independent counts, memory, layouts, and drivers."""
 
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
-from cases import NHEADS, SIZE, TENSORS, checked_both_ways, failures, inputs, run
-from helpers import DEEPER, ROOT, SAMPLE, assert_all, assert_all_refused, distance, drive_each
+from helpers import SAMPLE, assert_all_refused, drive_each
 from hypothesis import given
 from hypothesis import strategies as st
-from mpi4py import MPI
-from oracles import documents, heavy_tailed
-from test_bench import PROFILE
+from machines import A100, RESULTS, machine
 
-from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention
+from a2d_mpi import Causal, Full
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
 from a2d_mpi.experiments.results import read_benchmark
 from a2d_mpi.experiments.summary import summarise
-from a2d_mpi.masks.mask import IntervalMask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.layouts import layouts
 from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.memory import most_memory, peak_memory
 from a2d_mpi.planning.model import predict
-from a2d_mpi.planning.planner import candidate, candidates
-from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.schedules import METHODS, attention2d, problem_of, write
+from a2d_mpi.planning.planner import candidates
+from a2d_mpi.planning.profile import read_machine, write_machine
+from a2d_mpi.schedules import METHODS, problem_of, write
 from a2d_mpi.schedules.problem import Workload
-from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Receive, Send
-
-A100 = read_machine(ROOT / "data" / "machines" / "a100-16x4.toml")
-mpi = pytest.mark.mpi(min_size=4)
-# Grids, with heads, and the node of every rank: 1, 2 and 4 ranks a node, and uneven ones.
-NODES = {
-    4: [
-        ((1, 4), (0, 0, 1, 1)),
-        ((4, 1), (0, 1, 1, 1)),
-        ((2, 2), (0, 0, 1, 1)),
-        ((2, 2, 1, "rcu", (2, 1)), (7, 7, 7, 7)),
-        ((1, 2, 2), (0, 1, 0, 1)),
-        ((1, 4, 1, "ucr"), (2, 0, 0, 0)),
-    ],
-    6: [
-        ((1, 6), (0, 0, 1, 1, 2, 2)),
-        ((6, 1), (0, 1, 1, 1, 2, 2)),
-        ((2, 3), (0, 1, 0, 0, 1, 1)),
-        ((1, 6, 1, "rcu", (1, 2)), (0, 0, 0, 0, 1, 1)),
-    ],
-}.get(SIZE, [((1, SIZE), (0, 0, *[1] * (SIZE - 2)))])
-
-
-@mpi
-@pytest.mark.multirank
-@pytest.mark.parametrize("shape, nodes", [
-    pytest.param(*x, marks=() if x in NODES[2:4] else DEEPER) for x in NODES
-], ids=str)  # fmt: skip
-def test_results(comm, grid_of, monkeypatch, shape, nodes):
-    """Results equal float64, with and without overlap, and in two chunks."""
-    grid, bad = grid_of(*shape, nodes=nodes), []
-    make = partial(NodeAwareAttention, grid, nheads=NHEADS, headdim=16)
-    i = np.arange(97)
-    window, packed = IntervalMask(i - 9, i + 1), documents(heavy_tailed(97, 1, 9))
-    irregular = IntervalMask(np.where(i % 5, i - 30, 60), np.where(i % 7, i + 5, 20))
-    for mask, seqlen, nheads_kv, dtype, name in (
-        (Causal(), 97, NHEADS, "float32", None),
-        (Full(), 97, 2, "float64", None),
-        (Causal(), 3, 1, "float64", None),
-        (Causal(), 97, 1, "bfloat16", "striped"),
-        (Full(), 64, NHEADS, "float16", None),
-        (window, 97, 2, "bfloat16", "contiguous"),
-        (packed, 97, NHEADS, "float64", "balanced"),
-        (irregular, 97, 1, "float32", "zigzag"),
-        (irregular, 97, 2, "float64", "striped"),
-    ):
-        sizes = {"seqlen": seqlen, "nheads_kv": nheads_kv, "dtype": dtype}
-        bad += checked_both_ways(partial(make, mask=mask, distribution=name, **sizes))
-    monkeypatch.setattr(attention2d, "GRAIN", 4)
-    bad += checked_both_ways(partial(make, mask=Causal(), seqlen=101, nheads_kv=2))
-    plan = make(mask=Causal(), seqlen=97)
-    plain = Attention2D(grid, Causal(), seqlen=97, nheads=NHEADS, headdim=16)
-    first, again, other = (run(x, *inputs(97, NHEADS, 16)) for x in (plan, plan, plain))
-    bad += [f"{x} does not repeat" for x in TENSORS if first[x].tobytes() != again[x].tobytes()]
-    bad += [f"{x} is not the grid's" for x in TENSORS if distance(first[x], other[x]) > 1e-5]
-    totals = [sum(x[1] for x in p.traffic.bytes.values()) for p in (plan, plan, plain)]
-    if len(set(nodes)) in (1, comm.size) and totals[0] != 2 * totals[2]:
-        bad.append(f"{totals} bytes")
-    assert_all(comm, not bad, "; ".join(bad))
-
-
-@mpi
-@pytest.mark.multirank
-@pytest.mark.one_mpi
-def test_the_tests_can_tell(comm, grid_of, monkeypatch):
-    """A partial result that misses its node's sum makes the test fail."""
-    monkeypatch.setattr(Program, "combine", lambda program, source, target: None)
-    grid = grid_of(1, comm.size, nodes=[0] * 2 + [1] * (comm.size - 2))
-    plan = NodeAwareAttention(grid, Causal(), seqlen=97, nheads=NHEADS, headdim=16)
-    bad = failures(plan, run(plan, *inputs(97, NHEADS, 16)), Causal(), 97, NHEADS, 16)
-    assert_all(comm, comm.allreduce(len(bad)) > 0, "sums without their parts passed")
-
-
-@mpi
-@pytest.mark.multirank
-def test_nodes_of_the_machine(comm, grid_of):
-    """Ranks that share memory are on a node; the caller's nodes come first."""
-    given = [5, 5, 3, 3] + [8] * (comm.size - 4)
-    grids = grid_of(1, comm.size), grid_of(comm.size, 1, nodes=given)
-    found = [grid.layout.nodes for grid in grids]
-    shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    alone = shared.size == comm.size
-    shared.Free()
-    expected = (0,) * comm.size, (0, 0, 2, 2) + (4,) * (comm.size - 4)
-    assert_all(comm, not alone or tuple(found) == expected, f"{found}")
-
-
-# What needs no ranks.
 
 EVEN = [  # layouts, and the ranks of a node
     (Layout(8, 8, 1, "rcu", (2, 2)), 4),
@@ -161,29 +68,6 @@ def test_equal_nodes(layout, ranks_per_node):
     for rank in range(layout.size):
         found = cost.traffic("node aware", layout, sizes, rank)
         assert {k: x for k, x in found.items() if k[1] != "head"} == expected
-
-
-@pytest.mark.thorough
-def test_the_nodes_of_the_issue():
-    """64 ranks, 16 nodes of 2 x 2: 48 chunks a NIC and forward pass; 88 of the plain grid."""
-    work = Workload(1 << 16, 96, 128, mask=Full())
-    n, p, lse = 1024, 96 * 128 * 2, 96 * 4
-    aware, plain = (
-        [
-            candidate(A100, method, x, work)
-            for x in layouts(method, 64, work, 4)
-            if (x.rows, x.cols) == (8, 8)
-        ]
-        for method in ("node aware", "attention2d")
-    )
-    square = next(x for x in aware if x.layout.block == (2, 2))
-    assert square.crossing == n * (48 * p + 12 * lse)
-    assert square.crossing == min(x.crossing for x in aware)
-    assert min(x.crossing for x in plain) == n * (88 * p + 16 * lse)
-    assert square.received == plain[0].received and square.messages == plain[0].messages
-    # Blocks do not help a grid that does not know its nodes.
-    in_blocks = predict(A100, "attention2d", Layout(8, 8, 1, "rcu", (2, 2)), work)["forward"]
-    assert in_blocks.total.max() > min(x.seconds for x in plain)
 
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 8))
@@ -276,7 +160,7 @@ def test_seconds_of_uneven_nodes():
 @pytest.mark.thorough
 def test_the_pick_where_the_network_is_slow():
     """On 16 nodes of 4 the node-aware grid takes about 48/88 of the plain grid's time."""
-    slow = read_machine(ROOT / "data" / "results" / "16x4.toml")
+    slow = read_machine(RESULTS / "16x4.toml")
     work = Workload(4096, 8, 64, mask=Causal(), dtype="float32")
     best = {}
     methods = "attention2d", "node aware"
@@ -290,7 +174,7 @@ def test_the_pick_where_the_network_is_slow():
 def test_drivers(tmp_path):
     """Names and options have blocks; predictions are for the job's nodes, not the profile's."""
     profile, output = (tmp_path / x for x in ("test.toml", "bench.h5"))
-    profile.write_text(PROFILE.replace('"test"', '"test"\nranks_per_node = 2'))
+    write_machine(profile, machine(ranks_per_node=2))
     sizes = ["--seqlens", 61, "--nheads", 4, "--headdim", 8, "--backward", "--trials", 2]
     plans = ["--plans", "node_aware:2x2/2x1,attention2d:2x2/2x1", "--profile", profile]
     done, found = drive_each([
