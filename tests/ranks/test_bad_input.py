@@ -18,7 +18,6 @@ from a2d_mpi import (
 )
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.sharding import triangle
 
 pytestmark = pytest.mark.mpi
 
@@ -113,7 +112,6 @@ def test_arguments_of_any_type(comm, grid):
 
 WIDE = {"headdim_v": 16, "dtype": "bfloat16"}
 EQUAL = "needs headdim_v equal to headdim, got headdim 8 and headdim_v 16"
-TRIANGLE = {"method": "triangle", "mask": Causal()}
 # What a plan refuses; the numbers that a configuration refuses are in tests/unit/test_cost.py.
 WRONG = [
     ({"seqlen": 0}, "seqlen must be a positive integer, got 0"),
@@ -139,11 +137,6 @@ WRONG = [
         ({"method": "double ring", "inner": x}, f"inner must divide the {SIZE} ranks of the ring")
         for x in (0, -1, 7, 1.0, "1")
     ],
-    (TRIANGLE | {"mask": Full()}, "a triangle needs a causal mask, got Full"),
-    (TRIANGLE | {"seqlen_kv": 9}, "as many keys as queries, got 40 queries and 9"),
-    (TRIANGLE | {"distribution": "zigzag"}, "needs the triangle distribution, got zigzag")
-    if triangle.fits(SIZE) else
-    (TRIANGLE, f"ranks that share the heads): such as 3 or 6, got {SIZE}"),
     ({"mask": "causal"}, "mask must be a Mask such as Causal(), got 'causal'"),
     ({"mask": np.ones((40, 40), bool)}, "got array([[ True...hape=(40, 40))"),
     (
@@ -166,6 +159,17 @@ def test_plan(comm, grid, wrong, text, where):
         assert f"on rank {comm.size - 1}" in found
 
 
+@pytest.mark.parametrize("options, text", [
+    ({"mask": Full()}, "a triangle needs a causal mask, got Full"),
+    ({"seqlen_kv": 9}, "as many keys as queries, got 40 queries and 9"),
+    ({"distribution": "zigzag"}, "needs the triangle distribution, got zigzag"),
+    *[({}, f"share the heads), such as 3 or 6, got {SIZE}")] * (SIZE in (4, 5)),
+])  # fmt: skip
+def test_triangle(comm, grid, options, text):
+    given = {"mask": Causal(), **GOOD, **options}
+    assert_raises(comm, text, make_plan, "triangle", grid, **given)
+
+
 LONGER = IntervalMask(np.zeros(40, int), np.arange(40) + 1 + (np.arange(40) == 7))
 
 
@@ -175,8 +179,8 @@ LONGER = IntervalMask(np.zeros(40, int), np.arange(40) + 1 + (np.arange(40) == 7
     ("seqlen", 41, 40), ("nheads", 8, 4), ("headdim", 16, 8), ("nheads_kv", 2, 4),
     ("dtype", "float64", "float32"), ("distribution", "striped", "contiguous"),
     ("softmax_scale", 0.5, 1 / 8**0.5), ("kernel", "numpy", "auto"), ("overlap", False, True),
-    ("logit_softcap", 2.0, 3.0), ("wire", "mxfp4", "mxfp8"), ("inner", 1, SIZE), ("slices", 2, 1),
-    ("rows", 1, SIZE), ("nodes", tuple(range(SIZE)), (0,) * SIZE),
+    ("logit_softcap", 2.0, 3.0), ("wire", "mxfp4", "mxfp8"), ("inner", 1, SIZE),
+    ("slices", (2, 2), (1, 1)), ("rows", 1, SIZE), ("nodes", tuple(range(SIZE)), (0,) * SIZE),
     ("mask", LONGER, IntervalMask(LONGER.begin, np.arange(40) + 1)),
 ])  # fmt: skip
 def test_ranks_that_disagree(comm, grid, name, value, other):
