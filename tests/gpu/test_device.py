@@ -309,22 +309,6 @@ def test_overlap_of_ranks_that_share_a_gpu(monkeypatch):
     assert [x[:2] for x in lines] == kinds and all(int(n) > 0 for x in lines for n in x[2:])
 
 
-@pytest.mark.thorough
-def test_timeline_of_four_ranks(monkeypatch, tmp_path):
-    """The timeline of jobs/gpu_all.sh is drawn beside the other figures."""
-    file = tmp_path / "gpu.h5"
-    options = ["--plans", "attention2d:2x2", "--seqlens", "64", "--nheads", "2", "--headdim", "8"]
-    options += ["--device", "gpu", "--transfers", "device", "--backward", "--spans", "all"]
-    options += ["--output", file]
-    drive(monkeypatch, "bench.py", 4, *options)
-    extend_file(file, BENCHMARK_SCHEMA, {"figures": {"kernel": {"made": "up"}}})
-    options = ["--what", "timeline", "--format", "svg", "--output", tmp_path]
-    helpers.drive("plot.py", 0, "results", file, *options)
-    drawn = (tmp_path / "timeline.svg").read_text()
-    words = ("compute", "merge", "wait", "forward, ms", "backward, ms", "rank")
-    assert all(f"<!-- {x} -->" in drawn for x in words)
-
-
 def test_picture_of_kernels(tmp_path):
     """Of a file that this test makes: speeds are work over medians; a backend may be missing."""
     file, seconds = tmp_path / "gpu.h5", {}

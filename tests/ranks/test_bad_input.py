@@ -119,6 +119,7 @@ WRONG = [
     ({"seqlen": 2**31, "nheads": 4096, "headdim": 4096}, "GiB, but its node has"),
     ({"nheads_kv": 3}, "nheads_kv must divide nheads, got 3 and 4"),
     ({"dtype": "float128"}, "float128"),
+    ({"softmax_scale": 10**400}, "int too large"),
     ({"distribution": "no such"}, "no such"),
     ({"distribution": ("zigzag",)}, "must be one name or two"),
     ({"kernel": "fast"}, "fast"),

@@ -23,6 +23,7 @@ from a2d_mpi import (
     check_mask,
     make_mask,
 )
+from a2d_mpi.masks.intervals import keys_per_query, queries_per_key
 from a2d_mpi.masks.longca import documents, long_documents
 from a2d_mpi.masks.mask import IntervalMask
 from a2d_mpi.masks.patterns import PATTERNS, parse_mask, split_masks
@@ -48,19 +49,24 @@ def document_of(cu_seqlens, i):
 
 
 def assert_shows(mask, seqlen, condition, seqlen_kv=None):
-    """Assert that a mask shows these pairs, densely and on a subset of the keys."""
+    """Assert that a mask shows these pairs, densely and on subsets of queries and keys."""
     nk = seqlen if seqlen_kv is None else seqlen_kv
     mask.check(seqlen, seqlen_kv)
     assert mask.aligned(seqlen, nk) == mask or seqlen != nk
     expected = matrix(seqlen, condition, seqlen_kv)
     q, k = np.arange(seqlen), np.arange(nk)
     assert np.array_equal(mask.dense(q, k), expected), mask
-    some = k[k % 3 != 1]
-    found = np.zeros((seqlen, len(some)), int)
-    for begin, end in mask.intervals(q, some):
+    rows, some = q[q % 4 != 2], k[k % 3 != 1]
+    intervals, shown = mask.intervals(rows, some), expected[np.ix_(rows, some)]
+    found = np.zeros(shown.shape, int)
+    for begin, end in intervals:
+        assert (begin >= 0).all() and (begin <= end).all() and (end <= len(some)).all()
         for row, (b, e) in enumerate(zip(begin, end)):
-            found[row, b:e] += 1
-    assert np.array_equal(found, expected[:, some]), mask
+            found[row, b:e] += 1  # intervals do not overlap
+    assert np.array_equal(found, shown), mask
+    assert mask.area(rows, some) == shown.sum()
+    assert np.array_equal(keys_per_query(intervals), shown.sum(axis=1))
+    assert np.array_equal(queries_per_key(intervals, len(some)), shown.sum(axis=0))
 
 
 @st.composite

@@ -19,7 +19,6 @@ from a2d_mpi.experiments.candidates import _row, read_problem
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.layouts import layouts
-from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.memory import peak_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidate, candidate, candidates, why_not
@@ -224,18 +223,6 @@ def test_memory_limits():
         best_candidate(H100, 16, job, 1000)
     with pytest.raises(ValueError, match="no plan of double ring fits 7 ranks"):
         best_candidate(H100, 7, job, methods=("double ring",))
-
-
-def test_slow_links_favour_fewer_bytes():
-    slow = replace(H100, between=Link(1e6), inside=Link(1e6))
-    for nheads_kv in (96, 8):
-        job = work(nheads_kv=nheads_kv, mask=Full(), backward=False)
-        grids = [
-            p for p in candidates(slow, 64, job, methods=("attention2d",)) if p.layout.heads == 1
-        ]
-        assert grids[0].received == min(p.received for p in grids)
-        if nheads_kv == 96:
-            assert grids[0].layout == Layout(8, 8)
 
 
 def test_narrow_values_take_less():

@@ -208,20 +208,6 @@ def test_order(heads, positions, stages):
     assert in_turn == sorted(in_turn)
 
 
-def test_keys_are_exchanged_with_the_first_slice_only():
-    """With one KV head: k, v, dk and dv are in the messages of one slice."""
-    for phase, kinds in (("forward", {"kv": {0}}), ("backward", {"kv": {0}, "dkv": {3}})):
-        parts, *_ = programs_of("attention2d", Layout(2, 2), phase, 4, nheads_kv=1)
-        for kind, slices in kinds.items():
-            found = {
-                p.slice
-                for p in parts
-                for x in p.steps
-                if isinstance(x, Message) and p.arrays[x.rows.array].kind == kind
-            }
-            assert found == slices, (phase, kind)
-
-
 def test_default():
     """Large messages between nodes are cut, down to a size; KV heads are not shared."""
     config = AttentionConfig(16 * 4 * SMALLEST // 2048, 8, 32)  # k and v of a token: 2048 bytes
