@@ -6,11 +6,10 @@ from importlib import import_module
 
 import numpy as np
 import pytest
-from blocks import Block, in_parts, random_intervals
+from blocks import Block, gpu_failures, in_parts, plain_kernel, random_intervals
 from cases import METHODS, OTHERS, label
 from dense import wrong_with
 from helpers import assert_all, deeper, distance
-from test_gpu_kernels import failures, plain_kernel
 
 from a2d_mpi import Documents, SlidingWindow
 from a2d_mpi.core import reference
@@ -102,7 +101,7 @@ def test_cudnn(cupy, dtype, heads, mask, launches):
     block, bad = block_of(mask, 200, 240, heads, dtype=dtype), []
     kernel = cudnn_kernel(cupy, block)
     for way in (*BOTH, (True, True)):
-        bad += failures(cupy, kernel, block, ways=[way])
+        bad += gpu_failures(cupy, kernel, block, ways=[way])
         if cupy.kind == "emulated":
             launched = kernel._calls.graphs.launched
             assert {x.shape for x in launched} == MASKS[mask]
@@ -122,7 +121,7 @@ def test_patterns(cupy, text, step, monkeypatch):
     tokens, keys = np.arange(30, 300)[::step], np.arange(0, 260)[::step]
     intervals = make_mask(text, 300).intervals(tokens, keys)
     block = block_of(intervals, len(tokens), len(keys))
-    assert not failures(cupy, cudnn_kernel(cupy, block), block, ways=FRESH)
+    assert not gpu_failures(cupy, cudnn_kernel(cupy, block), block, ways=FRESH)
 
 
 @pytest.mark.usefixtures("small")
@@ -142,7 +141,7 @@ def test_general_runs_are_cut_and_cropped(cupy):
 def test_cudnn_without_a_kernel(cupy, refused):
     block = block_of("one" if refused == "general" else refused, 80, 90, (4, 2))
     kernel = cudnn_kernel(cupy, block, refuse=(refused,))
-    assert not failures(cupy, kernel, block) and not kernel._calls.graphs.launched
+    assert not gpu_failures(cupy, kernel, block) and not kernel._calls.graphs.launched
 
 
 def test_a_gradient_of_lse_is_left_to_the_plain_kernel(cupy):
@@ -198,7 +197,7 @@ def test_documents_are_batched(cupy, heads, wide, fresh, kind, monkeypatch):
     block = block_of(((begin, end),), len(begin), nk, heads, 16)
     kernel = cudnn_kernel(cupy, block)
     kernel._calls.graphs.rows = len(begin), nk
-    assert not failures(cupy, kernel, block, poisoned=True, ways=[(wide, fresh)])
+    assert not gpu_failures(cupy, kernel, block, poisoned=True, ways=[(wide, fresh)])
     if cupy.kind == "emulated":
         launched = [x.batch for x in kernel._calls.graphs.launched]
         # Three documents, a hidden one, five; those of one token have another shape.
@@ -222,7 +221,7 @@ def test_deterministic_gradients(cupy, mask):
 def test_headdims(cupy, headdim, mask):
     """Of general masks, too; one KV head for three heads."""
     block = block_of(mask, 150, 170, (3, 1), headdim, "float16", None)
-    assert not failures(cupy, cudnn_kernel(cupy, block), block, ways=FRESH)
+    assert not gpu_failures(cupy, cudnn_kernel(cupy, block), block, ways=FRESH)
 
 
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
@@ -248,7 +247,7 @@ def test_padding_may_be_anything(cupy):
     first = 10 + i // 2, np.where(sees, np.minimum(20 + i // 3 * 2, 70), 0)
     intervals = first, (i * 0 + 80, np.where(sees, 80 + i % 3 * 5, 0))
     block = block_of(intervals, 90, 100, (4, 2))
-    assert not failures(cupy, cudnn_kernel(cupy, block), block, poisoned=True)
+    assert not gpu_failures(cupy, cudnn_kernel(cupy, block), block, poisoned=True)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "one"])
@@ -262,7 +261,7 @@ def test_very_negative_logits(cupy, mask, nk):
 
     block = block_of(mask, 128, nk, (2, 2), change=far)
     assert block.exact["lse"][np.isfinite(block.exact["lse"])].max() < -100
-    assert not failures(cupy, cudnn_kernel(cupy, block), block, ways=FRESH)
+    assert not gpu_failures(cupy, cudnn_kernel(cupy, block), block, ways=FRESH)
 
 
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
@@ -275,7 +274,7 @@ def test_half_a_tile_beyond_the_last_key(cupy, monkeypatch, deterministic, major
     monkeypatch.setattr(Cuda.current(), "capability", (major, 0))
     block = block_of("full", 128, 192, (2, 2))
     kernel = cudnn_kernel(cupy, block, deterministic=deterministic)
-    assert not failures(cupy, kernel, block, ways=FRESH)
+    assert not gpu_failures(cupy, kernel, block, ways=FRESH)
     assert kernel.deterministic is deterministic
     backward = kernel._calls.graphs.launched[-1]
     hidden = ("general", 0) if deterministic else ("full", 1)
@@ -291,7 +290,7 @@ def test_scores_that_deterministic_gradients_keep(cupy, monkeypatch, mask):
     monkeypatch.setattr(cudnn_calls, "SCORES", 2 * 256 * 600)
     block = block_of(mask, 700, 720, (2, 2))
     kernel = cudnn_kernel(cupy, block, deterministic=True)
-    assert not failures(cupy, kernel, block)
+    assert not gpu_failures(cupy, kernel, block)
     calls = kernel._calls.get(block.intervals, *block.inputs[:2], 2, True).calls
     blocks = [x.launch.block for x in calls]
     assert len(blocks) >= 3 and all(x.nq * x.nk <= 256 * 600 for x in blocks)
@@ -316,7 +315,7 @@ def test_forward_by_cudnn_backward_by_the_plain_kernel(cupy, monkeypatch, mask):
     monkeypatch.setattr(Cuda.current(), "capability", (8, 0))
     block = block_of(mask, 90, 80)
     kernel = cudnn_kernel(cupy, block)
-    assert not failures(cupy, kernel, block)
+    assert not gpu_failures(cupy, kernel, block)
     assert all(x.nheads_kv == 1 for x in kernel._calls.graphs.launched)
 
 

@@ -3,20 +3,17 @@
 On the emulated GPU of tests/gpu/emulated always, on a real one where there is one.
 """
 
-import os
 import re
-import shutil
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import helpers
 import numpy as np
 import pytest
 from cases import METHODS, OTHERS, SIZE, differing, label
 from dense import problem_for, results_of, wrong_with
-from helpers import DEEPER, SAMPLE, assert_all, assert_refused, deeper
+from helpers import DEEPER, SAMPLE, assert_all, assert_refused, deeper, drive_on_gpu
 from mpi4py import MPI
 from refused import GOOD, assert_raises
 
@@ -179,22 +176,13 @@ def test_refused(comm, grid_of, gpus, options, call, text):
     assert_all(comm, same, "the plan is spoilt")
 
 
-def drive(monkeypatch, program, ranks, *options, gpus=1, **more):
-    """Run a driver on the emulated GPU."""
-    if shutil.which("g++") is None:
-        pytest.skip("no GPU emulation: g++ is not installed")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "emulated"), prepend=os.pathsep)
-    monkeypatch.setenv("EMULATED_GPUS", str(gpus))
-    return helpers.drive(program, ranks, *options, timeout=120, **more)
-
-
 @pytest.mark.parametrize("transfers", deeper(["device", "host"], ["device"]))
 def test_main_job(monkeypatch, tmp_path, transfers):
     """Each of two ranks takes one of two GPUs."""
     output = tmp_path / "run.h5"
     options = ["--seqlen", 50, "--backward", "--check", "full", "--trials", 2, "--output", output]
     options += ["--device", "gpu", "--transfers", transfers]
-    done = drive(monkeypatch, "attention.py", 2, SAMPLE, *options, gpus=2)
+    done = drive_on_gpu(monkeypatch, "attention.py", 2, SAMPLE, *options, gpus=2)
     assert "FAILED" not in done.stdout and "emulated GPU" in done.stdout
     result = read_result(output)
     assert result.provenance["device"] == "emulated GPU"
@@ -210,7 +198,7 @@ def test_no_gpu(monkeypatch, gpus):
         without = "sys.modules['cupy'] = None"
         done = helpers.drive("attention.py", 2, *options, sabotage=without, code=2)
     else:
-        done = drive(monkeypatch, "attention.py", 2, *options, gpus=gpus, code=2)
+        done = drive_on_gpu(monkeypatch, "attention.py", 2, *options, gpus=gpus, code=2)
     assert_refused(done, "CuPy is not installed" if gpus is None else "finds no GPU")
 
 
@@ -224,7 +212,7 @@ if MPI.COMM_WORLD.rank == 1:
     cupy.cuda.fault.kernel = "forward"
 """
     options = [SAMPLE, "--seqlen", 50, "--device", "gpu", "--transfers", transfers]
-    done = drive(monkeypatch, "attention.py", 4, *options, sabotage=sabotage, code=None)
+    done = drive_on_gpu(monkeypatch, "attention.py", 4, *options, sabotage=sabotage, code=None)
     assert done.returncode != 0 and done.seconds < helpers.SECONDS
     assert "attention.py: rank 1 failed" in done.stderr
     assert "CUDARuntimeError: cudaErrorIllegalAddress" in done.stderr
@@ -277,27 +265,31 @@ def test_benchmark_of_kernels(monkeypatch, tmp_path):
     sizes = ["--device", "gpu", "--shapes", "40x2x8", "--nheads-kv", "1", "--trials", "3"]
     sizes += ["--output", tmp_path / "gpu.h5", "--name", "here", "--masks"]
     masks = ["full", "sliding_window_causal:4", "causal_document:0,9,17,20,29,40"]
-    done = drive(monkeypatch, "bench.py kernels", 0, *sizes, ",".join(masks), sabotage=CPU_TORCH)
+    done = drive_on_gpu(
+        monkeypatch, "bench.py kernels", 0, *sizes, ",".join(masks), sabotage=CPU_TORCH
+    )
     assert len(re.findall(r"^40x2x8/[sc]\w+:.* \d+\.\d\d$", done.stdout, re.MULTILINE)) == 4
     assert "causal_document:0,9,17,20,29,40" in done.stdout and "torch has no GPU" in done.stdout
     found = read_file(tmp_path / "gpu.h5", BENCHMARK_SCHEMA)["figures"]["here"]
     assert {x.split("/")[1] for x in flat(found)} == set(masks)
     assert found["origin"]["device"] == "emulated GPU" and found["right"]
     assert all((x > 0).all() and len(x) == 3 for x in flat(found).values())
-    done = drive(monkeypatch, "bench.py kernels", 0, *sizes, "full,causal_document:0,99", code=2)
+    done = drive_on_gpu(
+        monkeypatch, "bench.py kernels", 0, *sizes, "full,causal_document:0,99", code=2
+    )
     assert_refused(done, "the last document ends at 99, the sequence at 40")
     assert "FLOP/s" not in done.stdout
 
 
 @pytest.mark.parametrize("way, staged", [("device", "0"), ("host", r"[1-9]\d+")])
 def test_rate_of_transfers(monkeypatch, way, staged):
-    done = drive(monkeypatch, "../tests/gpu/gpu_transfers.py", 2, way)
+    done = drive_on_gpu(monkeypatch, "../tests/gpu/gpu_transfers.py", 2, way)
     assert done.stdout.count("GB/s per rank") == 3
     assert re.search(f"through the host: {staged} bytes", done.stdout)
 
 
 def test_overlap_of_ranks_that_share_a_gpu(monkeypatch):
-    done = drive(monkeypatch, "../tests/gpu/gpu_overlap.py", 2, 64, 2, 8)
+    done = drive_on_gpu(monkeypatch, "../tests/gpu/gpu_overlap.py", 2, 64, 2, 8)
     assert done.returncode == 0, done.stderr
     number = r"-?\d+\.\d\d"
     times = f"{number}, wait {number}, host {number}"

@@ -158,3 +158,26 @@ def in_parts(block, parts, kernel, device, sums=np.float32):
             device.put(total[place], x, add=True)
     found = dict(zip(TENSORS, map(device.download, (final, lse, *gradients))))
     return found | {x: found[x].astype(block.dtype) for x in ("dq", "dk", "dv")}
+
+
+def plain_kernel(cupy, block):
+    """Return the plain kernel of a GPU for a block."""
+    from a2d_mpi.devices.cuda import Cuda
+    from a2d_mpi.kernels.cupy import CupyKernel
+
+    kernel = CupyKernel(Cuda.current(), block.dtype, block.scale)
+    kernel.logit_softcap = block.cap
+    return kernel
+
+
+WAYS = (True, False), (False, True)
+
+
+def gpu_failures(cupy, kernel, block, poisoned=False, slack=0, ways=WAYS):
+    """Return what is out of bounds in results that are wide or not, and fresh or added to 7."""
+    bad, given = [], block.poisoned() if poisoned else None
+    for wide, fresh in ways:
+        found = block.run(kernel, given, cupy, wide, fresh)
+        eps = 0 if fresh else float(np.finfo(compute_dtype(block.dtype)).eps)
+        bad += [(wide, fresh, x) for x in block.wrong(found, slack + 7 * eps)]
+    return bad

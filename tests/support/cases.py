@@ -30,7 +30,6 @@ OTHERS = {
         (DoubleRingAttention, (2, 3)),
         (Attention2D, (1, 3, 2)),
         (Attention2D, (1, 1, 6)),
-        (Attention2D, (1, 2, 3)),
         (DoubleRingAttention, (3, 1, 2)),
     ],
 }.get(SIZE, [(DoubleRingAttention, (SIZE, 1))])

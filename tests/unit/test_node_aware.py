@@ -6,36 +6,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers import SAMPLE, assert_all_refused, drive_each
-from hypothesis import given
-from hypothesis import strategies as st
 from machines import A100, RESULTS, machine
 
 from a2d_mpi import Causal, Full
-from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
 from a2d_mpi.experiments.results import read_benchmark
 from a2d_mpi.experiments.summary import summarise
-from a2d_mpi.planning import cost
 from a2d_mpi.planning.layouts import layouts
 from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.memory import most_memory, peak_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import candidates
 from a2d_mpi.planning.profile import read_machine, write_machine
-from a2d_mpi.schedules import METHODS, problem_of, write
+from a2d_mpi.schedules import METHODS, problem_of
 from a2d_mpi.schedules.problem import Workload
-from a2d_mpi.schedules.steps import Receive, Send
-
-EVEN = [  # layouts, and the ranks of a node
-    (Layout(8, 8, 1, "rcu", (2, 2)), 4),
-    (Layout(2, 8, 1, "rcu", (1, 4)), 4),
-    (Layout(8, 4, 1, "cru", (4, 1)), 4),
-    (Layout(4, 4, 2, "rcu", (2, 1)), 4),
-    (Layout(4, 8, 1, "cru"), 4),
-    (Layout(4, 4, 2, "urc", (2, 2)), 4),
-    (Layout(3, 4), 1),
-    (Layout(2, 2), 4),
-]
 
 
 def on_nodes(layout, ranks_per_node):
@@ -45,64 +29,6 @@ def on_nodes(layout, ranks_per_node):
 def problem(layout, dtype="float32", seqlen=None):
     work = Workload(seqlen or 20 * layout.size, 12, 16, 4, dtype=dtype, backward=True)
     return problem_of("node aware", layout, work, work.mask, "contiguous")
-
-
-@pytest.mark.parametrize("layout, ranks_per_node", EVEN, ids=str)
-def test_equal_nodes(layout, ranks_per_node):
-    """A chunk reaches a node once and is passed on inside it."""
-    rows, cols, u = layout.rows, layout.cols, layout.heads
-    layout = on_nodes(layout, ranks_per_node)
-    grid = np.reshape(layout.nodes or range(layout.size), (rows, cols, u))
-    nodes = len(set(grid[0, :, 0])), len(set(grid[:, 0, 0]))  # of a row, of a column
-    sizes = problem(layout, "bfloat16")
-    n, q, kv = 20 * u, 12 // u * 16, max(1, 4 // u) * 16
-    row = n * (4 * q + 4 * 12 // u), n * (8 * q + 8 * 12 // u)  # q and out, lse; and of backward
-    col = n * 4 * kv, n * (4 + 8) * kv
-    expected = {}
-    lines = (row, nodes[0], "row", cols), (col, nodes[1], "col", rows)
-    for x, far, name, ranks in lines:
-        for phase, nbytes in zip(PHASES, x, strict=True):
-            expected[phase, name] = (far - 1) * nbytes
-            expected[phase, f"{name} node"] = (ranks - far) * nbytes
-    expected = {key: [x, x] for key, x in expected.items() if x}
-    for rank in range(layout.size):
-        found = cost.traffic("node aware", layout, sizes, rank)
-        assert {k: x for k, x in found.items() if k[1] != "head"} == expected
-
-
-shapes = st.tuples(st.integers(1, 3), st.integers(1, 8))
-
-
-@given(shapes, st.lists(st.integers(0, 2), min_size=24, max_size=24), st.booleans())
-def test_any_nodes(shape, node, overlap):
-    """Each other node gets a chunk once and sends one sum, evenly and in fixed order."""
-    rows, cols = shape
-    node = node[: rows * cols]
-    layout = Layout(rows, cols).on_nodes(node)
-    ways, found, load = ({}, {}), Counter(), Counter()
-    for rank in range(layout.size):
-        program = write("node aware", "backward", layout, problem(layout), rank, overlap)[0]
-        for x in (x for x in program.steps if isinstance(x, Send | Receive)):
-            kind, sent = program.arrays[x.rows.array].kind, isinstance(x, Send)
-            ((owner, _),) = program.pieces(x.rows)
-            assert x.channel.endswith("node") == (node[rank] == node[x.peer])
-            ends = (rank, x.peer) if sent else (x.peer, rank)
-            ways[sent].setdefault((*ends, x.channel, kind, x.tag), []).append(owner)
-            if sent or node[rank] == node[x.peer]:
-                continue
-            fetched = kind in ("qd", "kv")
-            found[kind, owner, node[rank] if fetched else node[x.peer]] += 1
-            load[kind, rank, node[x.peer]] += fetched
-    assert ways[0] == ways[1]
-    grid, expected = np.arange(layout.size).reshape(shape), []
-    for kinds, lines in ((("qd", "dq"), grid), (("kv", "dkv"), grid.T)):
-        for line in lines.tolist():
-            size = Counter(node[p] for p in line)
-            expected += [(x, p, i) for p in line for i in size if i != node[p] for x in kinds]
-            for p in line:
-                most = [load[kinds[0], p, i] - -(-size[i] // size[node[p]]) for i in size]
-                assert max(most) <= 0
-    assert found == Counter(expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from helpers import DEEPER, DRIVERS, SECONDS, assert_all_refused, drive, parser_of
+from helpers import DRIVERS, SECONDS, assert_all_refused, drive, parser_of
 from machines import A100, H100, MACHINES, RESULTS
 
 from a2d_mpi.core.sizes import Layout
@@ -54,24 +54,6 @@ def test_orders_differ_in_who_shares_a_node():
     assert len(cube) == 3  # one axis is inside the nodes
     for layout in layouts("double ring", 64, work(), 4):
         assert layout.order.index("r") < layout.order.index("c")
-
-
-@pytest.mark.thorough
-def test_the_paper_s_machine():
-    """On 64 nodes of one H100 the ring loses to grids and head axes."""
-    best = best_candidate(H100, 64, work())
-    assert best.layout.heads > 1 or best.method == "attention2d"
-    grid, ring = (
-        min(
-            (candidate(H100, x, y, work()) for y in layouts(x, 64, work(), 1) if y.heads == 1),
-            key=lambda plan: plan.seconds,
-        )
-        for x in ("attention2d", "ring")
-    )
-    assert min(grid.layout.rows, grid.layout.cols) > 1
-    assert ring.seconds > 3 * grid.seconds
-    assert "wait" in why_not(ring, best) and "between nodes" in why_not(ring, best)
-    assert why_not(best, best) == ""
 
 
 def test_one_axis_inside_the_nodes():
@@ -139,23 +121,6 @@ def test_all_ranks_at_once_as_one_by_one(seqlen, nheads_kv, node_size, methods):
         assert (plan.received, plan.crossing, plan.messages) == expected, (method, layout)
         # It cannot tell whose keys are in order.
         assert max(held) <= plan.memory <= 1.1 * max(held), (method, layout)
-
-
-@pytest.mark.parametrize(
-    "machine, ranks, seqlen, heads, why",
-    [
-        (H100, 6, 1 << 20, 6, "computing hides all transfers"),
-        pytest.param(H100, 10, 1 << 20, 8, "computing hides all transfers", marks=DEEPER),
-        pytest.param(A100, 16, 1 << 16, 16, "as many heads as ranks", marks=DEEPER),
-        (A100, 12, 1 << 20, 12, "as many heads as ranks"),
-    ],
-)
-def test_where_other_partitions_do_not_help(machine, ranks, seqlen, heads, why):
-    job = Workload(seqlen, heads, 128, mask=Causal(), backward=True)
-    plain = [x for x in METHODS if x not in ("triangle", "node aware")]
-    best = best_candidate(machine, ranks, job)
-    usual = min(candidates(machine, ranks, job, methods=plain), key=lambda x: x.seconds)
-    assert usual.seconds < 1.001 * best.seconds, why
 
 
 def test_where_the_triangle_helps():

@@ -88,6 +88,7 @@ def test_merges_meet_what_was_computed(nodes):
     ((2, 2), (0, 0, 1, 1)), ((2, 2), (0, 1, 1, 1)), ((1, 6), (0, 0, 0, 1, 2, 2)),
     ((4, 4), (0, 0, 1, 1, 0, 0, 1, 1, 2, 2, 3, 3, 2, 2, 3, 3)),
     ((4, 3), (0, 0, 1, 0, 2, 2, 1, 1, 1, 0, 0, 2)),
+    ((3, 5), (2, 0, 1, 1, 1, 0, 2, 2, 2, 1, 0, 0, 0, 0, 0)), ((1, 7), (1, 0, 1, 1, 0, 1, 2)),
 ])  # fmt: skip
 def test_tokens_that_travel(shape, node, seqlen_kv, distribution):
     """Each token is received as often as an oracle says, on plain grids and with nodes."""
