@@ -19,8 +19,8 @@ exit code.  --dry-run only prints the commands.  They are lines of bash: use_env
 and with_mps are functions of jobs/env.sh and jobs/gpu.sh, which tell how to take a Python and an
 MPI of your own (A2D_MPI_ENV=active).  Paths are relative to the repository's root.
 
-The study takes 85 minutes on two cores.  Its parts large and crossover (40 minutes each), masks,
-triangle, nodes and train run only if they are named.  Each cluster has a profile, which is
+The study takes 80 minutes on two cores.  Its parts crossover (40 minutes), masks, triangle, nodes
+and train run only if they are named.  Each cluster has a profile, which is
 measured first.  The study at scale takes four hours on one core.  What a file holds already is not
 run again.  SimGrid needs apt-get install g++ libsimgrid-dev (Debian, Ubuntu).  Places of speed are
 local, and the emulated clusters 16x1, 64x1 and 16x4.  LAUNCHES=7 is its number of launches of each
@@ -155,16 +155,6 @@ ratio 16x1|64x1 10mbit|2.5mbit - ratio {seven} --masks full,causal --plans atten
 # Links so slow that computing does not count.
 scaling 4x1|16x1|64x1 1mbit - scaling {bench} --seqlens 512 --masks full --backward
     --plans attention2d,ring
-# Computing and communicating at once and in turn, where both take equally long.
-overlap 16x1 100mbit - overlap {bench} --nheads 8 --headdim 64 --seqlens 16K --backward
-    --overlap --no-overlap --plans attention2d:4x4
-# Messages of 100 KB to 1 MB, as in long sequences.
-large 16x1 10mbit - large {seven} --masks causal|full --nheads 8 --headdim 64 --seqlens 2048
-    --plans attention2d:4x4,ring
-large 64x1 10mbit - large {seven} --masks causal|full --headdim 32 --seqlens 4096
-    --plans attention2d:8x8,ring
-large 16x4 10mbit - large {seven} --masks causal|full --headdim 32 --seqlens 4096
-    --plans attention2d:8x8,node_aware:8x8@rcu/2x2,attention2d:4x4x4,ring
 # One workload, from links that decide everything to links that hardly count.
 crossover 16x1 1gbit|300mbit|100mbit|30mbit|10mbit 0.05|0.05|0.05|0.05|0.1
     crossover/1gbit/*|crossover/300mbit/*|crossover/100mbit/*|crossover/30mbit/*|crossover/10mbit/*
@@ -189,7 +179,7 @@ train 1|2|4|8 - - memory drivers/bench.py train --resume --preset tiny --seqlen 
 train 16x1 10mbit - step drivers/bench.py train --resume --preset gpt3-175b-layer --width 192
     --nheads 12 --positions rotary --seqlen 2K --plans auto:2,attention2d:4x4,ring --trials 7
 """
-STUDIED = "16x1", "64x1", "16x4", "ratio", "scaling", "overlap"  # if no part is named
+STUDIED = "16x1", "64x1", "16x4", "ratio", "scaling"  # if no part is named
 
 # The plans have no head axis, 8 ranks that share the heads, or 32.
 SCALE = """
@@ -219,10 +209,6 @@ gathers {scale} 256 --seqlens 64K,1M --nheads-kv 32 {three} --coarse 1e-3
 # The planner's pick of each method.
 picks {scale} 64|256|1024 --seqlens 64K,256K,1M,4M --nheads-kv 8,32|8,32|32 {three}
     --plans auto:each
-all {replay}/all.h5 --ranks 256 --seqlens 64K --profile {a100} --coarse 1e-4 --plans all,auto
-# Triangles have 66 and 253 ranks.
-partitions {replay}/partitions.h5 --ranks 66|253|256 --seqlens 64K,1M {three} --plans
-    triangle:66x1,attention2d:6x11|triangle:253x1,attention2d:11x23|attention2d:16x16
 # Networks that are worse than one switch.
 networks {networks} --networks switch,fat_tree,fat_tree:2,fat_tree:4,dragonfly
 networks {networks} --slow-rank|--slow-port|--latency 2|2|10

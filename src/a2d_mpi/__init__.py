@@ -24,6 +24,7 @@ _PUBLIC = {
     "a2d_mpi.comm.failures": ["RanksLost"],
     "a2d_mpi.comm.grid": ["ProcessGrid"],
     "a2d_mpi.devices.merging": ["merge"],
+    "a2d_mpi.experiments.autotune": ["autotune"],
     "a2d_mpi.kernels": ["register_kernel"],
     "a2d_mpi.linear.plan": ["LinearAttention"],
     "a2d_mpi.masks.check": ["check_mask"],

@@ -10,6 +10,7 @@ from a2d_mpi.attention.methods import (
 from a2d_mpi.comm.failures import RanksLost
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.merging import merge
+from a2d_mpi.experiments.autotune import autotune
 from a2d_mpi.kernels import register_kernel
 from a2d_mpi.linear.plan import LinearAttention
 from a2d_mpi.masks.check import check_mask
@@ -51,6 +52,7 @@ __all__ = [
     "SharedQuestion",
     "SlidingWindow",
     "TriangleAttention",
+    "autotune",
     "check_mask",
     "make_mask",
     "merge",

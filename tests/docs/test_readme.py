@@ -136,6 +136,15 @@ def test_reference_has_all_public_names_and_drivers():
     assert {f"drivers/{x}.py" for x in shown} == set(DRIVERS)
 
 
+def test_reports_name_tests_that_exist():
+    text = read("docs/never_silently_wrong.md")
+    rows = re.findall(r"^\| \[.+ \d+\]\((\S+)\) .* `(\S+)::(\w+)` \|$", text, re.MULTILINE)
+    assert f" {len(rows)} public reports" in text and len({x[0] for x in rows}) == len(rows)
+    for link, file, name in rows:
+        assert re.fullmatch(r"https://github\.com/[\w-]+/[\w.-]+/(pull|issues)/\d+", link)
+        assert re.search(rf"^def {name}\(", read(f"tests/{file}"), re.MULTILINE), (file, name)
+
+
 def test_glossary():
     """Each term is there once, and the code or another page uses it."""
     page, _, glossary = read("docs/architecture.md").partition("\n## Glossary\n")
@@ -224,6 +233,11 @@ def test_numbers_that_are_shown():
     assert {name: [*map(int, x)] for name, *x in shown} == {
         name: [sent, sent, received, received] for name, (sent, received) in most.items()
     }
+
+
+def test_program():
+    printed = run(blocks("docs/architecture.md", "python")[0])
+    assert printed.rstrip() in [x.rstrip() for x in blocks("docs/architecture.md", "text")]
 
 
 def test_linear():

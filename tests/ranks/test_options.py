@@ -33,6 +33,7 @@ from a2d_mpi import (
 )
 from a2d_mpi.attention.executor import Executor
 from a2d_mpi.attention.methods import make_plan
+from a2d_mpi.attention.plan import KEPT
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.experiments.results import inspect_input, read_result
 from a2d_mpi.masks.mask import Mask
@@ -48,6 +49,34 @@ HIDDEN = IntervalMask(  # documents; every seventh query and the last ones see n
 NOBODY = IntervalMask(np.zeros(40, int), np.arange(40) // 3)  # the first queries see nothing
 NOTHING = IntervalMask(np.zeros(N, int), np.zeros(N, int))
 ranks = pytest.mark.mpi
+
+
+@ranks
+@pytest.mark.one_mpi
+@pytest.mark.grids
+@pytest.mark.parametrize("method", ["attention2d", "ring", "double ring", "node aware"])
+def test_with_mask(comm, grid_of, method):
+    """Plans of other masks equal new plans, bit for bit, and share the buffers."""
+    grid = grid_of(1, SIZE)
+    sizes = {"seqlen": 60, "nheads": 4, "headdim": 8}
+    plan, rng = make_plan(method, grid, Causal(), **sizes), np.random.default_rng(5)
+    kept, bad = [], []
+    for step in range(2 * KEPT):
+        cu_seqlens = [0, *np.sort(rng.integers(0, 61, 4)), 60]
+        new, again = (plan.with_mask(Documents(cu_seqlens, causal=True)) for _ in range(2))
+        bad += [f"{step}: not kept"] * (again is not new)
+        kept.append(new)
+        fresh = make_plan(method, grid, new.mask, **sizes)
+        given = problem(new.mask, plan.config, seed=step)
+        found, expected = (results_of(x, given) for x in (new, fresh))
+        bad += wrong_in(new, found, given) + differing(expected, found)
+        bad += [f"{step}: bytes"] * (new.traffic.bytes != fresh.traffic.bytes)
+    again = [plan.with_mask(x.mask) is x for x in kept[: -KEPT - 2 : -1]]
+    bad += ["too many or too few kept"] * (again != [True] * KEPT + [False])
+    bad += ["buffers"] * (new.buffer_bytes != plan.buffer_bytes)
+    plan.free()
+    bad += ["not freed"] * (new.buffer_bytes != 0)
+    assert_all(comm, not bad, f"{bad}")
 
 
 @ranks

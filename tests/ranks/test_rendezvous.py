@@ -14,7 +14,7 @@ from helpers import assert_all, launch
 from mpi4py import MPI
 from refused import GOOD, assert_raises, message_of
 
-from a2d_mpi import Attention2D, Causal, Full, ProcessGrid, RingAttention
+from a2d_mpi import Attention2D, Causal, Full, ProcessGrid, RingAttention, SlidingWindow
 from a2d_mpi.comm.watch import name_ranks
 
 mpi = pytest.mark.mpi
@@ -57,6 +57,25 @@ def test_other_calls(comm, grid, what):
     assert_all(comm, text == right, f"{text}, not {right}")
     for again in (plan, other, Attention2D(grid, Full(), **GOOD)):
         assert_all(comm, np.isfinite(again.forward(*x)[0]).all(), "a plan is spoilt")
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.multirank
+def test_other_kept_plans(comm, grid):
+    """Masks of kept plans are not compared again; the plans' calls are."""
+    plan = Attention2D(grid, Causal(), **GOOD)
+    other = plan.with_mask(Full())
+    x = inputs(plan)
+    mine = [plan, other][comm.rank % 2]
+    text = message_of(comm, lambda: plan.with_mask(mine.mask).forward(*x))
+    assert text.startswith("ranks disagree on the call: forward of plan ")
+    new = SlidingWindow(3 + comm.rank % 2)
+    assert_raises(comm, "ranks disagree on mask: SlidingWindow", lambda: plan.with_mask(new))
+    new = Full() if comm.rank % 2 else SlidingWindow(3)  # is kept, has to be made
+    text = message_of(comm, lambda: plan.with_mask(new).forward(*x))
+    assert "making of plan" in text and "forward of plan" in text
+    for again in (plan, other, plan.with_mask(SlidingWindow(3))):
+        assert_all(comm, np.isfinite(again.forward(*x)[0]).all(), "the plan is spoilt")
 
 
 @mpi
@@ -105,6 +124,7 @@ def test_plan_is_no_cyclic_garbage(comm, grid):
     plan = Attention2D(grid, Causal(), **GOOD)
     q, k, v = inputs(plan)
     plan.backward(q, q, k, v, *plan.forward(q, k, v))
+    plan.with_mask(Full()).forward(q, k, v)
     gone = weakref.ref(plan)
     gc.disable()
     try:

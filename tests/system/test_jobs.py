@@ -75,13 +75,13 @@ RUN = {
     "net": {"HEAD": 5},
     "speed": {"HEAD local": 31, "HEAD 16x1": 17, "HEAD 64x1": 17, "HEAD 16x4": 17},
     "study": {
-        "out": 20, "out 16x1": 6, "out 64x1": 6, "out 16x4": 6, "out ratio": 4, "out scaling": 5,
-        "out overlap": 3, "out large": 8, "out crossover": 16, "out triangle": 14, "out nodes": 5,
+        "out": 19, "out 16x1": 6, "out 64x1": 6, "out 16x4": 6, "out ratio": 4, "out scaling": 5,
+        "out crossover": 16, "out triangle": 14, "out nodes": 5,
         "out masks": 10, "out train": 8,
     },
     "scale": {
-        "out": 28, "out 64": 4, "out 256": 4, "out 1024": 5, "out 4096": 5, "out gathers": 4,
-        "out picks": 5, "out all": 3, "out partitions": 5, "out networks": 6, "out links": 5,
+        "out": 24, "out 64": 4, "out 256": 4, "out 1024": 5, "out 4096": 5, "out gathers": 4,
+        "out picks": 5, "out networks": 6, "out links": 5,
     },
     "simulate": {"--output out.h5 --ranks 64 --profile data/machines/a100-16x4.toml": 2},
     "wire": {"out errors": 11, "out seconds": 3},

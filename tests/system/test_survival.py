@@ -1,4 +1,4 @@
-"""Drivers continue when ranks die: training, answers and benchmarks, with ULFM."""
+"""Drivers continue when ranks die: training and answers, with ULFM."""
 
 import re
 
@@ -7,8 +7,6 @@ import pytest
 from helpers import DRIVERS, drive, launch
 from survivals import OPTIONS, PROMPTS, TEXT, lines_of, problem_of, survive, trained_badly
 from test_ulfm import ULFM
-
-from a2d_mpi.experiments.results import read_benchmark
 
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 # After a call rank 3 dies, rank 1 hears of it, and the others go on as if nothing had happened.
@@ -149,41 +147,6 @@ def test_answers_go_on(tmp_path, model):
     text = done.stdout + done.stderr
     assert problem_of("generate.py", tmp_path / "run", done, stages, answers) == "", text
     assert len(answers) == len(PROMPTS) and "continues without" in done.stderr
-
-
-@pytest.mark.launches
-@pytest.mark.ulfm
-def test_benchmark_notes_the_loss(tmp_path):
-    """Measured plans stay, and --resume measures the others."""
-    path, options = tmp_path / "bench.h5", ["--nheads", 2, "--headdim", 8, "--trials", 2]
-    options += ["--kernel", "numpy", "--plans", "attention2d:2x2,ring", "--output", path]
-    sabotage = "import a2d_mpi.experiments.bench as job\nplan_of = job.plan_of\n" \
-               "def late(comm, c, *args, **kwargs):\n" \
-               f"    if c.case.seqlen == 65 and rank == 1:\n        {KILLED}\n" \
-               "    return plan_of(comm, c, *args, **kwargs)\n" \
-               "job.plan_of = late"  # fmt: skip
-    done = drive(
-        "bench.py", 4, *options, "--seqlens", "64,65", sabotage=sabotage, mpi=ULFM, code=1
-    )
-    assert f"rank 1 died; the program ends; --resume continues {path}" in done.stdout
-    assert all("-n64-" in x for x in read_benchmark(path)) and len(read_benchmark(path)) == 2
-    drive("bench.py", 4, *options, "--seqlens", "64,65", "--resume")
-    assert len(read_benchmark(path)) == 4
-
-
-@pytest.mark.launches
-@pytest.mark.ulfm
-def test_benchmark_that_was_written_is_not_lost(tmp_path):
-    """The file is complete if rank 0 dies after writing it."""
-    path, options = tmp_path / "bench.h5", ["--nheads", 2, "--headdim", 8, "--trials", 2]
-    options += ["--kernel", "numpy", "--plans", "ring", "--output", path, "--seqlens", 64]
-    sabotage = "import a2d_mpi.experiments.bench as job\nadd_results = job.add_results\n" \
-               "def last(path, settings, results):\n    add_results(path, settings, results)\n" \
-               f"    if results:\n        {KILLED}\n" \
-               "job.add_results = last"  # fmt: skip
-    done = drive("bench.py", 3, *options, sabotage=sabotage, mpi=ULFM, code=1)
-    assert "the program ends" in done.stdout, done.stdout + done.stderr
-    assert len(read_benchmark(path)) == 1
 
 
 @pytest.mark.launches

@@ -25,8 +25,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from a2d_mpi.attention.arrays import Arrays
-from a2d_mpi.attention.executor import Pipeline
+from a2d_mpi.attention.executor import Executor, Pipeline
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.transport import HostTransport
@@ -315,7 +314,7 @@ def a_slice_repeated(rank):
         self._slice += second
         return first
 
-    return [around(Arrays, "first_heads", wrong)]
+    return [around(Executor, "_first_heads", wrong)]
 
 
 @sabotage(CALLS)
@@ -429,7 +428,7 @@ def _kept_results(slots: int) -> list:
             found[slot] = self, right(self, array, wide)  # kept: no other has this id
         return dict(found[slot][1])
 
-    return [around(Arrays, "_result", wrong)]
+    return [around(Executor, "_result", wrong)]
 
 
 @sabotage(CALLS)

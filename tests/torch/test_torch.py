@@ -484,19 +484,58 @@ def test_gradients_that_no_rank_has(comm):
     assert_all(comm, good, "other gradients")
 
 
+@pytest.mark.parametrize("bucket", [1, 60, 1 << 20])
+def test_sums_of_several_passes(comm, monkeypatch, bucket):
+    """Each step has other numbers of passes, on some ranks more than on others."""
+    monkeypatch.setattr(gradients, "BUCKET", bucket)
+    model, alone, good = Model(torch.float64), Model(torch.float64), []
+    hooks = GradientHooks(model, comm)
+
+    def passes_of(rank, model, count):
+        for turn in range(count + rank):
+            model(torch.full((4, 5), 0.3 + rank + turn).double(), turn != rank).backward()
+
+    for step, count in enumerate((2, 2, 1, 3)):
+        alone.zero_grad()
+        for rank in range(comm.size):
+            passes_of(rank, alone, count)
+        model.zero_grad(set_to_none=step < 2)
+        passes_of(comm.rank, model, count)
+        good.append(step != 1 or not hooks._late)  # as many as before: nothing is sent in vain
+        hooks.finish()
+        good += [
+            torch.allclose(x.grad, y.grad, 1e-14) for x, y in zip(model.weights, alone.weights[:3])
+        ]
+    hooks.free()
+    assert_all(comm, all(good), f"{good}")
+
+
 def test_sums_that_are_refused(comm):
     model = Model(torch.float32)
     hooks = GradientHooks(model, comm)
     x = torch.ones(4, 5)
     model(x, True).backward()
-    if comm.rank == 1:  # one rank alone
-        model(x, True).backward()
-    assert "a parameter got a second gradient before finish" in message_of(comm, hooks.finish)
-    model.zero_grad()
-    model(x, True).backward()
     hooks.finish()
+    summed = "a gradient still holds the sum over ranks of an earlier step: call zero_grad()"
+    for passes in (0, 1, 2):  # each time all gradients would be summed again
+        for _ in range(passes):
+            model(x, True).backward()
+        assert summed in message_of(comm, hooks.finish)
+        model.zero_grad(set_to_none=passes == 0)
+        model(x, True).backward()
+        hooks.finish()
     hooks.free()
-    model(x, True).backward()  # without hooks
+    assert summed in message_of(comm, lambda: sum_gradients(model, comm))
+    model(x, True).backward()
+    assert summed in message_of(comm, lambda: sum_gradients(model, comm))
+    table = torch.nn.Embedding(5, 3, sparse=True)
+    table.weight.grad = torch.zeros(5, 3)
+    if comm.rank == 1:  # one rank alone
+        table.weight.grad = None
+        table(torch.tensor([2])).sum().backward()
+    said = message_of(comm, lambda: sum_gradients(table, comm))
+    assert_all(comm, said.startswith("gradients must be dense, got one of layout torch.sp"), said)
+    assert_all(comm, said.endswith("(on rank 1)"), said)
     other = torch.nn.Linear(3 + (comm.rank == 0), 2)
     assert "ranks disagree on parameters: 2 tensors of 10" in message_of(
         comm, lambda: sum_gradients(other, comm)

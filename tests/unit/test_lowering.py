@@ -5,8 +5,8 @@ import pytest
 from a2d_mpi import Causal, Full
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.planning.accounts import nbytes
 from a2d_mpi.schedules import drafts_of, passes, problem_of
-from a2d_mpi.schedules.accounts import nbytes
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import (
     PARTIALS,

@@ -3,15 +3,35 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from a2d_mpi import check_mask, make_mask
+from a2d_mpi import Documents, PrefixLM, SlidingWindow, check_mask, make_mask
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.mask import Causal, Full, IntervalMask, Mask
 from a2d_mpi.masks.patterns import PATTERNS
+from a2d_mpi.masks.stairs import intervals_of, stairs_of
 from a2d_mpi.schedules import problem_of
+
+
+class TwoIntervals(Mask):
+    """Shows the first keys and a window, as attention sinks do."""
+
+    def visible(self, q_tokens):
+        q = np.asarray(q_tokens)
+        start = np.maximum(q - 4, 2)
+        return (np.zeros(len(q), int), np.minimum(q + 1, 2)), (start, np.maximum(q + 1, start))
+
+
+@st.composite
+def masks(draw):
+    seqlen = draw(st.integers(1, 60))
+    kind = draw(st.sampled_from(["full", "causal", "interval", "two"]))
+    if kind == "interval":
+        ends = st.lists(st.integers(-3, seqlen + 3), min_size=seqlen, max_size=seqlen)
+        return IntervalMask(np.array(draw(ends)), np.array(draw(ends))), seqlen
+    return {"full": Full(), "causal": Causal(), "two": TwoIntervals()}[kind], seqlen
 
 
 def test_digest_tells_what_a_mask_shows():
@@ -66,6 +86,54 @@ def test_several_intervals_a_query(case):
     # Visible keys count, not the number of intervals.
     assert mask.digest(nq, nk) == IntervalMask(begin[::-1], end[::-1]).digest(nq, nk)
     assert mask == IntervalMask(begin.tolist(), end) if nq else True
+
+
+@st.composite
+def packed(draw):
+    """Draw masks of packed documents, whose queries may belong to another sequence."""
+    nq, nk = (draw(st.integers(10, 40)) for _ in range(2))
+    number = draw(st.integers(1, 4))
+    cu, cu_kv = ([0, *sorted(draw(st.integers(0, n)) for _ in range(number))] for n in (nq, nk))
+    window = SlidingWindow(*(draw(st.integers(0, 9)) for _ in range(2)))
+    inside = draw(st.sampled_from([Full(), Causal(), PrefixLM(3), window, window, window]))
+    if draw(st.booleans()):
+        return Documents(cu, inside=inside), nq, nq
+    return Documents(cu, inside=inside, cu_seqlens_kv=cu_kv), nq, nk
+
+
+@settings(max_examples=400)
+@given(packed() | masks().map(lambda x: (*x, x[1])), st.data())
+def test_stairs(case, data):
+    """They show what the mask shows; the corners of a mask leave nothing out."""
+    mask, nq, nk = case
+    q, k = np.arange(nq), np.arange(nk)
+    seen = mask.dense(q, k)
+    shown = np.zeros_like(seen)
+    for stairs in stairs_of(mask, nq, nk):
+        for first, last, begin, end, step_begin, step_end in zip(*stairs):
+            assert first < last and begin < end
+            for i in range(last - first):
+                shown[first + i, begin + i * step_begin : end + i * step_end] = True
+    assert np.array_equal(shown, seen)
+    every = IntervalMask(*np.array(mask.checked(q, nk)))  # it has no corners
+    one, other = (np.concatenate(stairs_of(x, nq, nk), axis=1) for x in (mask, every))
+    assert np.array_equal(one, other)
+    q = np.array(data.draw(st.lists(st.integers(0, nq - 1), unique=True)), int)
+    bounds = sorted(data.draw(st.lists(st.integers(0, nk), max_size=4)))
+    k = np.concatenate([k[a:b] for a, b in zip(bounds[::2], bounds[1::2])] or [k])
+    found = np.zeros((len(q), len(k)), bool)
+    for begin, end in intervals_of(*case, q, k):
+        found |= (np.arange(len(k)) >= begin[:, None]) & (np.arange(len(k)) < end[:, None])
+    assert np.array_equal(found, seen[np.ix_(q, k)])
+
+
+def test_corners_of_a_parent_do_not_count():
+    class Late(Documents):
+        def visible(self, q_tokens):
+            return ((0 * q_tokens, np.where(q_tokens == 3, 2, 1)),)
+
+    (stairs,) = stairs_of(Late([0, 9]), 9, 9)
+    assert stairs.first.tolist() == [0, 3, 4]
 
 
 def test_masks_of_a_users_own_are_not_mixed_up():

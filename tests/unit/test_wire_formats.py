@@ -16,9 +16,9 @@ from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.core.wire import FORMATS, decode, encode
+from a2d_mpi.experiments.check import roundings
 from a2d_mpi.experiments.results import Check
 from a2d_mpi.schedules import problem_of, write
-from a2d_mpi.schedules.accounts import roundings
 from a2d_mpi.schedules.steps import Decode, Encode
 
 MX = {"mxfp8": ml_dtypes.float8_e4m3fn, "mxfp4": ml_dtypes.float4_e2m1fn}
@@ -126,6 +126,14 @@ def test_ways_and_back(name):
         encoded(np.full((1, 1, 40), np.inf, np.float32), name), np.empty((1, 1, 40)), name
     )
     assert (np.isinf if name == "bfloat16" else np.isnan)(rounded).all()
+
+
+def test_elements_of_a_nan_block():
+    """They say nothing, so a decoded block may encode to others, as docs/wire.md says."""
+    x = np.array([[[-1, np.nan]]], np.float32)
+    first = encoded(x, "mxfp8")
+    again = encoded(decoded(first, x, "mxfp8"), "mxfp8")
+    assert (first.tolist(), again.tolist()) == ([[[128, 0, 255]]], [[[0, 0, 255]]])
 
 
 @pytest.mark.parametrize("name", FORMATS)

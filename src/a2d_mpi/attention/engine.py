@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from copy import copy
 from functools import partial
 from importlib import import_module
 from types import ModuleType
@@ -95,17 +96,31 @@ class Engine:
         self.kernel: Kernel | None = None
         self.transport: Transport | None = None
         self.work = Workspace()
+        self._works = {HOST: self.work}  # shared with twins
         self.waits: dict[str, list[tuple[float, float]]] = {}
         self._spans: dict[str, list[tuple[str, Any, Any]]] = {}
-        self._phase, self._end = "", None
+        self._phase = ""
         self._recorded: list[Recorded] | None = None
         self._nvtx: ModuleType | None = None
+
+    def twin(self) -> Engine:
+        """Return an engine that shares the buffers, with a kernel and clocks of its own."""
+        twin = copy(self)
+        twin.device, twin.kernel, twin.transport, twin.waits, twin._spans = (
+            None,
+            None,
+            None,
+            {},
+            {},
+        )
+        return twin
 
     def move_to(self, device: Device) -> None:
         """Use a device, its kernels and its buffers from now on."""
         if device is self.device:
             return
-        config, work, poll = self._config, Workspace(device), None
+        config, poll = self._config, None
+        work = self._works.setdefault(device, Workspace(device))
         transport = HostTransport() if device is HOST else None
         if transport and self._polled:  # a kernel must not refer back to the engine
             poll = partial(transport.poll, self._polled)
@@ -114,7 +129,7 @@ class Engine:
             self._name, device, *kind, poll, work, config.logit_softcap, self._widths
         )
         self.device, self.work, self.transport = device, work, transport
-        self._spans, self._end, self._nvtx = {}, None, None
+        self._spans, self._nvtx = {}, None
         if device is not HOST:
             with suppress(ImportError):  # names ranges for NVIDIA's profilers
                 self._nvtx = import_module("nvtx")
@@ -176,8 +191,8 @@ class Engine:
         if self._recorded is not None:
             self._recorded.append(Recorded(phase, time.perf_counter(), self._spans[phase], []))
         # The previous call may still use the buffers, perhaps on another stream.
-        if self._end is not None:
-            self.device.after(self._end)
+        if self.work.used is not None:
+            self.device.after(self.work.used)
         with (
             self.clock("total"),
             self._threads.limited() if self.device is HOST else nullcontext(),
@@ -185,7 +200,7 @@ class Engine:
             np.errstate(over="ignore", invalid="ignore"),
         ):
             yield
-        *_, (_, _, self._end) = self._spans[phase]
+        *_, (_, _, self.work.used) = self._spans[phase]
 
     @contextmanager
     def clock(self, part: str) -> Iterator[None]:

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from a2d_mpi.attention.arrays import Arrays
 from a2d_mpi.attention.engine import Engine
 from a2d_mpi.comm.channel import Channel
 from a2d_mpi.devices.protocol import Array
-from a2d_mpi.devices.workspace import Constant
+from a2d_mpi.devices.workspace import Constant, Workspace
 from a2d_mpi.masks.intervals import Intervals
 from a2d_mpi.schedules.arrays import common_rows, index_of
 from a2d_mpi.schedules.program import Program
@@ -33,6 +32,7 @@ from a2d_mpi.schedules.steps import (
     Rows,
     Send,
     TakeHeads,
+    TokenArray,
     Wait,
 )
 
@@ -83,7 +83,7 @@ class Pipeline:
         channels: Mapping[str, Channel],
         given: Mapping[str, Array],
         options: Sequence[Mapping[str, Any]],
-        after: Callable[[int, dict[str, Array]], None] | None = None,
+        sink: Array | None = None,
     ) -> dict[str, Array]:
         """Run all programs.
 
@@ -96,9 +96,8 @@ class Pipeline:
             This rank's shard of the tensors that the programs read.
         options : sequence of mapping
             Arguments of the kernel, such as `careful`, by slice.
-        after : callable, optional
-            Takes the number of a slice and its results of attention, which then have the
-            accumulation dtype, and changes them.
+        sink : (slices, heads) array, optional
+            Added to the results of attention, which then have the accumulation dtype.
 
         Returns
         -------
@@ -113,13 +112,14 @@ class Pipeline:
             if begins:
                 read = tensors.pop(slice_) if number else given
                 new = whole if number == self._last else {}
-                rounds = after is None or not attends
+                rounds = sink is None or not attends
                 program.begin(engine, channels, {**keys, **read}, options[slice_], new, rounds)
             program.run(steps)
             if ends:
                 tensors[slice_] = program.end()
-                if attends and after is not None:
-                    after(slice_, tensors[slice_])
+                if attends and sink is not None:
+                    with engine.clock("merge"):
+                        engine.device.add_sink(sink=sink[slice_], **tensors[slice_])
                 keys |= {x: y for x, y in tensors[slice_].items() if x in ("k", "v")}
         results = {name: x for of_slice in tensors.values() for name, x in of_slice.items()}
         for name, x in results.items():
@@ -132,7 +132,9 @@ class Pipeline:
 
 
 class Executor:
-    """The arrays and the messages of one program, for one slice of the heads.
+    """The memory and the messages of one program, for one slice of the heads.
+
+    Arrays of a program are the caller's tensors, new results, or buffers of the plan.
 
     Parameters
     ----------
@@ -142,11 +144,14 @@ class Executor:
     """
 
     def __init__(self, program: Program, slices: int) -> None:
-        self._arrays = Arrays(program, slices)
-        self._wire = program.group.config.wire
+        self._arrays, self._results = program.arrays, program.results
+        self._slice, self._slices = program.slice, slices
+        # Sizes with all heads of the problem, and with the heads that this rank computes.
+        self._config, self._group = program.group.problem.config, program.group.config
         self._messages = program.messages
         self._tags = program.slice % ALIVE * _TURNS * _STRIDE  # first tag of this slice
         self._pending: list[list[Any]] = []  # requests of each message
+        self._work: Workspace | None = None
 
     def begin(
         self,
@@ -157,10 +162,20 @@ class Executor:
         new: dict[str, dict[str, Array]],
         rounds: bool,
     ) -> None:
-        """Begin a call, as in `Arrays.begin`; `options` are arguments of the kernel."""
+        """Begin a call with the caller's arrays; `options` are arguments of the kernel.
+
+        Results are made in `new`, unless it has them.  If `rounds` is false, they have the
+        accumulation dtype, whatever the program says.
+        """
         self._engine, self._channels, self._options = engine, channels, options
-        self._arrays.begin(engine, given, new, rounds)
-        self._pending = [[]] * self._messages
+        self._given, self._new, self._pending = given, new, [[]] * self._messages
+        if self._work is not engine.work:
+            self._work = engine.work
+            self._views: dict[Rows, list[Array]] = engine.work.cache()
+            self._parcels: dict[str, tuple[Array, list[Array]]] = engine.work.cache()
+        for name, array in self._arrays.items():
+            if array.role == "result" and name not in new:
+                new[name] = self._result(array, rounds)
 
     def run(self, steps: list[tuple]) -> None:
         """Run compiled steps."""
@@ -168,13 +183,89 @@ class Executor:
             do(self, *operands)
 
     def end(self) -> dict[str, Array]:
-        """End the call, as in `Arrays.end`."""
-        return self._arrays.end()
+        """End the call, drop the caller's arrays, and return the results by name."""
+        results = {
+            name: x
+            for rows in self._results.values()
+            for name, x in zip(KINDS[self._kind(rows)], self._tensors(rows))
+        }
+        self._given, self._new = {}, {}
+        return results
+
+    def _kind(self, rows: Rows) -> str:
+        """Return the kind of rows, one of `KINDS`."""
+        return self._arrays[rows.array].kind
+
+    def _tensors(self, rows: Rows) -> list[Array]:
+        """Return the given rows of each tensor of an array; the rows must be one run."""
+        if rows in self._views:
+            return self._views[rows]
+        views, length = self._all_rows(rows.array), self._arrays[rows.array].length
+        (run,) = rows.runs or (range(0),)
+        if len(run) < length:
+            views = [x[run.start : run.stop] for x in views]
+        if self._arrays[rows.array].role == "buffer":
+            self._views[rows] = views
+        return views
+
+    def _all_rows(self, name: str) -> list[Array]:
+        """Return all rows of each tensor of an array: (tokens, heads, ...)."""
+        array = self._arrays[name]
+        names = KINDS[array.kind]
+        if array.role != "buffer":
+            by_name = self._given if array.role == "given" else self._new[name]
+            return [by_name[x] for x in names]
+        if array.parcel:
+            return self._parcel(name)[1]
+        tensors = self._shapes(array)
+        return [self._engine.work.get((array.memory, i), *x) for i, x in enumerate(tensors)]
+
+    def _travelling(self, rows: Rows) -> list[Array]:
+        """Return the arrays that MPI sends for rows: one for all tensors of a parcel."""
+        if not self._arrays[rows.array].parcel:
+            return self._tensors(rows)
+        return [self._parcel(rows.array)[0]]
+
+    def _first_heads(self, rows: Rows, head: int) -> list[int]:
+        """Return, for each tensor, the first head of this slice on rank `head` of its group."""
+        first = (head * self._slices + self._slice) * self._group.nheads
+        names = KINDS[self._kind(rows)]
+        return [first * self._config.shape(x)[0] // self._config.nheads for x in names]
+
+    def _shapes(self, array: TokenArray) -> list[tuple[tuple[int, ...], np.dtype]]:
+        """Return the shape and dtype of each tensor of a buffer."""
+        accumulated, config = array.accumulated, self._group
+        if array.as_computed and getattr(self._engine.kernel, "rounds_partials", False):
+            accumulated = ()
+        tensors = []
+        for name in KINDS[array.kind]:
+            shape, dtype = config.row(name, name in accumulated, array.wire)
+            tensors.append(((array.length, *shape), dtype))
+        return tensors
+
+    def _parcel(self, name: str) -> tuple[Array, list[Array]]:
+        """Return a parcel as bytes, and its tensors, (tokens, heads, headdim) each."""
+        if name not in self._parcels:
+            array = self._arrays[name]
+            tensors = self._shapes(array)
+            self._parcels[name] = self._engine.work.parcel((array.memory, 0), tensors)
+        return self._parcels[name]
+
+    def _result(self, array: TokenArray, rounds: bool) -> dict[str, Array]:
+        """Make new arrays for results: (tokens, heads, headdim), of lse (tokens, heads)."""
+        config, empty = self._config if array.all_heads else self._group, self._engine.device.empty
+        return {
+            x: empty(
+                (array.length, *config.shape(x)),
+                config.dtype_of(x, not rounds or x in array.accumulated),
+            )
+            for x in KINDS[array.kind]
+        }
 
     def _post(self, message: Message, peer: int, tag: int) -> None:
         channel = self._channels[message.channel]
         start = channel.isend if isinstance(message, Send) else channel.irecv
-        tensors = self._arrays.travelling(message.rows)
+        tensors = self._travelling(message.rows)
         self._pending[message.index] = start(tensors, peer, self._tags + tag)
 
     def _wait(self, step: Wait) -> None:
@@ -183,11 +274,11 @@ class Executor:
             self._channels[step.channel].wait(requests)
 
     def _clear(self, rows: Rows) -> None:
-        for x in self._arrays.tensors(rows):
+        for x in self._tensors(rows):
             self._engine.device.zero(x)
 
     def _attend(self, step: Attend, intervals: Intervals) -> None:
-        tensors = self._arrays.tensors
+        tensors = self._tensors
         (q,) = tensors(step.queries)  # (queries, nheads, headdim)
         k, v = tensors(step.keys)  # (keys, nheads_kv, headdim)
         out, lse = tensors(step.target)
@@ -195,7 +286,7 @@ class Executor:
             self._engine.kernel.forward(q, k, v, intervals, out, lse, **self._options)
 
     def _differentiate(self, step: Differentiate, intervals: Intervals) -> None:
-        tensors, kernel = self._arrays.tensors, self._engine.kernel
+        tensors, kernel = self._tensors, self._engine.kernel
         dout, q, lse, delta = tensors(step.queries)  # q: (queries, nheads, headdim)
         k, v = tensors(step.keys)  # (keys, nheads_kv, headdim)
         gradients = *tensors(step.dq), *tensors(step.dkv)  # as q, k, v
@@ -204,14 +295,14 @@ class Executor:
             kernel.backward(*given, *gradients, fresh=step.fresh, **self._options)
 
     def _merge(self, parts: list[tuple[Rows, Rows, Rows]]) -> None:
-        tensors = self._arrays.tensors
+        tensors = self._tensors
         with self._engine.clock("merge"):
             for source, target, compensation in parts:
                 held = *tensors(target), *tensors(compensation)
                 self._engine.device.merge(*held, *tensors(source))
 
     def _put(self, parts: list[tuple[Rows, Rows]], add: bool) -> None:
-        tensors = self._arrays.tensors
+        tensors = self._tensors
         with self._engine.clock("merge"):
             for source, target in parts:
                 for x, y in zip(tensors(source), tensors(target)):
@@ -220,30 +311,30 @@ class Executor:
     def _by_index(self, how: str, source: str, target: str, index: Constant) -> None:
         move = getattr(self._engine.device, how)
         with self._engine.clock("merge"):
-            for x, y in zip(self._arrays.all_rows(source), self._arrays.all_rows(target)):
+            for x, y in zip(self._all_rows(source), self._all_rows(target)):
                 move(y, x, index.on(self._engine.device))
 
     def _code(self, how: str, parts: list[tuple[Rows, Rows]]) -> None:
-        tensors, device = self._arrays.tensors, self._engine.device
+        tensors, device = self._tensors, self._engine.device
         with self._engine.clock("merge"):
             for source, target in parts:
                 for x, y in zip(tensors(source), tensors(target)):
                     if x.shape == y.shape and x.dtype == y.dtype:  # it travels as it is
                         device.put(y, x)
                     else:
-                        getattr(device, how)(y, x, self._wire)
+                        getattr(device, how)(y, x, self._group.wire)
 
     def _take_heads(self, step: TakeHeads) -> None:
-        arrays, device = self._arrays, self._engine.device
-        first = arrays.first_heads(step.source, step.head)
+        tensors, device = self._tensors, self._engine.device
+        first = self._first_heads(step.source, step.head)
         with self._engine.clock("merge"):
-            for x, y, head in zip(arrays.tensors(step.source), arrays.tensors(step.target), first):
+            for x, y, head in zip(tensors(step.source), tensors(step.target), first):
                 device.take_heads(_three(y), _three(x), head)
 
     def _put_heads(self, step: PutHeads) -> None:
-        arrays, device = self._arrays, self._engine.device
-        first, names = arrays.first_heads(step.target, step.head), KINDS[arrays.kind(step.target)]
-        tensors = arrays.tensors(step.source), arrays.tensors(step.target)
+        device, names = self._engine.device, KINDS[self._kind(step.target)]
+        tensors = self._tensors(step.source), self._tensors(step.target)
+        first = self._first_heads(step.target, step.head)
         with self._engine.clock("merge"):
             for x, y, head, name in zip(*tensors, first, names):
                 device.put_heads(_three(y), _three(x), head, name in step.sums)
@@ -314,7 +405,7 @@ def _intervals(step: KernelCall, program: Program) -> Intervals:
             f"a kernel call takes keys in the order of tokens, got rows of {step.keys.array!r} "
             "in another order"
         )
-    return Intervals.of(program.mask.intervals(queries, keys))
+    return program.intervals(queries, keys)
 
 
 def _three(x: Array) -> Array:

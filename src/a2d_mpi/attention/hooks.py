@@ -52,12 +52,6 @@ def set_delta(engine: Engine, tensors: dict[str, Array], sink: Array | None) -> 
         return () if sink is None else (device.sink_gradient(tensors["lse"], delta, sink),)
 
 
-def add_sink(engine: Engine, sink: Array, out: Array, lse: Array) -> None:
-    """Add the sink of some heads to the denominators of these heads, after attention."""
-    with engine.clock("merge"):
-        engine.device.add_sink(out, lse, sink)
-
-
 def largest_of_all(grid: ProcessGrid, watch: Watch, own: np.ndarray) -> np.ndarray:
     """Reduce the largest logits of each rank's heads; the result is (nheads,) on all ranks."""
     largest = np.full(len(own) * grid.heads, -np.inf, own.dtype)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import replace
 from typing import NoReturn
 
@@ -25,6 +26,8 @@ from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules import METHODS, problem_of, write
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.slices import slices_of
+
+KEPT = 8  # plans that a plan keeps for other masks
 
 
 class AttentionPlan(Caller):
@@ -160,32 +163,74 @@ class AttentionPlan(Caller):
         check_finite: bool = False,
     ) -> None:
         check_grid(grid)
-        self.grid, self.mask, self.traffic = grid, mask, Traffic()
-        self._check_finite, arguments = check_finite, {}
-        with grid.call("making", self) as call:
-            rank = grid.comm.rank
+        self.grid, self._check_finite, self._others = grid, check_finite, []
+        self._asked = {"kernel": kernel, "overlap": overlap, "transfers": transfers}
+        self._cuts = slices
+        self._named = distribution if isinstance(distribution, tuple) else (distribution, None)
+
+        def prepare() -> None:
+            self.overlap = bool(overlap)
+            self.config = AttentionConfig(
+                seqlen,
+                nheads,
+                headdim,
+                nheads_kv,
+                dtype=dtype,
+                softmax_scale=softmax_scale,
+                seqlen_kv=seqlen_kv,
+                logit_softcap=logit_softcap,
+                headdim_v=headdim_v,
+                wire=wire,
+            )
+            self._engine = Engine(kernel, self.config, transfers, overlap, grid, threads)
+
+        self._make(mask, prepare)
+
+    def with_mask(self, mask: Mask) -> AttentionPlan:
+        """Return a plan with the same arguments and another mask, such as the documents of a step.
+
+        Collective over ``grid.comm``, unless this plan has the mask, or keeps the plan: it keeps
+        the latest `KEPT` ones that it has made.  All of them share their buffers.
+
+        Parameters
+        ----------
+        mask : Mask
+            The same on all ranks.
+
+        Returns
+        -------
+        AttentionPlan
+            What the class makes of these arguments.  If `distribution` was not given, it is chosen
+            anew, and `tokens` may differ.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, as of the class.  If ranks pass different masks of plans that are kept,
+            the next call of a plan raises it.
+        """
+        for plan in (self, *self._others):
+            if type(mask) is type(plan.mask) and mask == plan.mask:
+                return plan
+        plan = copy(self)
+        plan._others, plan._number, plan._calls = [], 0, -1
+        plan._engine = self._engine.twin()
+        plan._make(mask)
+        self._others = [*self._others, plan][-KEPT:]
+        return plan
+
+    def _make(self, mask: Mask, prepare: Callable[[], None] = lambda: None) -> None:
+        """Write the programs for a mask, after `prepare`; collective over the ranks."""
+        self.mask, self.traffic, arguments = mask, Traffic(), {}
+        with self.grid.call("making", self) as call:
+            rank = self.grid.comm.rank
             with call.checks():
-                self.overlap = bool(overlap)
-                config = AttentionConfig(
-                    seqlen,
-                    nheads,
-                    headdim,
-                    nheads_kv,
-                    dtype=dtype,
-                    softmax_scale=softmax_scale,
-                    seqlen_kv=seqlen_kv,
-                    logit_softcap=logit_softcap,
-                    headdim_v=headdim_v,
-                    wire=wire,
-                )
-                named = distribution if isinstance(distribution, tuple) else (distribution, None)
-                check_problem(self.method, mask, config, grid, named)
-                lengths = config.seqlen, config.seqlen_kv
-                digest = mask.aligned(*lengths).digest(*lengths)  # checks all intervals
-                self._describe(problem_of(self.method, self._shape, config, mask, *named))
-                self._engine = Engine(kernel, config, transfers, overlap, grid, threads)
-                one = (METHODS[self.method].ring and grid.heads == 1) or not overlap
-                chosen = slices_of(slices, config, self._shape, one)
+                prepare()
+                config = self.config
+                check_problem(self.method, mask, config, self.grid, self._named)
+                self._describe(problem_of(self.method, self._shape, config, mask, *self._named))
+                one = (METHODS[self.method].ring and self.grid.heads == 1) or not self.overlap
+                chosen = slices_of(self._cuts, config, self._shape, one)
                 self.layout = replace(self._shape, slices=chosen)
                 self._pipelines = {
                     phase: Pipeline(
@@ -193,16 +238,15 @@ class AttentionPlan(Caller):
                     )
                     for phase in PHASES
                 }
+                digest = self.problem.mask.digest(config.seqlen, config.seqlen_kv)
                 arguments = {
                     "method": type(self).__name__,
                     **config.arguments,
                     "mask": f"{type(mask).__name__} (digest {digest})",
                     "distribution": self.distribution.name,
                     "distribution of the keys": self.problem.keys.name,
-                    "kernel": kernel,
-                    "overlap": overlap,
+                    **self._asked,
                     "slices": self.slices,
-                    "transfers": transfers,
                     **self._options,
                 }
             call.agree(arguments)
@@ -416,7 +460,7 @@ class AttentionPlan(Caller):
         self._call(phase, {}, refusal=problem)
 
     def free(self) -> None:
-        """Release the buffers of the plan; a later call makes them again.  Local."""
+        """Release the buffers, also for plans `with_mask`; later calls make them again.  Local."""
         self._engine.work.clear()
 
     @property
@@ -614,40 +658,26 @@ class AttentionPlan(Caller):
             engine.choose_transport(any_rank.staged)
             for channel in self._channels.values():
                 channel.start(phase, engine.transport, call.watch)
-            slices = self._pipelines[phase].slices
-            largest = np.full(self.nheads // self.grid.heads, -np.inf, self.compute_dtype)
+            pipeline, sink, dsink = self._pipelines[phase], tensors.pop("sink", None), ()
             options = {"careful": any_rank.not_finite}
             if phase == "backward":
                 options["any_delta"] = any_rank.dlse
-            of_slices = [dict(options) for _ in range(slices)]
-            for of_slice, x in zip(of_slices, np.split(largest, slices) if max_logits else ()):
-                of_slice["largest"] = x
+            largest = np.full(self.nheads // self.grid.heads, -np.inf, self.compute_dtype)
+            of_slices = [
+                options | ({"largest": x} if max_logits else {})
+                for x in np.split(largest, pipeline.slices)
+            ]
             with engine.running(phase):
-                results = self._computed(phase, tensors, of_slices)
+                hooks.round_tensors(engine, self.config, tensors)
+                if phase == "backward":
+                    dsink, sink = hooks.set_delta(engine, tensors, sink), None
+                if sink is not None:  # (slices, heads)
+                    sink = sink.reshape(self.grid.heads, pipeline.slices, -1)[self.grid.head]
+                results = pipeline.run(engine, self._channels, tensors, of_slices, sink)
+                results = *results.values(), *dsink
                 if max_logits:
                     results = *results, hooks.largest_of_all(self.grid, call.watch, largest)
             engine.waits[phase] = [
                 wait for channel in self._channels.values() for wait in channel.waits
             ]
             return results
-
-    def _computed(
-        self,
-        phase: str,
-        tensors: dict[str, Array],
-        options: Sequence[Mapping[str, object]],
-    ) -> tuple[Array, ...]:
-        """Compute the results of a phase, in new arrays of the caller's dtypes."""
-        engine, pipeline, dsink = self._engine, self._pipelines[phase], ()
-        sink, after = tensors.pop("sink", None), None
-        hooks.round_tensors(engine, self.config, tensors)
-        if phase == "backward":
-            dsink = hooks.set_delta(engine, tensors, sink)
-        elif sink is not None:
-            shares = sink.reshape(self.grid.heads, pipeline.slices, -1)[self.grid.head]
-
-            def after(slice_: int, results: dict[str, Array]) -> None:
-                hooks.add_sink(engine, shares[slice_], **results)
-
-        results = pipeline.run(engine, self._channels, tensors, options, after)
-        return *results.values(), *dsink

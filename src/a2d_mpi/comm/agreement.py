@@ -65,9 +65,20 @@ class Call:
     ----------
     problem : str or None
         The error of this rank.
+
+    Raises
+    ------
+    ValueError
+        On this rank, if `comm` is no communicator of MPI.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
+        if not isinstance(comm, MPI.Comm):  # which users of torch.distributed take for one
+            raise ValueError(
+                f"comm must be an MPI communicator, got {type(comm).__name__}: pass for example "
+                "MPI.COMM_WORLD; a2d_mpi.torch.init_process_group(comm) sets up torch.distributed "
+                "on the same ranks"
+            )
         self.comm, self.problem = comm, None
 
     @contextmanager

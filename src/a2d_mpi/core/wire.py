@@ -7,7 +7,8 @@ to the nearest value, ties to even, and clipped to the format's largest element.
 infinity makes its whole block NaN, by the scale 255.
 
 A block lies inside one head of one token, whose last block may be shorter.  So heads can be
-separated.  Encoding a decoded array again gives the same bytes.
+separated.  Encoding a decoded array again gives the same bytes, but for the elements of a block
+that is NaN, which say nothing.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -28,20 +29,33 @@ class Constant:
         return self._copies[device]
 
 
+class Views(dict):
+    """A dict that a `WeakSet` can hold."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
 class Workspace:
-    """Named buffers, which are allocated once and grow if a larger array is requested."""
+    """Named buffers, which are allocated once and grow if a larger array is requested.
+
+    Attributes
+    ----------
+    device : Device
+    used : object
+        Mark of the device at the end of the latest call that used the buffers; None before.
+    """
 
     def __init__(self, device: Device = HOST) -> None:
-        self.device = device
+        self.device, self.used = device, None
         self._buffers: dict[object, Array] = {}
-        self._caches: list[dict] = []
+        self._caches: WeakSet[Views] = WeakSet()
         # Views are kept, because making a view takes longer than a launch.
         self._views: dict[tuple, Array] = self.cache()
 
-    def cache(self) -> dict:
+    def cache(self) -> Views:
         """Return a new dict for views of the buffers; it is emptied if a buffer is released."""
-        self._caches.append({})
-        return self._caches[-1]
+        self._caches.add(views := Views())
+        return views
 
     def get(self, name: object, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> Array:
         """Return a contiguous array in the buffer `name`; its contents are undefined.

@@ -11,7 +11,6 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
-from a2d_mpi.comm.failures import Failures, RanksLost, survivors
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.cli import together
@@ -31,35 +30,10 @@ SPANS = ("none", "picked", "all")  # plans whose spans are kept: spans are most 
 
 
 def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Run the configurations that a file lacks, workload by workload; return the exit code.
-
-    If a rank dies and MPI continues, the program ends: plans on fewer ranks could not be compared
-    with earlier results.  The file lacks what was not measured.
-    """
+    """Run the configurations that a file lacks, workload by workload; return the exit code."""
     prepared = comm.bcast(together(comm, lambda: _prepare(args, comm.size), on=0))
-    failures, grids = Failures(comm, []), {}
-    try:
-        with failures.translated():
-            work_comm = failures.duplicate(comm)
-            code = _bench(work_comm, args, prepared, grids)
-            failures.forget(work_comm)
-            return code
-    except RanksLost as error:
-        for grid in grids.values():  # ranks may wait in any grid
-            grid.failures.revoke()
-        if survivors(comm).rank == 0:
-            print(f"{error}; the program ends; --resume continues {args.output}")
-        return FAILED_CHECK
-
-
-def _bench(
-    comm: MPI.Intracomm,
-    args: argparse.Namespace,
-    prepared: tuple,
-    grids: dict[tuple, ProcessGrid],
-) -> int:
-    """Run `bench` on a communicator."""
     sweep, settings, machine, done = prepared
+    grids: dict[tuple, ProcessGrid] = {}
     together(comm, lambda: [block[0].case.name for block in sweep])  # nodes read mask files, too
     device, trace = open_device(comm, args.device), Trace(comm, args.trace) if args.trace else None
     calls = args.trials + max(1, args.warmup)

@@ -81,6 +81,21 @@ def calibrate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     return 0
 
 
+def measured_machine(comm: MPI.Intracomm, dtypes: list[str], seconds: float) -> Machine:
+    """Measure the machine for some seconds, with the kernels of `dtypes` on the host.
+
+    Collective over `comm`; the same on all ranks.
+
+    Raises
+    ------
+    CollectiveError
+        If nodes have different numbers of ranks.
+    """
+    args = argparse.Namespace(dtypes=dtypes, seconds=seconds, kernel="auto", threads=1, name=None)
+    place = Place(comm)
+    return _measure(comm, args, together(comm, lambda: _validated(args, place)))[0]
+
+
 def _measure(
     comm: MPI.Intracomm, args: argparse.Namespace, where: Place
 ) -> tuple[Machine, list[str]]:

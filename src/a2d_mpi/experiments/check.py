@@ -29,7 +29,8 @@ from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import Check
 from a2d_mpi.experiments.streams import aligned
 from a2d_mpi.schedules import write
-from a2d_mpi.schedules.accounts import roundings
+from a2d_mpi.schedules.program import Program
+from a2d_mpi.schedules.steps import KINDS, Encode, Merge, Message, Move, Send
 from a2d_mpi.sharding.triangle import segment_begins
 
 STEP_BOUNDS = {"float32": 1e-5, "float64": 1e-10}  # largest relative errors of training steps
@@ -142,7 +143,7 @@ def wire_errors(plan: AttentionPlan, terms: Mapping[str, float]) -> dict[str, fl
     -------
     dict of str to float
         ``((1 + u + f)^h - 1) terms``, where h is the number of roundings of a result on its way
-        (`a2d_mpi.schedules.accounts.roundings`).  One rounding adds at most u + f times the size
+        (`roundings`).  One rounding adds at most u + f times the size
         of the partial result to the error, and these sizes add up to at most `terms`.  0 for lse,
         which is not rounded.
     """
@@ -155,6 +156,52 @@ def wire_errors(plan: AttentionPlan, terms: Mapping[str, float]) -> dict[str, fl
         h = number[name] if config.rounds(name, accumulated=True) else 0
         errors[name] = ((1 + form.error + form.floor) ** h - 1) * size
     return errors
+
+
+def roundings(programs: Sequence[Sequence[Program]]) -> dict[str, int]:
+    """Return how often a result is encoded on its way to its owner, at most, by tensor.
+
+    Parameters
+    ----------
+    programs : sequence of sequence of Program
+        The programs of all ranks of a layout in one phase.
+    """
+    sent: dict[tuple, int] = {}  # encodings of the contents of each message, by tensor
+    before = None
+    while sent != before:
+        before, found = dict(sent), Counter()
+        for rank, parts in enumerate(programs):
+            given: Counter[str] = Counter()
+            for number, program in enumerate(parts):
+                given = _depths(program, rank, number, given, sent)
+            found |= given  # the larger number of each
+    return found
+
+
+def _depths(
+    program: Program, rank: int, number: int, given: Counter[str], sent: dict[tuple, int]
+) -> Counter[str]:
+    """Return how often the results of a program were encoded; add its messages to `sent`."""
+    kinds = {name: KINDS[x.kind] for name, x in program.arrays.items()}
+    depth: Counter[tuple[str, str]] = Counter()
+    for name, array in program.arrays.items():
+        if array.role == "given":
+            depth.update({(name, x): given[x] for x in kinds[name]})
+    for step in program.steps:
+        if isinstance(step, Message):
+            ends, name = (rank, program.grid_rank(step.peer)), step.rows.array
+            for x in kinds[name]:
+                key = number, step.tag, step.turn, x
+                if isinstance(step, Send):
+                    sent[(*ends, *key)] = depth[name, x]
+                else:
+                    depth[name, x] = max(depth[name, x], sent.get((*ends[::-1], *key), 0))
+        elif isinstance(step, Move | Merge):
+            for x in kinds[step.target.array]:
+                source = depth[step.source.array, x] + isinstance(step, Encode)
+                depth[step.target.array, x] = max(depth[step.target.array, x], source)
+    results = ((rows, x) for rows in program.results.values() for x in kinds[rows.array])
+    return Counter({x: depth[rows.array, x] for rows, x in results})
 
 
 def _reference(

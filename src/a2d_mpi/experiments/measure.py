@@ -17,28 +17,17 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from socket import gethostname
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.agreement import agree
-from a2d_mpi.devices.host import HOST
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from a2d_mpi.devices.protocol import Device
-
-from socket import gethostname
-from typing import TYPE_CHECKING, Any
-
-from mpi4py import MPI
-
-from a2d_mpi.comm.agreement import CollectiveError
+from a2d_mpi.comm.agreement import CollectiveError, agree
 from a2d_mpi.comm.gpus import bind_gpu
-from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.config import OF_KEYS, AttentionConfig
+from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.experiments.check import check_attention, digests, worse
 from a2d_mpi.experiments.origin import provenance
@@ -448,8 +437,9 @@ def random_rows(
 
 def random_inputs(plan: AttentionPlan, backward: bool, seed: int = 0) -> dict[str, np.ndarray]:
     """Draw this rank's shards of q, k, v and, with `backward`, dout; see `random_rows`."""
+    tokens = {name: plan.tokens_kv if name in OF_KEYS else plan.tokens for name in TENSORS}
     return {
-        name: random_rows(plan.tokens.tolist(), plan.config.shape(name), plan.dtype, seed, stream)
+        name: random_rows(tokens[name].tolist(), plan.config.shape(name), plan.dtype, seed, stream)
         for stream, name in enumerate(("dout", "q", "k", "v"))
         if name != "dout" or backward
     }

@@ -151,7 +151,7 @@ class Check:
     bound : float
         Largest allowed error; NaN if rounding alone may change the values by a tenth.
     rows : int
-        Number of compared tokens.
+        Number of compared tokens; of "repeat", "inputs" and "traffic" the number of ranks.
     as_given : float or None
         With a narrow format on the wire, the largest distance from attention of the tensors before
         rounding.

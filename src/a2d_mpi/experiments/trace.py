@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from a2d_mpi.core.atomic import check_writable, replacing
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.planning.accounts import nbytes, pairs_of
 from a2d_mpi.schedules import problem_of, write
-from a2d_mpi.schedules.accounts import nbytes, pairs_of
 from a2d_mpi.schedules.problem import Workload
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import (

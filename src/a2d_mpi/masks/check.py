@@ -10,17 +10,14 @@ import numpy as np
 from a2d_mpi.core.config import DISTRIBUTIONS
 from a2d_mpi.masks.intervals import tidy
 from a2d_mpi.masks.mask import Aligned, IntervalMask, Mask
+from a2d_mpi.masks.stairs import stairs_of
 
-_CHECKED = 1 << 16  # queries whose intervals are checked, which takes milliseconds
 _REPEATED = 64  # queries that are passed again, in another order
 _MOST_TOKENS = 4096  # most tokens for `check_mask`, which then takes seconds
 
 
 def check_visible(mask: Mask, seqlen: int, seqlen_kv: int) -> None:
-    """Check the intervals that `Mask.visible` returns for up to 65536 queries.
-
-    The result is cached for each mask and size.  `Mask.digest` checks the intervals of all
-    queries.
+    """Check the intervals that `Mask.visible` returns; the result is cached.
 
     Parameters
     ----------
@@ -46,7 +43,7 @@ def check_visible(mask: Mask, seqlen: int, seqlen_kv: int) -> None:
 
 @lru_cache(maxsize=64)
 def _check_visible(mask: Mask, seqlen: int, seqlen_kv: int) -> None:
-    mask.checked(_spread(seqlen, _CHECKED), seqlen_kv)
+    stairs_of(mask, seqlen, seqlen_kv)
     tokens = _spread(seqlen, _REPEATED)
     expected = dict(_keys_of(mask, tokens, seqlen_kv))
     for others in (tokens[::-2], tokens[:0]):  # another order; no tokens, as in an empty shard

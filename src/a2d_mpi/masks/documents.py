@@ -14,7 +14,7 @@ import numpy as np
 
 from a2d_mpi.masks.intervals import EVERYTHING, Interval
 from a2d_mpi.masks.mask import ArrayMask, Causal, Full, Mask
-from a2d_mpi.masks.windows import BlockCausal
+from a2d_mpi.masks.windows import BlockCausal, SlidingWindow
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -144,6 +144,16 @@ class Documents(_Packed):
 
     def _inside(self, position: np.ndarray, document: np.ndarray) -> tuple[Interval, ...]:
         return self.inside.visible(position)
+
+    def corners(self, seqlen_kv: int) -> np.ndarray | None:
+        inside = SlidingWindow(0) if self.inside in (Full(), Causal()) else self.inside
+        if type(inside) is not SlidingWindow:
+            return None
+        last = self.cu_seqlens[1:]
+        first = last - np.diff(self._bounds[:-1])  # the query that stands at the first key
+        before = inside.right + 1  # positions before the first key may see nothing
+        ends = first - before, first + inside.left, last - before
+        return np.concatenate([self.cu_seqlens, *ends])
 
 
 @dataclass(frozen=True, eq=False, repr=False)

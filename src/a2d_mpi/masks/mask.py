@@ -27,6 +27,7 @@ from a2d_mpi.masks.intervals import (
     overlap,
     tidy,
 )
+from a2d_mpi.masks.stairs import stairs_of
 
 _AT_ONCE = 1 << 16  # queries that are processed together, to bound memory
 
@@ -183,13 +184,9 @@ class Mask:
         ValueError
             As in `checked`.
         """
-        digest, nk = hashlib.sha256(), seqlen if seqlen_kv is None else seqlen_kv
-        for start in range(0, seqlen, _AT_ONCE):
-            begin, end = self.checked(np.arange(start, min(start + _AT_ONCE, seqlen)), nk)
-            for pair in tidy(zip(begin, end)):
-                empty = pair[1] <= pair[0]
-                for x in pair:
-                    digest.update(np.where(empty, 0, x))
+        digest = hashlib.sha256()
+        for stairs in stairs_of(self, seqlen, seqlen if seqlen_kv is None else seqlen_kv):
+            digest.update(np.append(len(stairs.first), stairs))
         return digest.hexdigest()[:12]
 
     def intervals(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> Intervals:
@@ -263,6 +260,9 @@ class Full(Mask):
         n = len(q_tokens)
         return ((np.zeros(n, np.int64), np.full(n, EVERYTHING)),)
 
+    def corners(self, seqlen_kv: int) -> np.ndarray:
+        return np.zeros(1, np.int64)
+
     def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
         return self
 
@@ -276,6 +276,9 @@ class Causal(Mask):
 
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
         return ((np.zeros(len(q_tokens), np.int64), np.asarray(q_tokens, np.int64) + 1),)
+
+    def corners(self, seqlen_kv: int) -> np.ndarray:
+        return np.array([0, seqlen_kv])
 
 
 @dataclass(frozen=True)

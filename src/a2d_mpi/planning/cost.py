@@ -13,8 +13,8 @@ from typing import NamedTuple
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.mask import Causal
+from a2d_mpi.planning.accounts import area, mpi_messages, nbytes
 from a2d_mpi.schedules import write
-from a2d_mpi.schedules.accounts import area, mpi_messages, nbytes
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.steps import Receive, Send
 

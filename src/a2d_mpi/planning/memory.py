@@ -13,9 +13,9 @@ from a2d_mpi.core.kernel_memory import kernel_buffers
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.intervals import queries_per_key
 from a2d_mpi.masks.mask import Causal, Full
+from a2d_mpi.planning.accounts import buffers as buffers_of
+from a2d_mpi.planning.accounts import nbytes
 from a2d_mpi.schedules import drafts_of
-from a2d_mpi.schedules.accounts import buffers as buffers_of
-from a2d_mpi.schedules.accounts import nbytes
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.slices import ALIVE, ATTEND, sharing, turns
@@ -83,7 +83,7 @@ class Held(NamedTuple):
     Attributes
     ----------
     buffers : dict of (str, int, bool) to int
-        Buffers of the plan, see `a2d_mpi.schedules.accounts.buffers`.
+        Buffers of the plan, see `a2d_mpi.planning.accounts.buffers`.
     results : int
         Arrays of results.
     copies : int

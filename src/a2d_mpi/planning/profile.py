@@ -5,7 +5,7 @@ A profile holds numbers in SI units.  ``drivers/calibrate.py`` measured them, or
     name = "two nodes"
     ranks_per_node = 4
     cores_per_node = 4            # cores (or GPUs) that the ranks of a node share
-    memory = "80GB"               # of one rank
+    memory = "80GB"               # of one rank; without it plans have no limit of memory
     reserved = "4GB"              # part of the memory that the runtime, kernels and MPI take
     start = 2e-5                  # s until all ranks have started a phase
     step = 1e-4                   # s of a core for each kernel call: Python, cold caches

@@ -13,11 +13,11 @@ import numpy as np
 
 from a2d_mpi.core.config import OF_KEYS, PHASES
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.planning.accounts import mpi_messages, nbytes, pairs_of
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import NOTHING, Held, held_by, held_by_slices
 from a2d_mpi.planning.simulator import COMPUTE, MERGE, OTHER, POST, WAIT, Messages, Operations
-from a2d_mpi.schedules import Draft, drafts_of, essence
-from a2d_mpi.schedules.accounts import mpi_messages, nbytes, pairs_of
+from a2d_mpi.schedules import METHODS, Draft, drafts_of
 from a2d_mpi.schedules.problem import Problem, Workload
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.slices import cut, order, sharing
@@ -377,3 +377,10 @@ def _awaited_sends(program: Program) -> set[int]:
         elif isinstance(step, Wait):
             awaited |= {x for x in step.messages if posted.get(x, -2) >= calls - 1}
     return awaited
+
+
+def essence(method: str, layout: Layout) -> Layout:
+    """Return the layout with only the fields on which the method's programs depend."""
+    chosen = METHODS[method]
+    nodes = layout.nodes if chosen.knows_nodes else None
+    return Layout(layout.rows, layout.cols, layout.heads, nodes=nodes, slices=layout.slices)

@@ -333,10 +333,3 @@ def _renamed(nodes: tuple[int, ...] | None) -> tuple[int, ...] | None:
         return None
     names = {x: i for i, x in enumerate(sorted(set(nodes)))}
     return tuple(names[x] for x in nodes)
-
-
-def essence(method: str, layout: Layout) -> Layout:
-    """Return the layout with only the fields on which the method's programs depend."""
-    chosen = _lookup(method)
-    nodes = layout.nodes if chosen.knows_nodes else None
-    return Layout(layout.rows, layout.cols, layout.heads, nodes=nodes, slices=layout.slices)

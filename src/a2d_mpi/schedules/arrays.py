@@ -8,11 +8,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from a2d_mpi.masks.intervals import Runs, common, cut
+from a2d_mpi.masks.intervals import Intervals, Runs, common, cut
 from a2d_mpi.masks.mask import Causal, Full
+from a2d_mpi.masks.stairs import intervals_of
 from a2d_mpi.schedules.group import Group
 from a2d_mpi.schedules.steps import KINDS, KINDS_OF_KEYS, SUMS, Rows, TokenArray
 from a2d_mpi.sharding.progressions import concatenated, progressions, ranks_among
+from a2d_mpi.sharding.visibility import sees
 
 
 class ProgramArrays:
@@ -34,6 +36,7 @@ class ProgramArrays:
     def __init__(self, rank: int, group: Group) -> None:
         self.rank, self.group, self.mask = rank, group, group.problem.mask
         self.arrays: dict[str, TokenArray] = {}
+        self._lengths = [group.distribution(of_keys).seqlen for of_keys in (False, True)]
         # Results of the methods below, which programs ask for many times.
         self._by_token: dict[str, list[list[range]]] = {}
         self._token_runs: dict[Rows, list[range]] = {}
@@ -145,7 +148,7 @@ class ProgramArrays:
         array = self.arrays[rows.array]
         if array.by_token:
             of_array = self.token_runs(Rows(rows.array, (range(array.length),)))
-            return np.sort(concatenated(of_array))[index_of(rows)]
+            return np.sort(concatenated(of_array), kind="stable")[index_of(rows)]
         return concatenated(self.token_runs(rows))
 
     def extremes(self, rows: Rows) -> tuple[int, int]:
@@ -163,8 +166,12 @@ class ProgramArrays:
             return True
         if type(self.mask) is Causal:
             return self.extremes(queries)[1] >= self.extremes(keys)[0]
-        intervals = self.mask.intervals(self.tokens(queries), np.sort(self.tokens(keys)))
-        return any((end > begin).any() for begin, end in intervals)
+        runs = self.token_runs(queries), self.token_runs(keys)
+        return sees(self.mask, *self._lengths, *runs)
+
+    def intervals(self, queries: np.ndarray, keys: np.ndarray) -> Intervals:
+        """Return the visible keys of tokens, see `a2d_mpi.masks.stairs.intervals_of`."""
+        return intervals_of(self.mask, *self._lengths, queries, keys)
 
     def in_order(self, rows: Rows) -> bool:
         """Return True if rows are in the order of tokens."""

@@ -201,7 +201,7 @@ class Line:
         return self.p.matching(name, rows)
 
     def give(self, owner: int, rows: Rows) -> None:
-        """Send a finished partial result to the parent; `send_sums` does if others add to it."""
+        """Send a finished partial result to the parent, or hold it back if others add to it."""
         if self._adds_to(owner):
             self._unsent.append((owner, rows))
         else:
@@ -214,7 +214,11 @@ class Line:
                 self.give(owner, self.p.rows(array, owner, places))
 
     def finish(self, array: str) -> None:
-        """Combine all ranks' results for this rank's rows with its own ones, in a fixed order."""
+        """Combine all ranks' results for this rank's rows with its own ones, in a fixed order.
+
+        Before that, send what `give` still holds back.
+        """
+        self.send_sums()
         self._combine(self.p.rank, array)
 
     def send_sums(self) -> None:

@@ -28,7 +28,6 @@ during the next round, and from the last group to the owner.  A simple ring has 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from functools import partial
 
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.intervals import Runs
@@ -69,18 +68,9 @@ class Ring:
         begin, ranks = self.at(first, 0) - self.place, self.groups * self.places
         return self.p.group.ring_of(begin, number * self.places, ranks)
 
-    def required(
-        self, owner: int, others: Ranks, provided: Ranks | None = None, unless: Ranks = ()
-    ) -> Runs:
-        """Return the places of the owner's keys that the ranks `others` require.
-
-        Return no places if `provided` is given and requires none of the owner's keys, or if
-        `unless` requires any of them.
-        """
-        required = partial(self.p.group.required, True, owner)
-        if (provided is not None and not required(provided)) or required(unless):
-            return ()
-        return required(others)
+    def required(self, owner: int, ranks: Ranks) -> Runs:
+        """Return the places of the owner's keys that any of these ranks requires."""
+        return self.p.group.required(True, owner, ranks)
 
     def slot(self, kind: str, use: str, turn: int, owner: int, places: Runs) -> Rows:
         """Declare rows for tokens of a shard, in one of two buffers in turn."""
@@ -132,46 +122,51 @@ def forward(p: Program) -> None:
 
 def backward(p: Program) -> None:
     """Write the backward pass of a rank."""
-    ring = Ring(p)
+    ring = GradientRing(p)
     q, dq = p.own("own qd", "qd", "given"), p.own("dq", "dq")
-    gradients = Gradients(ring)
     p.clear(dq)
     for r, t, owner, shard in ring.shards():
-        dkv = gradients.rows(r, t, owner)
+        dkv = ring.gradients(r, t, owner)
         p.clear(dkv)
         if seen := p.group.required(True, owner, (p.rank,)):
             keys = p.rows(shard.array, owner, seen)
             p.differentiate(q, keys, dq, p.rows(dkv.array, owner, seen))
-        gradients.pass_on(r, t, owner, dkv)
-    p.results = {"dq": dq, "dkv": gradients.finish()}
+        ring.pass_on(r, t, owner, dkv)
+    p.results = {"dq": dq, "dkv": ring.finish()}
 
 
-class Gradients:
-    """dK and dV of the shards, which travel around the rings and back to their owners."""
+class GradientRing(Ring):
+    """Rings in which dK and dV follow their shards, one step behind, and return to their owners.
 
-    def __init__(self, ring: Ring) -> None:
-        self.ring, self.p = ring, ring.p
+    For example the gradients of shard 0 in a simple ring of four ranks, without a mask::
+
+        step      0             1               2                   3
+        computed  rank 0 keeps  rank 1          rank 2 adds         rank 3 adds
+        sent                    rank 1 to 2     rank 2 to 3         rank 3 to 0, which adds its own
+    """
+
+    def __init__(self, p: Program) -> None:
+        super().__init__(p)
         self._travelling: list[Message | None] = []  # on inner hops
         # Receives of gradients of the shard that began its round here.
         self._returned: list[Message | None] = []
         # Sends of gradients of another shard to the rank where it began its round.
-        self._returning: list[Message] = []
+        self._returning: list[Message | None] = []
         self._leaving: list[Message | None] = []  # on outer hops
         self._arrived: Rows | None = None
         self._begun: Rows | None = None  # gradients of the shard that began this round here
         self._total: Rows | None = None
 
-    def rows(self, r: int, t: int, owner: int) -> Rows:
+    def gradients(self, r: int, t: int, owner: int) -> Rows:
         """Declare rows for the gradients of a shard to which ranks have added so far."""
-        ring = self.ring
         if t == 0:
-            return ring.slot("dkv", "begun", r, owner, self.p.group.all_places(True, owner))
-        places, turn = ring.required(owner, ring.ahead(1 - t, t)), r * ring.places + t
-        return ring.slot("dkv", ring.inner, turn, owner, places)
+            return self.slot("dkv", "begun", r, owner, self.p.group.all_places(True, owner))
+        places, turn = self.required(owner, self.ahead(1 - t, t)), r * self.places + t
+        return self.slot("dkv", self.inner, turn, owner, places)
 
     def pass_on(self, r: int, t: int, owner: int, dkv: Rows) -> None:
         """Add the gradients of previous ranks; send the sum to the next rank, or back."""
-        p, ring, last = self.p, self.ring, self.ring.places - 1
+        p, last = self.p, self.places - 1
         p.wait(self._travelling)
         p.wait(self._returning)
         if self._arrived:
@@ -181,65 +176,63 @@ class Gradients:
                 self._leave(r - 1)
             self._begun = dkv
             self._expect(r, owner)
-        self._arrived, passed, back = None, Rows(dkv.array, ()), ()
-        ahead = ring.ahead(1, last - t)
+        self._arrived, self._returning = None, []
+        passed, arriving, ahead = Rows(dkv.array, ()), Rows("", ()), self.ahead(1, last - t)
         if t > 0:
-            behind, me = ring.ahead(1 - t, t), ring.ahead(0, 1)
-            passed = p.rows(dkv.array, owner, ring.required(owner, behind, ahead))
-            back = ring.required(owner, behind, me, ahead)
-        arriving = Rows("", ())
+            behind = self.ahead(1 - t, t)
+            if self.required(owner, ahead):  # these ranks add to the sum
+                passed = p.rows(dkv.array, owner, self.required(owner, behind))
+            elif self.required(owner, self.ahead(0, 1)):  # this rank is the last one
+                back = p.rows(dkv.array, owner, self.required(owner, behind))
+                self._returning = [p.send(self.inner, self.at(0, -t), back, BACK)]
         if 0 < t < last:  # the gradients of the next shard arrive next
-            following, turn = ring.at(-r, -t - 1), r * ring.places + t
-            places = ring.required(following, ring.ahead(-t, t), ring.ahead(0, last - t))
-            arriving = ring.slot("dkv", "arrived", turn, following, places)
-            self._arrived = arriving if places else None
-        self._travelling = ring.shift(ring.inner, passed, arriving)
-        self._returning = []
-        if back:
-            rows = p.rows(dkv.array, owner, back)
-            self._returning = [p.send(ring.inner, ring.at(0, -t), rows, BACK)]
+            following, turn = self.at(-r, -t - 1), r * self.places + t
+            if self.required(following, self.ahead(0, last - t)):
+                places = self.required(following, self.ahead(-t, t))
+                arriving = self.slot("dkv", "arrived", turn, following, places)
+                self._arrived = arriving if places else None
+        self._travelling = self.shift(self.inner, passed, arriving)
 
     def finish(self) -> Rows:
         """Receive the remaining gradients; return the gradients of this rank's shard."""
-        p, ring = self.p, self.ring
-        p.wait(self._travelling)
-        p.wait(self._returning)
-        if ring.groups == 1:
+        self.p.wait(self._travelling)
+        self.p.wait(self._returning)
+        if self.groups == 1:
             self._collect()
             return self._begun
-        self._leave(ring.groups - 1)
-        p.wait(self._leaving)
+        self._leave(self.groups - 1)
+        self.p.wait(self._leaving)
         return self._total
 
     def _expect(self, r: int, owner: int) -> None:
         """Post the receives of gradients of the shard that begins a round here."""
-        p, ring, last = self.p, self.ring, self.ring.places - 1
         self._returned = []
-        for t in range(1, ring.places):  # any of these ranks may be the last that adds anything
-            behind, ahead = ring.ahead(1, t), ring.ahead(t + 1, last - t)
-            places = ring.required(owner, behind, ring.ahead(t, 1), ahead)
-            name = f"dkv back {r * ring.places + t}"
-            p.array(name, "dkv", [(owner, places)], memory="dkv back")
-            self._returned.append(p.receive(ring.inner, ring.at(0, t), p.rows(name), BACK))
+        for t in range(1, self.places):  # any of these ranks may be the last that adds anything
+            ahead = self.ahead(t + 1, self.places - 1 - t)
+            if self.required(owner, self.ahead(t, 1)) and not self.required(owner, ahead):
+                name = f"dkv back {r * self.places + t}"
+                places = self.required(owner, self.ahead(1, t))
+                self.p.array(name, "dkv", [(owner, places)], memory="dkv back")
+                rows = self.p.rows(name)
+                self._returned.append(self.p.receive(self.inner, self.at(0, t), rows, BACK))
 
     def _collect(self) -> None:
         """Add the received gradients of the shard that began its round here."""
-        p = self.p
         for message in filter(None, self._returned):
-            p.wait([message])
-            p.combine(message.rows, p.matching(self._begun.array, message.rows))
+            self.p.wait([message])
+            rows = message.rows
+            self.p.combine(rows, self.p.matching(self._begun.array, rows))
 
     def _leave(self, r: int) -> None:
         """Send the gradients of the shard that began a round here, summed over groups so far."""
-        p, ring = self.p, self.ring
+        p, owner, following = self.p, self.at(-r, 0), self.at(-r - 1, 0)
         self._collect()
         p.wait(self._leaving)
-        owner, following = ring.at(-r, 0), ring.at(-r - 1, 0)
-        total = ring.slot("dkv", "outer", r, owner, p.group.all_places(True, owner))
+        total = self.slot("dkv", "outer", r, owner, p.group.all_places(True, owner))
         (p.copy if r == 0 else p.combine)(self._begun, total)
         places = p.group.all_places(True, following)
-        self._total = ring.slot("dkv", "outer", r + 1, following, places)
-        self._leaving = ring.shift("outer", total, self._total)
+        self._total = self.slot("dkv", "outer", r + 1, following, places)
+        self._leaving = self.shift("outer", total, self._total)
 
 
 def _tiles(layout: Layout) -> tuple[int, int]:

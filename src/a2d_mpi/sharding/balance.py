@@ -17,6 +17,7 @@ import numpy as np
 
 from a2d_mpi.masks.intervals import merged
 from a2d_mpi.masks.mask import Mask
+from a2d_mpi.masks.stairs import cut, stairs_of
 from a2d_mpi.sharding.progressions import shares
 
 # Runs are halved until the largest area is at most EVEN_AREA times the mean area.
@@ -36,7 +37,6 @@ _FINER = (1, 2, 4, 8, 16, 32, 64, 128)
 # Areas are scaled to integers with this sum.  Then squares of areas and their sums are exact in
 # float64, and every machine takes the same decisions in any order of additions.
 _TOTAL = 1 << 24
-_AT_ONCE = 1 << 16  # queries that are processed together, to bound memory
 
 Ranges = tuple[range, ...]
 
@@ -119,24 +119,23 @@ def visible_pairs(mask: Mask, bounds: np.ndarray) -> np.ndarray:
     -----
     A query with the interval [begin, end) sees ``(x - begin)+ - (x - end)+`` keys below x, where
     ``(y)+ = max(y, 0)``.  A histogram of the ends of the intervals gives the sum over a run of
-    queries for all bounds x at once.  No pair is listed: the work is ``N log(runs) + runs^2``.
+    queries for all bounds x at once.  The ends of a piece of the mask's stairs lie in one bin.
     """
     runs, seqlen = len(bounds) - 1, int(bounds[-1])
-    number = np.zeros((runs, runs + 2))
-    total = np.zeros((runs, runs + 2))
-    for start in range(0, seqlen, _AT_ONCE):
-        tokens = np.arange(start, min(start + _AT_ONCE, seqlen))
-        run = np.searchsorted(bounds, tokens, side="right") - 1
-        for begin, end in mask.visible(tokens):
-            begin = np.clip(begin, 0, seqlen)
-            end = np.maximum(begin, np.clip(end, 0, seqlen))
-            for token, sign in ((begin, 1.0), (end, -1.0)):
-                # This end of an interval counts for all bounds x >= token, from `first` on.
-                first = run * (runs + 2) + np.searchsorted(bounds, token)
-                number += sign * np.bincount(first, minlength=number.size).reshape(number.shape)
-                weight = np.bincount(first, weights=token, minlength=number.size)
-                total += sign * weight.reshape(number.shape)
-    number, total = (np.cumsum(x, axis=1)[:, : runs + 1] for x in (number, total))
+    number = np.zeros(runs * (runs + 2))
+    total = np.zeros(runs * (runs + 2))
+    for stairs in stairs_of(mask, seqlen, seqlen):
+        x = cut(stairs, bounds, bounds)
+        run, size = np.searchsorted(bounds, x.first, side="right") - 1, x.last - x.first
+        for token, step, sign in ((x.begin, x.step_begin, 1), (x.end, x.step_end, -1)):
+            # These ends of intervals count for all bounds after the token, from `first` on.
+            first = run * (runs + 2) + np.searchsorted(bounds, token, side="right")
+            sums = size * token + step * size * (size - 1) // 2
+            number += sign * np.bincount(first, size, len(number))
+            total += sign * np.bincount(first, sums, len(number))
+    number, total = (
+        np.cumsum(x.reshape(runs, -1), axis=1)[:, : runs + 1] for x in (number, total)
+    )
     return np.rint(np.diff(number * bounds - total, axis=1)).astype(np.int64)
 
 

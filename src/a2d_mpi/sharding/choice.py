@@ -29,11 +29,34 @@ _EXPOSED = 0.25
 _RUNS, _FINE = (64, 32, 16, 8, 4, 2), 1024
 
 
-@lru_cache(maxsize=64)
 def choose(
     mask: Mask, seqlen: int, rows: int, cols: int, itemsize: int, speed: float | None = None
 ) -> tuple[str, str]:
     """Choose the distribution with the least predicted time.
+
+    Parameters
+    ----------
+    mask, seqlen, rows, cols, itemsize, speed
+        As of `predict_times`.
+
+    Returns
+    -------
+    name : {"contiguous", "zigzag", "balanced"}
+    why : str
+        A clause for users, with the numbers that decided.
+    """
+    times, numbers = predict_times(mask, seqlen, rows, cols, itemsize, speed)
+    if not times:
+        return "balanced", "nothing to compare: one rank, very few tokens or over a thousand ranks"
+    why = "least predicted time (of the busiest rank: work over the mean, tokens sent or received)"
+    return min(times, key=times.get), f"{why}: {numbers}"
+
+
+@lru_cache(maxsize=64)
+def predict_times(
+    mask: Mask, seqlen: int, rows: int, cols: int, itemsize: int, speed: float | None = None
+) -> tuple[dict[str, float], str]:
+    """Predict the time of each distribution.
 
     Parameters
     ----------
@@ -50,13 +73,15 @@ def choose(
 
     Returns
     -------
-    name : {"contiguous", "zigzag", "balanced"}
-    why : str
-        A clause for users, with the numbers that decided.
+    times : dict of str to float
+        In units of the time in which a byte arrives, for one element of a head.  Empty if there is
+        nothing to compare: one rank, very few tokens or over a thousand ranks.
+    numbers : str
+        The numbers that decided.
     """
     positions = rows * cols
     if positions == 1 or 2 * positions > min(MOST_RUNS, seqlen):
-        return "balanced", "nothing to compare: one rank, very few tokens or over a thousand ranks"
+        return {}, ""
     each = next((x for x in _RUNS if x * positions <= min(_FINE, seqlen)), 2)
     bounds, pairs = pairs_of_cuts(mask, seqlen, each * positions)
     zigzag, contiguous = (
@@ -65,13 +90,10 @@ def choose(
     deals = {"contiguous": contiguous, "zigzag": zigzag}
     if min(contiguous.work, zigzag.work) > EVEN_AREA:  # otherwise a search cannot gain much
         deals["balanced"] = deal(mask, seqlen, rows, cols)
-    # Each visible pair takes four operations per element of a head.  The unit of time is the time
-    # in which a byte arrives.
+    # Each visible pair takes four operations per element of a head.
     even = 4 * float(pairs.sum()) / positions / (speed or _FLOPS_PER_BYTE[itemsize])
     times = {}
     for name, dealt in deals.items():
         shorter, longer = sorted((dealt.work * even, dealt.traffic * seqlen * itemsize))
         times[name] = longer + _EXPOSED * shorter
-    numbers = (f"{name} {x.work:.2f}, {x.traffic:.2f} N" for name, x in deals.items())
-    why = "least predicted time (of the busiest rank: work over the mean, tokens sent or received)"
-    return min(times, key=times.get), f"{why}: {'; '.join(numbers)}"
+    return times, "; ".join(f"{name} {x.work:.2f}, {x.traffic:.2f} N" for name, x in deals.items())

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
-from a2d_mpi.masks.intervals import Runs, union
+from a2d_mpi.masks.intervals import Runs, members, union
 from a2d_mpi.masks.mask import Causal, Full, Mask
+from a2d_mpi.masks.stairs import stairs_of
 from a2d_mpi.sharding.distribution import Distribution
 from a2d_mpi.sharding.progressions import concatenated
 
@@ -89,48 +89,10 @@ class Visibility:
         return self._of_shard[key]
 
 
-class Stairs(NamedTuple):
-    """Runs of queries whose intervals of keys move by equal steps from query to query.
-
-    Attributes
-    ----------
-    first, last : (n,) int64
-        The queries of each run are ``[first, last)``, in ascending order.
-    begin, end : (n,) int64
-        The interval of keys that the first query sees; it is not empty.
-    step_begin, step_end : (n,) int64
-        Growth of `begin` and `end` from one query to the next, 0 or 1.
-    """
-
-    first: np.ndarray
-    last: np.ndarray
-    begin: np.ndarray
-    end: np.ndarray
-    step_begin: np.ndarray
-    step_end: np.ndarray
-
-
-@lru_cache(maxsize=2)
-def stairs_of(mask: Mask, seqlen: int, seqlen_kv: int) -> list[Stairs]:
-    """Return the visible pairs of a mask as stairs, for each of the intervals of a query."""
-    if type(mask) is Causal and seqlen == seqlen_kv:  # without arrays of all tokens
-        return [Stairs(*np.array([[0], [seqlen], [0], [1], [0], [1]]))]
-    all_stairs = []
-    for begin, end in mask.visible(np.arange(seqlen)):
-        begin, end = np.clip(begin, 0, seqlen_kv), np.clip(end, 0, seqlen_kv)
-        query = np.flatnonzero(end > begin)
-        begin, end = begin[query], end[query]
-        steps = np.stack([np.diff(x, append=-1) for x in (query, begin, end)])  # (3, queries)
-        # A run ends where a step is not 0 or 1, or differs from the step before.
-        new = np.ones(len(query), bool)
-        new[1:] = (steps[0, :-1] != 1) | ((steps[1:, :-1] | 1) != 1).any(axis=0)
-        new[2:] |= (steps[1:, 1:-1] != steps[1:, :-2]).any(axis=0)
-        start = np.flatnonzero(new)
-        size = np.diff(start, append=len(query))
-        both = steps[1:, start] * (size > 1)
-        stairs = Stairs(query[start], query[start] + size, begin[start], end[start], *both)
-        all_stairs.append(stairs)
-    return all_stairs
+def sees(mask: Mask, n: int, m: int, queries: list[range], keys: list[range]) -> bool:
+    """Return True if any of the queries sees any of the keys, of n queries and m keys."""
+    seen = _keys_seen(mask, n, m, _bounds(queries))
+    return any(members(r, seen) for r in keys)
 
 
 def _keys_seen(mask: Mask, seqlen: int, seqlen_kv: int, queries: np.ndarray) -> Runs:
@@ -167,11 +129,11 @@ def _queries_seeing(mask: Mask, seqlen: int, seqlen_kv: int, keys: np.ndarray) -
 
 
 def _bounds(runs: list[range]) -> np.ndarray:
-    """Return the integers of progressions as runs of consecutive ones, (n, 2) int64."""
+    """Return the integers of progressions as runs of consecutive ones, ascending, (n, 2) int64."""
     if any(r.step > 1 for r in runs):
-        tokens = concatenated(runs)
+        tokens = np.sort(concatenated(runs), kind="stable")
         return np.stack([tokens, tokens + 1], axis=1)
-    return np.array([(r.start, r.stop) for r in runs], np.int64).reshape(-1, 2)
+    return np.array(sorted((r.start, r.stop) for r in runs), np.int64).reshape(-1, 2)
 
 
 def _union(several: list[tuple[np.ndarray, np.ndarray]]) -> Runs:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+from itertools import accumulate
 
 import torch
 from mpi4py import MPI
 
-from a2d_mpi.comm.agreement import agree
+from a2d_mpi.comm.agreement import Call, agree
 from a2d_mpi.gpt.gradients import GradientSum
 from a2d_mpi.torch.tensors import array_of, current_stream
 
@@ -22,14 +24,17 @@ class GradientHooks:
         hooks = GradientHooks(model, comm)
         for ...:
             optimizer.zero_grad()
-            loss.backward()  # this rank's term of the loss
+            loss.backward()  # this rank's term of the loss; also several times
             hooks.finish()
             optimizer.step()
 
     Gradients are summed in float32 (float64 if the model has float64), in the order of ranks, so
     that all ranks get the same bits.  If only some ranks have a gradient, it counts as zero on the
     other ranks.  If no rank has a gradient, it stays None, and optimizers skip the parameter.
-    There must be exactly one backward pass between two calls of `finish`.
+
+    With several backward passes before `finish`, the gradients of all of them are summed once.  In
+    the first step messages of the first pass may be sent in vain; later steps wait for as many
+    passes as the step before had.
 
     Parameters
     ----------
@@ -41,9 +46,9 @@ class GradientHooks:
     Raises
     ------
     ValueError
-        On all ranks, if models differ in parameters, shapes or dtypes, have complex parameters, or
-        have no parameters to train.  `finish` raises it on all ranks, if a parameter got a second
-        gradient before `finish` on any rank.
+        On all ranks, if models differ in parameters, shapes or dtypes, have complex parameters or
+        DTensors, or have no parameters to train.  `finish` raises it on all ranks, if on any rank
+        a gradient is sparse, or still holds the sum of an earlier call.
     """
 
     def __init__(self, model: torch.nn.Module, comm: MPI.Intracomm) -> None:
@@ -52,12 +57,19 @@ class GradientHooks:
         sizes = [x.numel() for x in self._parameters]
         kinds = [(tuple(x.shape), x.dtype) for x in self._parameters]
         digest = hashlib.sha256(str(kinds).encode()).hexdigest()[:8]
-        problem = None if sizes else "the model has no parameters to train"
-        if any(x.is_complex() for x in self._parameters):
-            problem = "complex parameters are not supported"
-        agree(comm, problem, {
-            "parameters": f"{len(sizes)} tensors of {sum(sizes)} elements (digest {digest})"
-        })  # fmt: skip
+        call = Call(comm)
+        with call.checks():
+            if not sizes:
+                raise ValueError("the model has no parameters to train")
+            if any(x.is_complex() for x in self._parameters):
+                raise ValueError("complex parameters are not supported")
+            if any(hasattr(x, "placements") for x in self._parameters):
+                raise ValueError(
+                    "parameters are DTensors, as of fully_shard, which sums their gradients itself"
+                )
+        call.agree(
+            {"parameters": f"{len(sizes)} tensors of {sum(sizes)} elements (digest {digest})"}
+        )
         wide = any(x.dtype == torch.float64 for x in self._parameters)
         dtype = torch.float64 if wide else torch.float32
         sizes = [x + 1 for x in sizes]  # the last element counts the ranks that have the gradient
@@ -70,40 +82,62 @@ class GradientHooks:
             if sum(self._parts[y].nbytes for y in self._buckets[-1]) >= BUCKET:
                 self._buckets.append([])
             self._buckets[-1].append(x)
-        self._begin()
+        self._number = {x: i for i, bucket in enumerate(self._buckets) for x in bucket}
+        ends = [0, *accumulate(sum(len(self._parts[x]) for x in y) for y in self._buckets)]
+        self._slices = [slice(*x) for x in zip(ends, ends[1:])]
+        self._begin(Counter())
         self._handles = [
-            x.register_post_accumulate_grad_hook(self._arrived) for x in self._parameters
+            x.register_post_accumulate_grad_hook(self._arrive) for x in self._parameters
         ]
 
-    def _begin(self) -> None:
-        self._missing, self._problem = set(self._parameters), None
-        self._started, self._sent = 0, 0  # number of buckets, and of their elements
+    def _begin(self, before: Counter) -> None:
+        """Expect as many gradients of each parameter as `before`, at least one."""
+        self._expected, self._arrived = before, Counter()
+        self._started, self._problem = 0, None
+        self._late: set[int] = set()  # buckets with a gradient that came after they were sent
 
-    def _arrived(self, parameter: torch.nn.Parameter) -> None:
+    def _arrive(self, parameter: torch.nn.Parameter) -> None:
         """Send the next buckets whose gradients are complete."""
-        if parameter not in self._missing:
-            self._problem = (
-                "a parameter got a second gradient before finish(): call finish() after every "
-                "backward pass"
-            )
-            return  # `finish` raises the error, on all ranks
-        self._missing.remove(parameter)
+        self._arrived[parameter] += 1
+        self._gradient(parameter)
+        if self._number[parameter] < self._started:
+            self._late.add(self._number[parameter])
         while self._started < len(self._buckets):
-            if not self._missing.isdisjoint(self._buckets[self._started]):
+            if any(
+                self._arrived[x] < max(1, self._expected[x]) for x in self._buckets[self._started]
+            ):
                 break
             self._start()
 
+    def _gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Return the gradient, or None if it is none that can be summed."""
+        gradient = parameter.grad
+        if gradient is None:
+            return None
+        if gradient.layout != torch.strided:
+            self._problem = f"gradients must be dense, got one of layout {gradient.layout}"
+            return None
+        # A backward pass changes a gradient once, and so does zero_grad if it keeps the tensor.
+        changes = gradient._version - getattr(gradient, "_version_summed", -2)
+        if changes == 0 or (changes == 1 and gradient.any()):
+            self._problem = (
+                "a gradient still holds the sum over ranks of an earlier step: call zero_grad() "
+                "before the next backward pass, or sum once after several passes"
+            )
+        return gradient
+
     def _start(self) -> None:
         """Send the next bucket; all ranks send buckets in the same order."""
-        begin, bucket = self._sent, self._buckets[self._started]
-        for x in bucket:
-            part = self._parts[x]
-            part.fill_(x.grad is not None)
-            part[:-1] = 0 if x.grad is None else x.grad.detach().reshape(-1)
-            self._sent += len(part)
+        self._send(self._started)
         self._started += 1
+
+    def _send(self, number: int) -> None:
+        for x in self._buckets[number]:
+            part, gradient = self._parts[x], self._gradient(x)
+            part.fill_(gradient is not None)
+            part[:-1] = 0 if gradient is None else gradient.detach().reshape(-1)
         with current_stream():
-            self._sum.start(slice(begin, self._sent))
+            self._sum.start(self._slices[number])
 
     def finish(self) -> None:
         """Wait until every gradient holds its sum over ranks.  Collective."""
@@ -111,15 +145,20 @@ class GradientHooks:
             self._start()
         with current_stream():
             self._sum.finish()
-        problem = self._problem
-        self._begin()
+        problem, late = self._problem, self._late
+        self._begin(self._arrived)
         agree(self._sum.comm, problem)
+        for number in sorted(set().union(*self._sum.comm.allgather(late))):
+            self._send(number)
+        with current_stream():
+            self._sum.finish()
         for x, part in self._parts.items():
             if x.grad is None:
                 if part[-1] == 0:
                     continue
                 x.grad = torch.empty_like(x)
             x.grad.copy_(part[:-1].view(x.shape))
+            x.grad._version_summed = x.grad._version
 
     def free(self) -> None:
         """Remove the hooks and free the communicator.  Collective."""

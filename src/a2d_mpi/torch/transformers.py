@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 
 from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.masks.intervals import EVERYTHING
 from a2d_mpi.torch.attention import attend
 
 _numbers = count(1)
@@ -18,7 +21,102 @@ OTHERS = (
     "sliding_window", "s_aux", "sinks", "position_bias", "head_mask", "indices", "block_indices",
     "cu_seq_lens_q", "cu_seq_lens_k",
 )  # fmt: skip
-PADDING = "a plan takes no padding mask: pack sequences as documents of the plan's mask"
+PAIRS = 1024  # random queries for which the masks of a plan and of a model are compared
+PADDING = "a plan takes no padding mask: pack sequences as documents"
+
+
+def register(attention: Callable, mask: Callable) -> str:
+    """Register an attention and a mask function with transformers under a new name; return it."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = f"a2d_mpi_{next(_numbers)}"
+    if hasattr(ALL_ATTENTION_FUNCTIONS, "register"):
+        ALL_ATTENTION_FUNCTIONS.register(name, attention)
+    else:  # before 4.51 it is a dict
+        ALL_ATTENTION_FUNCTIONS[name] = attention
+    # Without an entry here, transformers would silently drop padding masks.
+    if _makes_masks():
+        from transformers.masking_utils import AttentionMaskInterface
+
+        AttentionMaskInterface.register(name, mask)
+    return name
+
+
+def _makes_masks() -> bool:
+    """Return False before transformers 4.53, whose attention always gets a mask."""
+    try:
+        from transformers.masking_utils import AttentionMaskInterface  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def check_shards(plan: AttentionPlan) -> None:
+    """Raise ValueError if a rank has no tokens, because models need at least one token."""
+    if 0 in plan.problem.queries.counts:
+        rank = plan.problem.queries.counts.index(0)
+        raise ValueError(
+            f"rank {rank} has none of the {plan.seqlen} tokens, but models need at least one token"
+        )
+
+
+def attend_layer(
+    plan: AttentionPlan,
+    module: torch.nn.Module,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    problems: dict[str, bool],
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sink: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute the attention of a layer by a plan, or raise ValueError on all ranks.
+
+    Parameters
+    ----------
+    plan : AttentionPlan
+    module : torch.nn.Module
+        The layer.
+    tensors : (1, nheads, n, headdim), (1, nheads_kv, n, headdim), (1, nheads_kv, n, headdim_v)
+        q, k and v.
+    problems : dict of str to bool
+        What the caller refuses, and whether it is there.
+    scaling, dropout, others
+        What transformers passes to attention functions.
+    sink : (nheads,) tensor, optional
+
+    Returns
+    -------
+    (1, n, nheads, headdim_v) tensor
+    None
+        In place of the weights of attention.
+    """
+    q = tensors[0]
+    scaling, softcap = q.shape[-1] ** -0.5 if scaling is None else scaling, others.get("softcap")
+    problems = problems | {
+        f"the batch must be one sequence, got {len(q)}": len(q) != 1,
+        f"dropout must be 0 in attention, got {dropout}": dropout != 0,
+        "output_attentions must be false: a plan does not keep the weights of attention": (
+            others.get("output_attentions") or getattr(module.config, "output_attentions", False)
+        ),
+        f"the model scales logits by {scaling}, but the plan by {plan.softmax_scale}": (
+            not math.isclose(scaling, plan.softmax_scale)
+        ),
+        f"the model has the soft-cap {softcap}, but the plan has {plan.logit_softcap}": (
+            softcap != plan.logit_softcap
+        ),
+    }
+    problems |= {
+        f"the model passes {x}, which a plan cannot use": others.get(x) is not None for x in OTHERS
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            plan.refuse(problem)
+    # (1, heads, n, headdim) to (n, heads, headdim)
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in tensors)
+    if sink is not None:
+        sink = sink.to(getattr(torch, plan.compute_dtype.name))
+    return attend(plan, q, k, v, sink)[None], None
 
 
 def _counted(plan: AttentionPlan) -> torch.Tensor | None:
@@ -32,6 +130,38 @@ def _counted(plan: AttentionPlan) -> torch.Tensor | None:
     return torch.arange(n)
 
 
+def _contradiction(plan: AttentionPlan, mask_function: Callable) -> str | None:
+    """Compare the mask of a model with a plan's, and say what is wrong.
+
+    A plan may hide what the model shows, such as other documents.
+    """
+    zero, tokens = torch.tensor(0), np.arange(plan.seqlen)
+    try:
+        mask_function(zero, zero, zero + EVERYTHING, zero + EVERYTHING)
+        numbers = tokens
+    except IndexError:  # it looks up positions of this rank's tokens: compare the first of them
+        breaks = np.flatnonzero(np.diff(plan.tokens) != 1)
+        tokens = plan.tokens[: breaks[0] + 1] if len(breaks) else plan.tokens
+        numbers = np.arange(len(tokens))
+    n, random = len(tokens), np.random.default_rng(0)
+    # Steps of all sizes meet the bounds of windows and of chunks.
+    steps = [0, *(1 << x for x in range(n.bit_length()))]
+    q = np.repeat(random.integers(n, size=PAIRS), 2 * len(steps))
+    k = q + np.tile(steps + [-x for x in steps], PAIRS)
+    inside = (k >= 0) & (k < n)
+    q, k = q[inside], k[inside]
+    shown = mask_function(zero, zero, *(torch.from_numpy(numbers[x]) for x in (q, k)))
+    shown = torch.as_tensor(shown).expand(len(q)).numpy(force=True)
+    q, k, wanted = tokens[q], tokens[k], np.zeros(len(q), bool)
+    for begin, end in plan.mask.visible(q):
+        wanted |= (begin <= k) & (k < end)
+    for i in np.flatnonzero(wanted & ~shown)[:1]:
+        return f"the plan's mask shows key {k[i]} to query {q[i]}, but the model's hides it"
+    if shown[k > q].any() and not wanted[k > q].any():
+        return "the model attends in both directions, but the plan's mask is causal"
+    return None
+
+
 def use_in_transformers(plan: AttentionPlan) -> str:
     """Register a plan with Hugging Face transformers, 4.48 or newer.  Local.
 
@@ -39,6 +169,9 @@ def use_in_transformers(plan: AttentionPlan) -> str:
     attention of a model.  The model then takes one sequence without padding.  Each rank passes its
     tokens ``plan.tokens``, and their positions as `position_ids`.  The plan's mask replaces the
     model's mask.  The caller must keep a reference to the plan.
+
+    `ContextParallel` does all this, and finds out whether a plan can compute the model at all.
+    This function sees only what the model passes to its attention.
 
     Parameters
     ----------
@@ -61,21 +194,11 @@ def use_in_transformers(plan: AttentionPlan) -> str:
     * dropout, a padding mask or `output_attentions`;
     * a batch of more than one sequence;
     * another scale or soft-cap than the plan, or a window, sinks or a bias;
-    * no `position_ids`, in models that pass these to their attention.
+    * a mask that hides what the plan shows, or that is not causal, as the plan's is;
+    * no `position_ids`, or `position_ids` that a plan with another distribution has had.
     """
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if 0 in plan.problem.queries.counts:
-        rank = plan.problem.queries.counts.index(0)
-        raise ValueError(
-            f"rank {rank} has none of the {plan.seqlen} tokens, but models need at least one token"
-        )
-    try:  # without an entry here, transformers would silently drop padding masks
-        from transformers.masking_utils import AttentionMaskInterface
-    except ImportError:  # before 4.53 attention always gets a mask, whose last row shows padding
-        AttentionMaskInterface = None
-    name, reference = f"a2d_mpi_{next(_numbers)}", weakref.ref(plan)
-    forgotten = _counted(plan)
+    check_shards(plan)
+    reference, forgotten, makes_masks = weakref.ref(plan), _counted(plan), _makes_masks()
 
     def plan_of_name() -> AttentionPlan:
         plan = reference()
@@ -85,29 +208,20 @@ def use_in_transformers(plan: AttentionPlan) -> str:
             )
         return plan
 
+    @torch._disable_dynamo  # one break of the graph, in place of one at each bool() and at attend
     def attention(
         module: torch.nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        plan = plan_of_name()
+        plan, positions = plan_of_name(), others.get("position_ids")
         hidden = attention_mask is not None and (
-            AttentionMaskInterface or bool((attention_mask[..., -1, : key.shape[2]] != 0).any())
+            makes_masks or bool((attention_mask[..., -1, : key.shape[2]] != 0).any())
         )
-        positions, softcap = others.get("position_ids"), others.get("softcap")
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         problems = {
-            f"the batch must be one sequence, got {len(query)}": len(query) != 1,
-            f"dropout must be 0 in attention, got {dropout}": dropout != 0,
-            "output_attentions must be false: a plan does not keep the weights of attention": (
-                others.get("output_attentions")
-                or getattr(module.config, "output_attentions", False)
-            ),
             PADDING: hidden,
             "position_ids must be given: the model counts them from 0 on every rank": (
                 forgotten is not None
@@ -115,31 +229,24 @@ def use_in_transformers(plan: AttentionPlan) -> str:
                 and positions.shape[-1] == len(forgotten)
                 and bool((positions == forgotten.to(positions.device)).all())
             ),
-            f"the model scales logits by {scaling}, but the plan by {plan.softmax_scale}": (
-                not math.isclose(scaling, plan.softmax_scale)
+            "two plans with different distributions got the same position_ids: give both one": (
+                positions is not None
+                and positions.__dict__.setdefault("a2d_mpi", plan.distribution)
+                != plan.distribution
             ),
-            f"the model has the soft-cap {softcap}, but the plan has {plan.logit_softcap}": (
-                softcap != plan.logit_softcap
-            ),
-        } | {
-            f"the model passes {x}, which a plan cannot use": others.get(x) is not None
-            for x in OTHERS
         }
-        for problem, is_there in problems.items():
-            if is_there:
-                plan.refuse(problem)
-        # (1, heads, n, headdim) to (n, heads, headdim)
-        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-        return attend(plan, q, k, v)[None], None
+        return attend_layer(plan, module, (query, key, value), problems, **others)
 
-    def mask(attention_mask: torch.Tensor | None = None, **others: Any) -> None:
+    def mask(
+        attention_mask: torch.Tensor | None = None,
+        mask_function: Callable | None = None,
+        **others: Any,
+    ) -> None:
+        plan = plan_of_name()
         if attention_mask is not None and not bool(attention_mask.all()):
-            plan_of_name().refuse(PADDING)
+            plan.refuse(PADDING)
+        if mask_function is not None and (problem := _contradiction(plan, mask_function)):
+            plan.refuse(problem)
 
-    if hasattr(ALL_ATTENTION_FUNCTIONS, "register"):
-        ALL_ATTENTION_FUNCTIONS.register(name, attention)
-    else:  # before 4.51 it is a dict
-        ALL_ATTENTION_FUNCTIONS[name] = attention
-    if AttentionMaskInterface:
-        AttentionMaskInterface.register(name, mask)
+    name = register(attention, mask)
     return name

@@ -1,0 +1,444 @@
+"""Models of transformers whose sequence is spread over ranks."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+
+from a2d_mpi.attention.methods import make_plan
+from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.comm.agreement import Call, agree
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.masks.documents import Documents, positions_in
+from a2d_mpi.masks.mask import Mask
+from a2d_mpi.schedules import METHODS
+from a2d_mpi.sharding.choice import predict_times
+from a2d_mpi.torch.attention import IGNORED
+from a2d_mpi.torch.gradients import sum_gradients
+from a2d_mpi.torch.layers import (
+    Kind,
+    attention_of,
+    inputs_of,
+    layers_of,
+    number_of,
+    run,
+    same,
+    tag,
+)
+from a2d_mpi.torch.transformers import PADDING, attend_layer, check_shards, register
+
+PROBED = 16  # tokens of a rank in the probe
+KEPT = 8  # sets of documents whose plans are kept
+
+Plans = dict[Kind, AttentionPlan]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's part of a sequence.
+
+    Attributes
+    ----------
+    inputs : dict of str to (1, n) int64 tensor
+        `input_ids` and `position_ids`.  The plans belong to this tensor of positions, not to a
+        copy.
+    labels : (1, n) int64 tensor
+        Label of each token, or -100.
+    nlabels : int
+        Labels of all ranks that are not -100.
+    tokens : (n,) int64
+        Sorted global indices of this rank's tokens.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    labels: torch.Tensor
+    nlabels: int
+    tokens: np.ndarray
+
+
+class ContextParallel:
+    """A model of transformers whose sequence is spread over the ranks of a grid.
+
+    ::
+
+        cp = ContextParallel(grid, model, seqlen=N)
+        batch = cp.shard(input_ids)  # every rank passes the whole sequence
+        loss = cp.loss(model(**batch.inputs).logits, batch)
+        loss.backward()
+        cp.sum_gradients()
+
+    It finds out what each attention layer computes, and makes a plan for each kind of layer, all
+    on one distribution.  Then a few tokens go through the model with its own attention, and
+    through plans; the outputs of all layers must be the same.  A model that plans cannot compute
+    is refused.  Making it, `shard`, `sum_gradients` and calls of the model are collective over
+    ``grid.comm``.  The caller must keep a reference as long as the model is used.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+    model : transformers.PreTrainedModel
+        The same on all ranks, not in a wrapper.  Needs transformers 4.53 or newer.
+    seqlen : int
+        N, tokens of the sequence.
+    method : str
+        One of `a2d_mpi.schedules.METHODS`.
+    distribution : str, optional
+        As of plans.  Default: the one with the least predicted time for all layers together.
+    dtype : str, optional
+        As of plans.  Default: the dtype of q.
+    probe : bool
+        Whether to compare the model with its own attention.
+    **options
+        Other arguments of plans: `kernel`, `overlap`, `wire`, ...
+
+    Attributes
+    ----------
+    plans : dict of Kind to AttentionPlan
+        Plans of a sequence that is one document.
+    layers : dict of torch.nn.Module to Kind
+
+    Raises
+    ------
+    ValueError
+        On all ranks, with the name of the layer, if plans cannot compute it, or the probe finds a
+        difference.  Also as of plans.
+    """
+
+    def __init__(
+        self,
+        grid: ProcessGrid,
+        model: torch.nn.Module,
+        *,
+        seqlen: int,
+        method: str = "attention2d",
+        distribution: str | None = None,
+        dtype: str | None = None,
+        probe: bool = True,
+        **options: Any,
+    ) -> None:
+        self.grid, self.model, self.seqlen, self.method = grid, model, seqlen, method
+        self._distribution, self._dtype, self._options = distribution, dtype, options
+        self.layers: dict[torch.nn.Module, Kind] = {}
+        call = Call(grid.comm)
+        with call.checks(text=lambda x: f"{type(model).__name__}: {x}"):
+            _check_model(model)
+            self.layers = layers_of(model, seqlen)
+        call.agree({"seqlen": seqlen, "layers": [*self.layers.values()]})
+        self._numbers: dict[bytes, int] = {}  # of plans, by their documents
+        self._sets: dict[int, Plans] = {}
+        self._current = 0
+        self._name = register(*self._functions())
+        if probe:
+            self._probe()
+        self.plans = self._sets[self._plans_of(None)]
+        self._before = model.config._attn_implementation
+        model.set_attn_implementation(self._name)
+        me = weakref.ref(self)  # so that copies of the model do not copy plans
+        self._handle = model.register_forward_pre_hook(
+            lambda *given: _alive(me())._begin(*given), with_kwargs=True
+        )
+
+    def _functions(self) -> tuple[Callable, Callable]:
+        """Return the attention function and the mask function of transformers."""
+        me = weakref.ref(self)
+
+        def attention(module: torch.nn.Module, *given: Any, **others: Any) -> tuple:
+            return _alive(me())._attend(module, *given, **others)
+
+        def mask(attention_mask: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
+            self = _alive(me())
+            if attention_mask is not None and not bool(attention_mask.all()):
+                self._refuse(PADDING)
+            return tag(self._current)
+
+        return attention, mask
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Compute the attention of a layer by its plan."""
+        kind, number = self.layers.get(module), self._current
+        if kind is None:
+            self._refuse(
+                "a layer is not the model's of ContextParallel; has the model been copied?"
+            )
+        if attention_mask is not None:  # not the current ones if a layer is computed again
+            number = number_of(attention_mask)
+            if number not in self._sets:
+                self._refuse("a layer has a mask of its own, or plans that are no longer kept")
+        others.pop("sliding_window", None)  # the plan's mask has it
+        sinks = [others.pop(x, None) for x in ("s_aux", "sinks")]
+        sink = next((x for x in sinks if x is not None), None)
+        plan = self._sets[number][kind]
+        return attend_layer(plan, module, (query, key, value), {}, sink=sink, **others)
+
+    def _refuse(self, problem: str) -> None:
+        """Raise ValueError on all ranks, which call a plan."""
+        kind = next(iter(self.layers.values()))
+        self._sets[self._current][kind].refuse(problem)
+
+    def _begin(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Take the plans of a batch before the model is called."""
+        given = dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
+        number = getattr(given.get("position_ids"), "a2d_mpi", None)
+        if number in self._sets:
+            self._use(number)
+        else:
+            self._refuse("call the model with **batch.inputs of a new batch = cp.shard(...)")
+        if given.get("labels") is not None:
+            self._refuse("the model would shift labels on each rank alone: give them to cp.shard")
+
+    def _use(self, number: int) -> None:
+        """Make plans the current ones, and free the buffers of the others."""
+        if number != self._current:
+            for plan in self._sets.get(self._current, {}).values():
+                plan.free()
+        self._current = number
+
+    def _plans_of(self, cu_seqlens: np.ndarray | None) -> int:
+        """Make or find the plans of documents; return their number.  Collective."""
+        key = b"" if cu_seqlens is None else cu_seqlens.tobytes()
+        if key not in self._numbers:
+            plans = self._make(self.seqlen, cu_seqlens)
+            self._numbers[key] = number = max(self._sets, default=-1) + 1
+            self._sets[number] = plans
+            if len(self._numbers) > KEPT:
+                del self._sets[
+                    self._numbers.pop([*self._numbers][1])
+                ]  # the first has no documents
+        elif key:  # the latest come last
+            self._numbers[key] = self._numbers.pop(key)
+        self._use(self._numbers[key])
+        return self._current
+
+    def _make(self, seqlen: int, cu_seqlens: np.ndarray | None = None) -> Plans:
+        """Make a plan for each kind of layer, all on one distribution.  Collective."""
+        kinds, plans = Counter(self.layers.values()), {}
+        masks = {x: _inside(x.mask, seqlen, cu_seqlens) for x in kinds}
+        name = self._distribution or self._chosen(kinds, masks, seqlen)
+        for kind, mask in masks.items():
+            sizes = kind._asdict() | {"seqlen": seqlen, "dtype": self._dtype or kind.dtype}
+            del sizes["mask"]
+            plans[kind] = make_plan(
+                self.method, self.grid, mask, distribution=name, **sizes | self._options
+            )
+            check_shards(plans[kind])
+        if len({x.distribution for x in plans.values()}) > 1:
+            raise ValueError("the layers need plans of one distribution; name another one")
+        return plans
+
+    def _chosen(self, kinds: Counter, masks: dict[Kind, Mask], seqlen: int) -> str | None:
+        """Return the distribution with the least predicted time of all layers, or None.
+
+        None leaves the choice to the plans, which all make the same one.
+        """
+        layout, method = self.grid.layout, METHODS[self.method]
+        if len(set(masks.values())) == 1 or method.distribution or layout.distribution:
+            return None
+        total = {"contiguous": 0.0, "zigzag": 0.0}
+        for kind, layers in kinds.items():
+            itemsize = torch.finfo(getattr(torch, kind.dtype)).bits // 8
+            times, _ = predict_times(masks[kind], seqlen, *method.tiles(layout), itemsize)
+            for name in total:
+                total[name] += layers * kind.nheads * kind.headdim * times.get(name, 0)
+        return min(total, key=total.get)
+
+    def _probe(self) -> None:
+        """Compare all layers with the model's own attention for a few tokens.  Collective."""
+        n = min(self.seqlen, PROBED * self.grid.comm.size)
+        positions = torch.from_numpy(np.linspace(0, self.seqlen - 1, n).round().astype(np.int64))
+        plans = self._sets[0] = self._make(n)
+        tokens = next(iter(plans.values())).tokens
+        whole, expected, problems = inputs_of(self.model, positions[None]), [], []
+        call = Call(self.grid.comm)
+        with call.checks(), attention_of(self.model, "eager"):
+            run(self.model, whole, lambda *x: expected.append(x), every=False)
+        call.agree()
+        rest = iter(expected)
+
+        def compare(name: str, x: torch.Tensor) -> torch.Tensor:
+            other, y = next(rest, (None, x))
+            if name != other or not same(x, y[tokens]):
+                problems.append(f"{name} is not the same over ranks as on one")
+            return y[tokens] if name == other else x
+
+        del whole["attention_mask"]  # as in calls for a batch
+        own = {name: x[:, tokens] for name, x in whole.items()}
+        with attention_of(self.model, self._name):
+            run(self.model, own, compare, every=False)
+        agree(self.grid.comm, next(iter(problems), None))
+        for plan in plans.values():
+            plan.free()
+        del self._sets[0]
+
+    def shard(
+        self,
+        input_ids: torch.Tensor | None,
+        labels: torch.Tensor | None = None,
+        cu_seqlens: np.ndarray | torch.Tensor | None = None,
+        root: int | None = None,
+    ) -> Batch:
+        """Return this rank's part of a sequence.  Collective.
+
+        Parameters
+        ----------
+        input_ids : (1, N) or (N,) integer tensor
+            The same on all ranks, or only on rank `root`.
+        labels : tensor like `input_ids`, optional
+            -100 where there is none.  A causal model predicts the label of the next token of the
+            same document.  Another model predicts the label of the token.  Default: `input_ids`
+            for a causal model, otherwise none.
+        cu_seqlens : (documents + 1,) integers, optional
+            First token of each document, and the end of the last one.  Documents do not see each
+            other, and each one is computed as if it were alone: its positions begin with 0.
+            Tokens after the last document are padding.
+        root : int, optional
+            The rank of ``grid.comm`` that passes the other arguments.  Default: all do.
+
+        Returns
+        -------
+        Batch
+
+        Raises
+        ------
+        ValueError
+            On all ranks, if shapes or dtypes are wrong, or ranks pass different tensors.
+        """
+        comm, given = self.grid.comm, (input_ids, labels, cu_seqlens)
+        problem = None if root in (None, *range(comm.size)) else f"root must be a rank, got {root}"
+        agree(comm, problem, {"root": root})
+        call = Call(comm)
+        whole: list[np.ndarray | None] = []
+        with call.checks():
+            whole = [None if x is None else _numbers(x) for x in given]
+        if root is not None:
+            call.problem, whole = comm.bcast((call.problem, whole), root)
+        names = "input_ids", "labels", "cu_seqlens"
+        with call.checks():
+            self._check(*whole)
+        call.agree({x: _digest(y) for x, y in zip(names, whole)})
+        ids, targets, ends = whole
+        number = self._plans_of(ends)
+        tokens = next(iter(self._sets[number].values())).tokens
+        bounds = np.unique([0, self.seqlen] if ends is None else [*ends, self.seqlen])
+        if self.causal:
+            targets = np.append((ids if targets is None else targets)[1:], IGNORED)
+            targets[bounds[1:] - 1] = IGNORED
+        elif targets is None:
+            targets = np.full_like(ids, IGNORED)
+        if ends is not None:
+            targets[ends[-1] :] = IGNORED
+        own = (torch.from_numpy(x[tokens])[None] for x in (ids, positions_in(bounds), targets))
+        inputs, positions, labels = (x.to(self.model.device) for x in own)
+        positions.a2d_mpi = number
+        return Batch(
+            {"input_ids": inputs, "position_ids": positions},
+            labels,
+            int((targets != IGNORED).sum()),
+            tokens,
+        )
+
+    @property
+    def causal(self) -> bool:
+        """Whether no layer sees later tokens."""
+        first = np.array([0, self.seqlen // 2])
+        ends = (end for x in self.plans for _, end in x.mask.visible(first))
+        return all((end <= first + 1).all() for end in ends)
+
+    def _check(self, ids: Any, labels: Any, cu_seqlens: Any) -> None:
+        """Raise ValueError if arguments of `shard` are wrong."""
+        if ids is None or ids.shape != (self.seqlen,):
+            got = "none" if ids is None else f"{len(ids)} tokens"
+            raise ValueError(f"input_ids must be one sequence of {self.seqlen} tokens, got {got}")
+        if labels is not None and labels.shape != ids.shape:
+            raise ValueError(f"labels must be {len(ids)} numbers, got {len(labels)}")
+        if cu_seqlens is not None:
+            Documents(cu_seqlens).check(self.seqlen)
+
+    def loss(self, logits: torch.Tensor, batch: Batch, averaged_over: int = 1) -> torch.Tensor:
+        """Return this rank's part of the cross-entropy.
+
+        The sum over ranks is the mean over the labels of all ranks.
+
+        Parameters
+        ----------
+        logits : (1, n, vocabulary) tensor
+            Of the model, for `batch`.  Computed in float32 or wider.
+        batch : Batch
+        averaged_over : int
+            Number of ranks of ``grid.comm`` if something averages gradients over them, as DDP and
+            FSDP do: the loss is that many times as large.  Leave out `sum_gradients` then.
+        """
+        if logits.shape[:2] != batch.labels.shape:
+            raise ValueError(
+                f"logits must be (1, {len(batch.tokens)}, vocabulary), got {tuple(logits.shape)}"
+            )
+        logits = logits[0].to(torch.promote_types(logits.dtype, torch.float32))
+        labels = batch.labels[0].to(logits.device)
+        total = torch.nn.functional.cross_entropy(
+            logits, labels, ignore_index=IGNORED, reduction="sum"
+        )
+        return total * (averaged_over / max(1, batch.nlabels))
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients of the model over the ranks of the grid.  Collective."""
+        sum_gradients(self.model, self.grid.comm)
+
+    def free(self) -> None:
+        """Give the model its own attention back, and release all buffers.  Local."""
+        self._handle.remove()
+        self.model.set_attn_implementation(self._before)
+        for plans in self._sets.values():
+            for plan in plans.values():
+                plan.free()
+
+
+def _inside(mask: Mask, seqlen: int, cu_seqlens: np.ndarray | None) -> Mask:
+    """Return the mask of documents, or of one document, that may be shorter than the mask."""
+    if cu_seqlens is None and not isinstance(mask, Documents):
+        return mask
+    return Documents(np.array([0, seqlen]) if cu_seqlens is None else cu_seqlens, inside=mask)
+
+
+def _alive(cp: ContextParallel | None) -> ContextParallel:
+    if cp is None:
+        raise ValueError("ContextParallel was deleted: keep it as long as the model is used")
+    return cp
+
+
+def _check_model(model: torch.nn.Module) -> None:
+    """Raise ValueError if this is not a model of a transformers that has mask functions."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError("it is no PreTrainedModel of transformers; pass the model in a wrapper")
+    try:
+        from transformers.masking_utils import AttentionMaskInterface  # noqa: F401
+    except ImportError:
+        raise ValueError("transformers must be 4.53 or newer") from None
+
+
+def _numbers(x: Any) -> np.ndarray:
+    """Return an integer tensor or array, (n,) or (1, n), as an array, (n,) int64."""
+    x = x.numpy(force=True) if isinstance(x, torch.Tensor) else np.asarray(x)
+    if x.dtype.kind not in "iu" or x.ndim not in (1, 2) or x.shape[:-1] not in ((), (1,)):
+        raise ValueError(f"need integers, (n,) or (1, n), got shape {x.shape} of {x.dtype}")
+    return x.astype(np.int64).reshape(-1)
+
+
+def _digest(x: np.ndarray | None) -> str:
+    return "none" if x is None else f"{len(x)} numbers ({blake2b(x, digest_size=4).hexdigest()})"

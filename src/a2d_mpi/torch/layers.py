@@ -1,0 +1,391 @@
+"""What the attention of a model of transformers computes, found by watching the model.
+
+Nothing here knows a model by its name.  The model runs on a few tokens, on each rank alone.  An
+attention function notes what it gets, and returns a function of each token alone.  The rest of the
+model must then be a function of each token and its position, too.  Four trials check this:
+
+* A NaN in one token must not reach another token.  It does in convolutions, in linear and
+  recurrent layers, and in attention that does not use the functions of transformers.
+* The first tokens must be the same without the others.  They are not if RoPE depends on the
+  largest position.
+* All must be the same after a cache that says that it holds tokens.  It is not if a layer counts
+  positions by itself.
+* Without positions all must be the same as with the positions 0, 1, ...  Some models begin with
+  another number.
+
+So the model is right with plans if each plan has the mask of its layers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from a2d_mpi.masks.documents import Documents
+from a2d_mpi.masks.mask import Causal, Full, Mask
+from a2d_mpi.masks.windows import SlidingWindow
+from a2d_mpi.torch.transformers import register
+
+FEW = 16  # tokens of a trial
+FIRST = 8  # those that are tried without the others
+POISONED = 9  # the one with the NaN
+PAIRS = 4096  # random queries for which a mask is compared
+
+Outputs = list[tuple[str, torch.Tensor]]  # names and rows, (n, width)
+Note = Callable[[str, torch.Tensor], torch.Tensor | None]
+
+
+class Kind(NamedTuple):
+    """The arguments of a layer's plans.
+
+    Attributes
+    ----------
+    mask : Mask
+        The mask of a sequence that is one document.
+    nheads, nheads_kv, headdim, headdim_v, softmax_scale, logit_softcap, dtype
+        As of plans.
+    """
+
+    mask: Mask
+    nheads: int
+    nheads_kv: int
+    headdim: int
+    headdim_v: int
+    softmax_scale: float
+    logit_softcap: float | None
+    dtype: str
+
+
+class Call(NamedTuple):
+    """A call of the attention function, with what it got."""
+
+    where: str
+    module: torch.nn.Module
+    heads: tuple[int, int, int, int]
+    dtype: str
+    mask: torch.Tensor | None
+    others: dict[str, Any]
+
+
+def layers_of(model: torch.nn.Module, seqlen: int) -> dict[torch.nn.Module, Kind]:
+    """Return the kind of each attention layer of a model, in the order of their calls.  Local.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+    seqlen : int
+        N, tokens of the sequence.
+
+    Raises
+    ------
+    ValueError
+        If plans cannot compute what the model computes.  The message names the layer.
+    """
+    if model.config.is_encoder_decoder:
+        raise ValueError("an encoder with a decoder has two sequences")
+    for name, value in model.config.to_dict().items():
+        if "layerdrop" in name and value:
+            raise ValueError(f"{name} must be 0, got {value}: ranks would drop different layers")
+    watch = _Watch(model)
+    with attention_of(model, register(watch.attention, watch.mask)) as training:
+        try:
+            if training:
+                model.train()
+                watch.run(_inputs(model, seqlen))
+                model.eval()
+                for x in watch.calls:
+                    if dropout := x.others.get("dropout"):
+                        raise ValueError(f"{x.where} has dropout {dropout} in attention, not 0")
+            watch.check_tokens(seqlen)
+            masks = [mask_of(x, seqlen) for x in watch.masks]
+            layers: dict[torch.nn.Module, Kind] = {}
+            for call in watch.calls:
+                kind = _kind(call, masks, seqlen)
+                if layers.setdefault(call.module, kind) != kind:
+                    raise ValueError(f"{call.where} attends in two ways")
+        finally:
+            watch.clear()  # transformers keeps the functions
+    return layers
+
+
+class _Watch:
+    """An attention function that notes its calls, and trials of a model that uses it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.clear()
+
+    def clear(self) -> None:
+        self.calls: list[Call] = []
+        self.masks: list[Callable] = []
+        self._note: Note = lambda name, x: None
+
+    def attention(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Note the arguments; return the values of each token."""
+        where = next((name for name, x in self.model.named_modules() if x is module), "attention")
+        (_, nheads, n, headdim), (_, nheads_kv, m, _) = query.shape, key.shape
+        if n != m or nheads % nheads_kv or key.shape[:3] != value.shape[:3]:
+            raise ValueError(f"{where} attends from {n} tokens to {m}, with {nheads_kv} KV heads")
+        heads, dtype = (nheads, nheads_kv, headdim, value.shape[3]), str(query.dtype)
+        self.calls.append(Call(where, module, heads, dtype, attention_mask, others))
+        for name, x in {"q": query, "k": key, "v": value}.items():
+            self._note(f"{where} ({name})", x[0].transpose(0, 1).flatten(1))
+        return value.repeat_interleave(nheads // nheads_kv, 1).transpose(1, 2).contiguous(), None
+
+    def mask(self, mask_function: Callable, **others: Any) -> torch.Tensor:
+        """Note the function; return its number as a mask."""
+        self.masks.append(mask_function)
+        return tag(len(self.masks) - 1)
+
+    def run(self, inputs: dict[str, Any], note: Note | None = None) -> Outputs:
+        """Run the model; return what modules and attention got and gave, without `note`."""
+        self.clear()
+        seen: Outputs = []
+        self._note = note or (lambda name, x: seen.append((name, x)))
+        run(self.model, inputs, self._note)
+        return seen
+
+    def check_tokens(self, seqlen: int) -> None:
+        """Raise ValueError if the model mixes tokens outside of attention; note its calls."""
+        whole, bad = _inputs(self.model, seqlen), torch.tensor([POISONED])
+        bad = bad.to(self.model.device)
+        embeddings = self.model.get_input_embeddings()
+        handle = embeddings.register_forward_hook(
+            lambda module, given, out: out.index_fill(1, bad, float("nan"))
+        )
+        try:
+            poisoned = self.run(whole)
+        finally:
+            handle.remove()
+        for name, x in poisoned:
+            if x[:POISONED].isnan().any() or x[POISONED + 1 :].isnan().any():
+                raise ValueError(f"{name} mixes tokens outside of transformers' attention")
+        if not x[POISONED].isnan().any():
+            raise ValueError("the output of the model does not depend on its input embeddings")
+        if not self.calls:
+            raise ValueError("no layer calls transformers' attention functions")
+        expected = self.run(whole)
+        calls, masks = self.calls, self.masks
+        first = {x: y[:, :FIRST] for x, y in whole.items()}
+        self._compare(first, expected, "depends on the largest position, or on other tokens")
+        takes = inspect.signature(self.model.forward).parameters
+        for name in [x for x in ("cache", "past_key_values") if x in takes][:1]:
+            cached = whole | {name: _cache(seqlen)}
+            self._compare(cached, expected, "counts positions by itself")
+        whole["position_ids"] = torch.arange(FEW, device=self.model.device)[None]
+        expected = self.run(whole)
+        del whole["position_ids"]
+        self._compare(whole, expected, "does not count positions 0, 1, 2, ...")
+        self.calls, self.masks = calls, masks
+
+    def _compare(self, inputs: dict[str, Any], expected: Outputs, what: str) -> None:
+        """Raise ValueError at the first thing that differs."""
+        rest = iter(expected)
+
+        def note(name: str, x: torch.Tensor) -> torch.Tensor:
+            other, y = next(rest, (None, x))
+            if name != other or not same(x, y[: len(x)]):
+                raise ValueError(f"{name} {what}")
+            return y[: len(x)]
+
+        self.run(inputs, note)
+
+
+def _inputs(model: torch.nn.Module, seqlen: int) -> dict[str, torch.Tensor]:
+    """Return a few tokens with positions that reach from the first to the last of a sequence."""
+    first = np.linspace(1, 16, FIRST).round()  # RoPE does not change the position 0
+    spread = np.linspace(0, seqlen - 1, FEW - FIRST).round()
+    positions = torch.from_numpy(np.append(first, spread).clip(0, seqlen - 1)).long()
+    return inputs_of(model, positions[None])
+
+
+def inputs_of(model: torch.nn.Module, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return random tokens, the same on all ranks, with positions, (1, n)."""
+    made = torch.Generator().manual_seed(0)
+    number = model.get_input_embeddings().num_embeddings
+    tokens = torch.randint(number, positions.shape, generator=made)
+    # Without a mask of padding, transformers takes jumps of positions for the ends of documents.
+    given = {"input_ids": tokens, "position_ids": positions}
+    given["attention_mask"] = torch.ones_like(positions)
+    return {name: x.to(model.device) for name, x in given.items()}
+
+
+def _cache(seqlen: int) -> object:
+    """Return a cache that says that it holds tokens, but holds none."""
+    from transformers.cache_utils import DynamicCache
+
+    class Cache(DynamicCache):
+        def get_seq_length(self, *_: Any, **__: Any) -> int:
+            return seqlen
+
+        def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple:
+            return keys, values
+
+    return Cache()
+
+
+def _kind(call: Call, masks: list[Mask | None], seqlen: int) -> Kind:
+    """Return the kind of a layer; raise ValueError if there is no plan of this kind."""
+    number, scale, mask = number_of(call.mask), call.others.get("scaling"), None
+    if number is not None:
+        mask = masks[number]
+        if mask is None:
+            raise ValueError(f"{call.where} has a mask that is no window, chunk, causal or full")
+    elif call.mask is None and not getattr(call.module, "is_causal", True):
+        mask = Full()
+    else:
+        why = "is causal, but gets no mask" if call.mask is None else "gets a mask of its own"
+        raise ValueError(f"{call.where} {why}")
+    window = call.others.get("sliding_window")
+    if window is not None and window < seqlen and mask in (Causal(), Full()):
+        raise ValueError(f"{call.where} passes sliding_window={window}, but its mask has none")
+    scale = call.heads[2] ** -0.5 if scale is None else float(scale)
+    dtype = call.dtype.removeprefix("torch.")
+    return Kind(mask, *call.heads, scale, call.others.get("softcap"), dtype)
+
+
+def mask_of(mask_function: Callable, seqlen: int) -> Mask | None:
+    """Return the mask that a mask function of transformers shows; None if there is none.
+
+    It is causal, full or a window, in one document or in several.  The bounds are read off, and
+    then the mask is compared at all bounds and for random pairs.
+    """
+    zero, tokens = torch.tensor(0), np.arange(seqlen)
+
+    def shows(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        shown = mask_function(zero, zero, torch.from_numpy(queries), torch.from_numpy(keys))
+        return torch.as_tensor(shown).expand(len(queries)).numpy(force=True)
+
+    cuts = np.flatnonzero(~shows(tokens[1:], tokens[:-1])) + 1
+    cuts = np.array([0, *cuts, seqlen])
+    longest = int(np.diff(cuts).argmax())
+    inside = tokens[cuts[longest] : cuts[longest + 1]]
+    most = len(inside) - 1
+    left, right = (int(shows(np.full_like(inside, inside[i]), inside).sum()) - 1 for i in (-1, 0))
+    if left == most and right in (0, most):
+        mask: Mask = Full() if right else Causal()
+    else:
+        mask = SlidingWindow(max(left, 0), max(right, 0))
+    if len(cuts) > 2:
+        mask = Documents(cuts, inside=mask)
+    random = np.random.default_rng(0)
+    near = (cuts[:, None] + [-1, 0, left, left + 1, -right, -right - 1]).ravel()
+    q = np.concatenate([near, random.integers(seqlen, size=PAIRS)]).clip(0, seqlen - 1)
+    ((begin, end),) = mask.visible(q)
+    keys = [begin - 1, begin, end - 1, end, q - 1, q, q + 1]
+    keys += [random.integers(seqlen, size=len(q)) for _ in range(8)]
+    k, q = np.concatenate(keys).clip(0, seqlen - 1), np.tile(q, len(keys))
+    ((begin, end),) = mask.visible(q)
+    return mask if np.array_equal(shows(q, k), (begin <= k) & (k < end)) else None
+
+
+def tag(number: int) -> torch.Tensor:
+    """Return a number as a mask, which models pass on to their attention."""
+    return torch.full((1, 1, 1, 1), number)
+
+
+def number_of(mask: torch.Tensor | None) -> int | None:
+    """Return the number of a `tag`; None if the model has changed it, or there is none."""
+    is_tag = mask is not None and mask.shape == (1, 1, 1, 1) and mask.dtype == torch.int64
+    return int(mask) if is_tag else None
+
+
+@contextmanager
+def attention_of(model: torch.nn.Module, name: str) -> Iterator[bool]:
+    """Let a model use an attention implementation, without dropout and gradients.
+
+    The context gets whether the model was training.
+    """
+    before, training = model.config._attn_implementation, model.training
+    trained = [x for x in model.modules() if x.training]
+    try:
+        model.set_attn_implementation(name)
+        if model.config._attn_implementation != name:
+            kind = type(model).__name__
+            raise ValueError(f"{kind} does not use transformers' attention functions")
+        with torch.no_grad(), torch.random.fork_rng():
+            model.eval()
+            yield training
+    finally:
+        model.set_attn_implementation(before)
+        model.eval()
+        for x in trained:
+            x.training = True
+
+
+def run(model: torch.nn.Module, inputs: dict[str, Any], note: Note, every: bool = True) -> None:
+    """Run a model, and pass on the names and rows, (n, width), of what its modules give.
+
+    `note` also gets the inputs of blocks, which are the items of lists of modules.  It may return
+    other inputs, so that errors do not add up from block to block.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    inputs : dict of str to tensor
+    note : callable
+    every : bool
+        Whether to note all modules, or only blocks and the model.
+    """
+    n = inputs["input_ids"].shape[1]
+    lists = [x for x in model.modules() if isinstance(x, torch.nn.ModuleList)]
+    blocks = {x for y in lists for x in y}
+
+    def rows(output: Any) -> torch.Tensor | None:
+        if isinstance(output, dict):
+            output = tuple(output.values())
+        x = output[0] if isinstance(output, tuple) and output else output
+        has_rows = isinstance(x, torch.Tensor) and x.dim() == 3 and x.shape[:2] == (1, n)
+        return x[0] if has_rows and x.is_floating_point() else None
+
+    def begun(name: str, module: torch.nn.Module, args: tuple) -> tuple | None:
+        x = rows(args)
+        other = None if x is None else note(f"{name} (input)", x)
+        return None if other is None else (other[None], *args[1:])
+
+    def ended(name: str, module: torch.nn.Module, args: tuple, output: Any) -> None:
+        x = rows(output)
+        if x is not None:
+            note(name or type(model).__name__, x)
+
+    handles = []
+    for name, x in model.named_modules():
+        if x in blocks:
+            handles.append(x.register_forward_pre_hook(partial(begun, name)))
+        if every or x in blocks or x is model:
+            handles.append(x.register_forward_hook(partial(ended, name)))
+    try:
+        model(**inputs)
+    except ValueError:
+        raise
+    except Exception as error:  # whatever a model raises
+        given = ", ".join(inputs)
+        raise ValueError(f"a call with {given} fails: {type(error).__name__}: {error}") from error
+    finally:
+        for x in handles:
+            x.remove()
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return True if most rows are the same in the first half of their digits.
+
+    A row may differ, because rounding may choose another expert for it.
+    """
+    eps = max(torch.finfo(found.dtype).eps, torch.finfo(torch.float32).eps)  # of softmax
+    x, y = found.float(), expected.float()
+    good = (x - y).norm(dim=1) <= eps**0.5 * y.norm(dim=1)
+    return 2 * int(good.sum()) > len(good)

@@ -1,0 +1,470 @@
+"""Models of Hugging Face transformers in `ContextParallel`: equal to one process, or refused.
+
+Needs the extra `torch`: `bash jobs/test.sh torch`.
+"""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from helpers import assert_all
+from refused import message_of
+
+from a2d_mpi import Attention2D, Causal, Full, ProcessGrid
+from a2d_mpi.torch import ContextParallel, use_in_transformers
+
+pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.multirank]
+torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+N, VOCAB = 61, 53
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2,
+    "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LOCAL = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0, "embd_pdrop": 0}
+LLAMA4 = EXPERTS | {
+    "attention_chunk_size": 16, "num_hidden_layers": 4, "intermediate_size_mlp": 48,
+    "attn_temperature_tuning": False,
+}  # fmt: skip
+# Class, config and options of models that are equal to one process.
+EQUAL = {
+    "Llama": ("LlamaForCausalLM", "LlamaConfig", {}),
+    "Qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {}),
+    "Mistral": ("MistralForCausalLM", "MistralConfig", {"sliding_window": 9}),
+    "Gemma 2": ("Gemma2ForCausalLM", "Gemma2Config", LOCAL | {"query_pre_attn_scalar": 8}),
+    "Gemma 3": ("Gemma3ForCausalLM", "Gemma3TextConfig", LOCAL),
+    "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", LOCAL | EXPERTS),
+    "Llama 4": ("Llama4ForCausalLM", "Llama4TextConfig", LLAMA4),
+    "ModernBERT": (
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        {"local_attention": 8, "num_hidden_layers": 3, "global_attn_every_n_layers": 2},
+    ),
+    "GPT-2": ("GPT2LMHeadModel", "GPT2Config", GPT2 | {"attn_pdrop": 0}),
+}
+
+
+def build(kind, config, options, dtype=torch.float64):
+    """Return a model with the weights of a seed."""
+    torch.manual_seed(0)
+    fixed = ("head_dim",) * (config == "FalconConfig")  # it follows from other numbers
+    sizes = {x: y for x, y in SIZES.items() if x not in fixed}
+    config = getattr(transformers, config)(**sizes | options)
+    config._experts_implementation = "eager"  # the others have no float64
+    return getattr(transformers, kind)(config).to(dtype).train()
+
+
+def sequence(n):
+    return torch.randint(VOCAB, (1, n), generator=torch.Generator().manual_seed(1))
+
+
+def step(model, ids, labels, ends):
+    """Return the mean loss of one process, each document alone, and the model's gradients."""
+    model.zero_grad()
+    total, count = 0.0, 0
+    for begin, end in zip(ends[:-1], ends[1:]):
+        logits = model(input_ids=ids[:, begin:end]).logits[0]
+        wanted = labels[0, begin:end]
+        if labels is ids:  # of the next token
+            logits, wanted = logits[:-1], wanted[1:]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        total = total + F.cross_entropy(logits, wanted, reduction="sum")
+        count += int((wanted >= 0).sum())
+    (total / count).backward()
+    return total.item() / count, gradients(model)
+
+
+def gradients(model):
+    return [None if x.grad is None else x.grad.double() for x in model.parameters()]
+
+
+def spread_step(cp, model, ids, labels=None, ends=None):
+    """Return the loss and gradients of all ranks."""
+    model.zero_grad()
+    batch = cp.shard(ids, labels, ends)
+    loss = cp.loss(model(**batch.inputs).logits, batch)
+    loss.backward()
+    cp.sum_gradients()
+    return sum(cp.grid.comm.allgather(loss.item())), gradients(model)
+
+
+def distance(found, exact):
+    """Return the relative distance of losses, and the largest one of gradients."""
+    far = [abs(found[0] - exact[0]) / abs(exact[0])]
+    largest = max(float(y.norm()) for y in exact[1] if y is not None)
+    for x, y in zip(found[1], exact[1]):
+        if y is not None and float(y.norm()) > 1e-12 * largest:  # otherwise of rounding only
+            far.append(1.0 if x is None else float((x - y).norm() / y.norm()))
+    return max(far)
+
+
+@pytest.fixture(scope="module", params=["all", "three"])
+def grid(comm, request):
+    """Return a grid of all ranks, or of three of them and of the rest."""
+    part = comm.Split(request.param == "three" and comm.rank >= 3, comm.rank)
+    rows = 2 if part.size % 2 == 0 else 1
+    grid = ProcessGrid(part, rows, part.size // rows)
+    yield grid
+    grid.free()
+    part.Free()
+
+
+@pytest.fixture(scope="module")
+def whole(comm):
+    """Return a grid of all ranks."""
+    grid = ProcessGrid(comm, 2, comm.size // 2)
+    yield grid
+    grid.free()
+
+
+@pytest.mark.parametrize("n", [N, N - 1])
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_to_one_process(comm, grid, name, n):
+    """Loss and all gradients are those of one process in float64."""
+    model, ids = build(*EQUAL[name]), sequence(n)
+    bidirectional = "Masked" in EQUAL[name][0]
+    labels = ids.roll(5) if bidirectional else ids
+    exact = step(build(*EQUAL[name]), ids, labels, [0, n])
+    cp = ContextParallel(grid, model, seqlen=n)
+    found = spread_step(cp, model, ids, labels if bidirectional else None)
+    far = distance(found, exact)
+    assert_all(comm, far <= 1e-6, f"off by {far}")
+    if comm.rank == 0:
+        print(f"{name}: off by {far:.1e}")
+    cp.free()
+
+
+ENDS = np.array([0, 23, 24, 58, N])
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma 3", "Llama 4", "ModernBERT"])
+def test_documents(comm, whole, name):
+    """Each document is computed as if it were alone; plans of the same documents are kept."""
+    model, ids = build(*EQUAL[name]), sequence(N)
+    labels = ids.roll(5) if "Masked" in EQUAL[name][0] else ids
+    cp = ContextParallel(whole, model, seqlen=N)
+    for ends in (ENDS, np.array([0, 30, N]), ENDS):
+        exact = step(build(*EQUAL[name]), ids, labels, ends)
+        far = distance(spread_step(cp, model, ids, None if labels is ids else labels, ends), exact)
+        assert_all(comm, far <= 1e-6, f"{ends} are off by {far}")
+    assert_all(comm, len(cp._sets) == 3, "plans were made again")
+    cp.free()
+
+
+def test_padding_and_labels(comm, whole):
+    """Tokens after the last document are padding; labels of -100 do not count."""
+    model, ids = build(*EQUAL["Llama"]), sequence(N)
+    labels = ids.clone()
+    labels[0, 10:20] = -100
+    for n in (N, 50):
+        cp = ContextParallel(whole, model, seqlen=N)
+        cut = labels[:, :n]
+        one = build(*EQUAL["Llama"])
+        logits = one(input_ids=ids[:, :n]).logits[0]
+        loss = F.cross_entropy(logits[:-1], cut[0, 1:])
+        loss.backward()
+        found = spread_step(cp, model, ids, labels, np.array([0, n]))
+        far = distance(found, (loss.item(), gradients(one)))
+        assert_all(comm, far <= 1e-6, f"off by {far}")
+        cp.free()
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma 3", "gpt-oss"])
+def test_bfloat16(comm, whole, name):
+    """Errors against float64 are at most twice those of one process in bfloat16."""
+    ids, dtype = sequence(N), torch.bfloat16
+    exact = step(build(*EQUAL[name]), ids, ids, ENDS)
+    one = distance(step(build(*EQUAL[name], dtype), ids, ids, ENDS), exact)
+    model = build(*EQUAL[name], dtype)
+    cp = ContextParallel(whole, model, seqlen=N)
+    far = distance(spread_step(cp, model, ids, ends=ENDS), exact)
+    assert_all(comm, far <= 2 * one, f"off by {far}, one process by {one}")
+    cp.free()
+
+
+@pytest.mark.parametrize("method, name", [("ring", "Gemma 3"), ("triangle", "Llama")])
+def test_methods(comm, method, name):
+    """Any method will do; the root alone has the sequence."""
+    part = comm.Split(comm.rank >= 3, comm.rank)
+    grid = ProcessGrid(part, 1, part.size)
+    model, ids = build(*EQUAL[name]), sequence(N)
+    exact = step(build(*EQUAL[name]), ids, ids, [0, N])
+    cp = ContextParallel(grid, model, seqlen=N, method=method)
+    root = part.size - 1
+    batch = cp.shard(ids if part.rank == root else None, root=root)
+    loss = cp.loss(model(**batch.inputs).logits, batch, averaged_over=2) / 2
+    loss.backward()
+    cp.sum_gradients()
+    far = distance((sum(part.allgather(loss.item())), gradients(model)), exact)
+    assert_all(comm, far <= 1e-6, f"off by {far}")
+    cp.free()
+    grid.free()
+    part.Free()
+
+
+def test_two_batches_with_checkpoints(comm, whole):
+    """A layer that is computed again in the backward pass has the plans of its own batch."""
+    model, ids = build(*EQUAL["Gemma 3"]), sequence(N)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    cp = ContextParallel(whole, model, seqlen=N)
+    batches = [cp.shard(ids, cu_seqlens=x) for x in (ENDS, None)]
+    losses = [cp.loss(model(**x.inputs, use_cache=False).logits, x) for x in batches]
+    sum(losses).backward()
+    cp.sum_gradients()
+    one = [step(build(*EQUAL["Gemma 3"]), ids, ids, x) for x in (ENDS, [0, N])]
+    exact = sum(x[0] for x in one), [x + y for x, y in zip(one[0][1], one[1][1])]
+    far = distance((sum(comm.allgather(sum(losses).item())), gradients(model)), exact)
+    assert_all(comm, far <= 1e-6, f"off by {far}")
+    cp.free()
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4,
+    "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 32,
+}  # fmt: skip
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+MIXES = "mixes tokens outside of transformers' attention"
+BYPASSES = "does not use transformers' attention functions"
+LARGEST = "depends on the largest position"
+# Class, config and options of models that are refused, and what the error says.
+REFUSED = {
+    "Llama 4, temperature": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        LLAMA4 | {"attn_temperature_tuning": True, "floor_scale": 16},
+        "model.layers.3.self_attn (q) counts positions by itself",
+    ),
+    "Qwen3-Next": (
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        LINEAR,
+        f"model.layers.0.linear_attn.out_proj {MIXES}",
+    ),
+    "LFM2": (
+        "Lfm2ForCausalLM",
+        "Lfm2Config",
+        {"layer_types": ["conv", "full_attention"]},
+        f"model.layers.0.conv.out_proj {MIXES}",
+    ),
+    "dynamic RoPE": (
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {"rope_parameters": DYNAMIC, "max_position_embeddings": 32},
+        LARGEST,
+    ),
+    "longrope": (
+        "Phi3ForCausalLM",
+        "Phi3Config",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
+        LARGEST,
+    ),
+    "Falcon": ("FalconForCausalLM", "FalconConfig", {}, BYPASSES),
+    "Falcon, ALiBi": ("FalconForCausalLM", "FalconConfig", {"alibi": True}, BYPASSES),
+    "Bloom": ("BloomForCausalLM", "BloomConfig", {"n_head": 4, "n_layer": 2}, BYPASSES),
+    "MPT": ("MptForCausalLM", "MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 2}, BYPASSES),
+    "GPT-Neo": (
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+        BYPASSES,
+    ),
+    "RoFormer": ("RoFormerForMaskedLM", "RoFormerConfig", {}, BYPASSES),
+    "RoBERTa": (
+        "RobertaForMaskedLM",
+        "RobertaConfig",
+        {"attention_probs_dropout_prob": 0},
+        "roberta.embeddings.position_embeddings does not count positions 0, 1, 2, ...",
+    ),
+    "BART": (
+        "BartForConditionalGeneration",
+        "BartConfig",
+        {"d_model": 32},
+        "an encoder with a decoder has two sequences",
+    ),
+    "dropout": ("GPT2LMHeadModel", "GPT2Config", GPT2, "transformer.h.0.attn has dropout 0.1"),
+    "layerdrop": (
+        "OPTForCausalLM",
+        "OPTConfig",
+        {"layerdrop": 0.1, "ffn_dim": 48, "word_embed_proj_dim": 32},
+        "layerdrop must be 0, got 0.1",
+    ),
+    "too long": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        GPT2 | {"attn_pdrop": 0, "max_position_embeddings": 32},
+        "IndexError: index out of range",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(comm, whole, name):
+    """A model that plans cannot compute is refused, and keeps its own attention."""
+    *what, text = REFUSED[name]
+    model = build(*what)
+    before = model.config._attn_implementation
+    said = message_of(comm, lambda: ContextParallel(whole, model, seqlen=N))
+    assert_all(comm, text in said and what[0] in said, f"{text!r} is not in {said!r}")
+    assert_all(comm, model.config._attn_implementation == before and model.training, "changed")
+
+
+def test_longrope_of_a_short_sequence(comm, whole):
+    options = {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 128}}
+    what = "Phi3ForCausalLM", "Phi3Config", options | {"original_max_position_embeddings": 128}
+    model, ids = build(*what), sequence(N)
+    cp = ContextParallel(whole, model, seqlen=N)
+    far = distance(spread_step(cp, model, ids), step(build(*what), ids, ids, [0, N]))
+    assert_all(comm, far <= 1e-6, f"off by {far}")
+    cp.free()
+
+
+def test_bert(comm, whole):
+    what = (
+        "BertForMaskedLM",
+        "BertConfig",
+        {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
+    )
+    model, ids = build(*what), sequence(N)
+    exact = step(build(*what), ids, ids.roll(5), [0, N])
+    cp = ContextParallel(whole, model, seqlen=N)
+    far = distance(spread_step(cp, model, ids, ids.roll(5)), exact)
+    assert_all(comm, far <= 1e-6, f"off by {far}")
+    batch = cp.shard(ids)
+    assert_all(comm, batch.nlabels == 0, "labels of nobody")
+    said = message_of(comm, lambda: model(input_ids=batch.inputs["input_ids"]))
+    assert_all(comm, "call the model with **batch.inputs" in said, said)
+    cp.free()
+
+
+def test_the_probe_compares_with_the_models_own_attention(comm, whole, monkeypatch):
+    """It finds an attention that does not do what its arguments say."""
+    from transformers.models.llama import modeling_llama
+
+    real = modeling_llama.eager_attention_forward
+
+    def biased(module, query, key, value, mask, **others):
+        return real(module, query, key, value, mask - torch.arange(mask.shape[-1]) / 9, **others)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", biased)
+    model = build(*EQUAL["Llama"])
+    said = message_of(comm, lambda: ContextParallel(whole, model, seqlen=N))
+    assert_all(comm, "model.layers.0 is not the same over ranks" in said, said)
+    ContextParallel(whole, model, seqlen=N, probe=False).free()
+
+
+def test_the_probe_finds_other_weights(comm, whole):
+    model = build(*EQUAL["Llama"])
+    if comm.rank == 1:
+        model.model.layers[1].self_attn.v_proj.weight.data.mul_(1.1)
+    said = message_of(comm, lambda: ContextParallel(whole, model, seqlen=N))
+    assert_all(comm, "model.layers.1 is not the same over ranks" in said, said)
+
+
+def test_masks_of_no_plan(comm, whole, monkeypatch):
+    """A mask that is far from any plan's, or differs in one token of a long sequence."""
+    from transformers.models.llama import modeling_llama
+
+    real = modeling_llama.create_causal_mask
+    shown = [lambda b, h, q, k: (q - k) % 3 != 2, lambda b, h, q, k: ~((q > 4000) & (k == 0))]
+    for seqlen, extra in zip((N, 5000), shown):
+        monkeypatch.setattr(
+            modeling_llama,
+            "create_causal_mask",
+            lambda extra=extra, **others: real(**others, and_mask_function=extra),
+        )
+        model = build(*EQUAL["Llama"])
+        said = message_of(comm, lambda m=model, n=seqlen: ContextParallel(whole, m, seqlen=n))
+        assert_all(comm, "model.layers.0.self_attn has a mask that is no window" in said, said)
+
+
+def test_calls_that_are_refused(comm, whole):
+    """What a user may do wrong with a model or a batch, on rank 0 or on all."""
+    model, ids = build(*EQUAL["Llama"]), sequence(N)
+    cp = ContextParallel(whole, model, seqlen=N)
+    batch = cp.shard(ids)
+    given, padding = batch.inputs, torch.ones_like(batch.labels)
+    padding[:, -1] = 0
+    cases = [
+        ({"labels": batch.labels}, "would shift labels on each rank alone"),
+        ({"position_ids": given["position_ids"].clone()}, "call the model with **batch.inputs"),
+        ({"position_ids": None}, "call the model with **batch.inputs"),
+        ({"attention_mask": padding}, "a plan takes no padding mask"),
+        ({"output_attentions": True}, "a plan does not keep the weights"),
+    ]
+    for wrong, text in cases:
+        for ranks in ([0], range(comm.size)):
+            more = wrong if comm.rank in ranks else {}
+            said = message_of(comm, lambda more=more: model(**given | more))
+            assert_all(comm, text in said, f"{text!r} is not in {said!r}")
+    # The Trainer calls a model like this, with the whole sequence.
+    said = message_of(comm, lambda: model(input_ids=ids, labels=ids))
+    assert_all(comm, "call the model with **batch.inputs" in said, said)
+    other = copy.deepcopy(model)
+    said = message_of(comm, lambda: other(**given))
+    assert_all(comm, "has the model been copied?" in said, said)
+    shards = [
+        (lambda: cp.shard(ids.roll(comm.rank)), "ranks disagree on input_ids"),
+        (lambda: cp.shard(ids[:, 1:]), "one sequence of 61 tokens, got 60"),
+        (lambda: cp.shard(ids.double()), "need integers"),
+        (lambda: cp.shard(ids, ids[:, 1:]), "labels must be 61 numbers, got 60"),
+        (lambda: cp.shard(ids, None, [0, 70]), "ends at 70, the sequence at 61"),
+        (lambda: cp.shard(None, root=0), "input_ids must be one sequence"),
+        (lambda: cp.shard(ids, root=9), "root must be a rank, got 9"),
+        (lambda: cp.shard(ids, root=comm.rank), "ranks disagree on root"),
+    ]
+    for call, text in shards:
+        said = message_of(comm, call)
+        assert_all(comm, text in said, f"{text!r} is not in {said!r}")
+    with pytest.raises(ValueError, match="logits must be"):
+        cp.loss(torch.zeros(1, N, VOCAB), batch)
+    ends = [np.array([0, x, N]) for x in range(30, 39)]
+    first, *_ = (cp.shard(ids, cu_seqlens=x) for x in ends)  # whose plans are not kept for ever
+    said = message_of(comm, lambda: model(**first.inputs))
+    assert_all(comm, "call the model with **batch.inputs of a new batch" in said, said)
+    model(**given)
+    cp.free()
+    assert_all(comm, model(input_ids=ids).logits.shape[1] == N, "not the model's own attention")
+    said = message_of(comm, lambda: ContextParallel(whole, torch.nn.Linear(2, 2), seqlen=N))
+    assert_all(comm, "it is no PreTrainedModel" in said, said)
+
+
+def test_one_plan_on_a_wrong_model(comm, whole):
+    """`use_in_transformers` refuses what it can see."""
+    sizes = {"seqlen": N, "nheads": 4, "nheads_kv": 2, "headdim": 8, "dtype": "float64"}
+    bert = "BertForMaskedLM", "BertConfig", {"attention_probs_dropout_prob": 0}
+    both = "the model attends in both directions, but the plan's mask is causal"
+    cases = [
+        (EQUAL["Llama"], Full(), "but the model's hides it"),
+        (EQUAL["Llama 4"], Causal(), "but the model's hides it"),
+        (bert, Causal(), both),
+    ]
+    for what, mask, text in cases:
+        heads = {"nheads_kv": 4 if what is bert else 2}
+        plan = Attention2D(whole, mask, **sizes | heads)
+        model = build(*what)
+        model.set_attn_implementation(use_in_transformers(plan))
+        own = torch.from_numpy(plan.tokens)[None]
+        said = message_of(comm, lambda m=model, x=own: m(input_ids=x % VOCAB, position_ids=x))
+        assert_all(comm, text in said, f"{text!r} is not in {said!r}")
+    model = build(*EQUAL["Llama"])
+    plans = [Attention2D(whole, Causal(), **sizes, distribution=x) for x in ("zigzag", "striped")]
+    for layer, plan in zip(model.model.layers, plans):
+        layer.self_attn.config = copy.copy(model.config)
+        layer.self_attn.config._attn_implementation_internal = use_in_transformers(plan)
+    own = torch.from_numpy(plans[0].tokens)[None]
+    model.config._attn_implementation_internal = layer.self_attn.config._attn_implementation
+    if len({len(x.tokens) for x in plans}) == 1:
+        said = message_of(comm, lambda: model(input_ids=own % VOCAB, position_ids=own))
+        assert_all(comm, "two plans with different distributions" in said, said)

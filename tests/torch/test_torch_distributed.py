@@ -1,0 +1,345 @@
+"""Plans beside torch.distributed: DDP, FSDP2 and the package's own sums, against one process.
+
+Needs the extra `torch`: `bash jobs/test.sh torch`.
+"""
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from helpers import assert_all, launch
+from refused import message_of
+from test_readme import blocks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import LlamaConfig
+
+from a2d_mpi import Attention2D, Causal, ProcessGrid
+from a2d_mpi.torch import (
+    GradientHooks,
+    attend,
+    init_process_group,
+    sum_gradients,
+    use_in_transformers,
+)
+
+ranks = pytest.mark.mpi(min_size=4)
+torch.set_num_threads(1)
+SEQLEN, VOCAB, STEPS, LARGEST = 37, 23, 3, 0.5  # the largest norm of gradients
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(16) for _ in range(2))
+        self.qkv, self.out = torch.nn.Linear(16, 32), torch.nn.Linear(16, 16)
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(16, 24), torch.nn.GELU(), torch.nn.Linear(24, 16)
+        )
+
+    def forward(self, x, attention):
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (-1, 8)).split((2, 1, 1), 1)
+        x = x + self.out(attention(q, k.contiguous(), v.contiguous()).flatten(1))
+        return x + self.mlp(self.norms[1](x))
+
+
+class Model(torch.nn.Module):
+    """A small model; `attention` is a function of q, k and v, (n, heads, 8) tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = torch.nn.Embedding(VOCAB, 16)
+        self.positions = torch.nn.Embedding(SEQLEN, 16)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+        self.head = torch.nn.Linear(16, VOCAB)
+        self.recomputes = False
+
+    def forward(self, tokens, positions, attention):
+        x = self.tokens(tokens) + self.positions(positions)
+        for block in self.blocks:
+            if self.recomputes:
+                x = checkpoint(block, x, attention, use_reentrant=False)
+            else:
+                x = block(x, attention)
+        return self.head(x)
+
+
+def new_model():
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def sequence(number):
+    """Tokens and labels of a sequence; the first half has no labels, so some ranks have none."""
+    drawn = torch.randint(VOCAB, (SEQLEN + 1,), generator=torch.Generator().manual_seed(number))
+    tokens, labels = drawn[:-1], drawn[1:].clone()
+    labels[: SEQLEN // 2] = -100
+    return tokens, labels
+
+
+LABELS = SEQLEN - SEQLEN // 2  # of a sequence
+
+
+def dense(q, k, v):
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def share(model, number, own, attention, labels):
+    """This rank's share of the mean loss over so many labels."""
+    tokens, targets = (x[own] for x in sequence(number))
+    logits = model(tokens, own, attention)
+    return F.cross_entropy(logits, targets, reduction="sum") / labels
+
+
+def one_process(sequences):
+    """Losses, norms of gradients, and weights of a training by one process in float64."""
+    model, own = new_model(), torch.arange(SEQLEN)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        numbers = range(step * sequences, (step + 1) * sequences)
+        labels = LABELS * sequences
+        losses.append(sum(share(model, x, own, dense, labels) for x in numbers))
+        losses[-1].backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST))
+        optimizer.step()
+    return torch.stack(losses).detach(), torch.stack(norms), [*model.parameters()]
+
+
+def distance(found, exact):
+    """The largest relative distance of losses, of norms, and of a parameter's elements."""
+    pairs = [*zip(found[:2], exact[:2]), *zip(found[2], exact[2])]
+    return max(float((x - y).detach().abs().max() / y.detach().abs().max()) for x, y in pairs)
+
+
+@pytest.fixture
+def world(comm):
+    init_process_group(comm)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture(params=[1, 2], ids=["1 replica", "2 replicas"])
+def plan(request, comm):
+    """A plan of all ranks, or of one of two replicas; `plan.replica` is its number."""
+    replica = comm.rank * request.param // comm.size
+    part = comm.Split(replica, comm.rank)
+    rows = 2 if part.size % 2 == 0 else 1
+    grid = ProcessGrid(part, rows, part.size // rows)
+    sizes = {"nheads": 2, "nheads_kv": 1, "headdim": 8, "dtype": "float64"}
+    plan = Attention2D(grid, Causal(), seqlen=SEQLEN, **sizes)
+    plan.replica, plan.replicas = replica, request.param
+    yield plan
+    plan.free(), grid.free(), part.Free()
+
+
+def train(plan, comm, way, passes=1, factor=None, prepare=lambda model: None):
+    """The same training over the ranks; each replica has its own sequences, one a pass."""
+    model, losses, norms = new_model(), [], []
+    prepare(model)
+    own, attention = torch.from_numpy(plan.tokens), partial(attend, plan)
+    hooks, called, factor = None, model, factor or (1 if way == "hooks" else comm.size)
+    if way == "hooks":
+        hooks = GradientHooks(model, comm)
+    elif way == "ddp":
+        called = DistributedDataParallel(model)
+    else:
+        for x in (*model.blocks, model):
+            fully_shard(x, mesh=init_device_mesh("cpu", (comm.size,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    sequences = plan.replicas * passes
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = 0
+        for turn in range(passes):
+            last, quiet = turn == passes - 1, nullcontext()
+            if way == "ddp" and not last:
+                quiet = called.no_sync()
+            if way == "fsdp":
+                model.set_requires_gradient_sync(last)
+            number = step * sequences + turn * plan.replicas + plan.replica
+            with quiet:
+                loss = share(called, number, own, attention, LABELS * sequences)
+                (factor * loss).backward()
+            total += loss.detach()
+        if hooks:
+            hooks.finish()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST))
+        losses.append(sum(comm.allgather(total)))
+        optimizer.step()
+    if hooks:
+        hooks.free()
+    norms, weights = (
+        [y.full_tensor() if isinstance(y, DTensor) else y for y in x]
+        for x in (norms, model.parameters())
+    )
+    return torch.stack(losses), torch.stack(norms), weights
+
+
+@ranks
+@pytest.mark.parametrize("way", ["hooks", "ddp", "fsdp"])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_training(comm, world, plan, way, passes):
+    """Three steps of AdamW with clipping, of one and several backward passes each."""
+    exact = one_process(plan.replicas * passes)
+    far = distance(train(plan, comm, way, passes), exact)
+    assert_all(comm, far < 1e-9 and exact[1].min() > LARGEST, f"{far} {exact[1]}")
+
+
+@ranks
+@pytest.mark.parametrize("way", ["hooks", "ddp", "fsdp"])
+def test_a_wrong_factor_is_noticed(comm, world, plan, way):
+    """AdamW and clipping hide that all gradients are a quarter; the norms show it."""
+    wrong = comm.size if way == "hooks" else 1
+    found, exact = train(plan, comm, way, factor=wrong), one_process(plan.replicas)
+    ratio = float((found[1] / exact[1])[0])
+    right = comm.size if way == "hooks" else 1 / comm.size
+    assert_all(comm, abs(ratio / right - 1) < 1e-9, f"{ratio}")
+
+
+@ranks
+def test_ranks_without_labels(comm, plan):
+    """Ranks without a label have a loss of 0, not NaN, and the gradients of one process."""
+    model, (tokens, labels) = new_model(), sequence(0)
+    labels[:-1] = -100
+    assert_all(comm, plan.grid.comm.allreduce(SEQLEN - 1 in plan.tokens) == 1, "no other ranks")
+
+    def loss(own, attention):
+        logits = model(tokens[own], own, attention)
+        return F.cross_entropy(logits, labels[own], reduction="sum")
+
+    loss(torch.arange(SEQLEN), dense).backward()
+    exact = [x.grad.clone() for x in model.parameters()]
+    model.zero_grad()
+    own = loss(torch.from_numpy(plan.tokens), partial(attend, plan))
+    own.backward()
+    sum_gradients(model, plan.grid.comm)
+    far = max(float((x.grad - y).abs().max()) for x, y in zip(model.parameters(), exact))
+    good = own.item() > 0 if SEQLEN - 1 in plan.tokens else own.item() == 0
+    assert_all(comm, good and far < 1e-12, f"{own.item()} {far}")
+
+
+@ranks
+@pytest.mark.parametrize("way", ["hooks", "ddp", "fsdp"])
+def test_checkpointing_and_a_compiled_mlp(comm, world, plan, way):
+    def prepare(model):
+        model.recomputes = True
+        for block in model.blocks:
+            block.mlp.compile(backend="aot_eager")
+
+    far = distance(train(plan, comm, way, prepare=prepare), one_process(plan.replicas))
+    assert_all(comm, far < 1e-9, f"{far}")
+
+
+@ranks
+def test_dtensors_are_not_summed_again(comm, world):
+    model = new_model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (comm.size,)))
+    for summed in (sum_gradients, GradientHooks):
+        said = message_of(comm, partial(summed, model, comm))
+        assert_all(comm, said.startswith("parameters are DTensors, as of fully_shard"), said)
+
+
+@ranks
+def test_process_group_for_a_communicator(comm, world):
+    """The error says which communicator to pass, and how to get the process group from it."""
+    grid = partial(ProcessGrid, rows=1, cols=comm.size)
+    for call in (grid, init_process_group, partial(sum_gradients, new_model())):
+        for wrong in (world, None):
+            said = message_of(comm, partial(call, wrong), ValueError)
+            assert "got ProcessGroup" in said or "got NoneType" in said
+            assert "for example MPI.COMM_WORLD" in said and "init_process_group(comm)" in said
+
+
+@ranks
+@pytest.mark.filterwarnings("ignore:For MPI backend")
+def test_process_groups_that_are_refused(comm, monkeypatch):
+    """The same error on all ranks, whatever fails on one of them; afterwards it can be set up."""
+    if comm.rank == 1:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    said = message_of(comm, partial(init_process_group, comm))
+    assert_all(comm, said == "torch.distributed is initialized already (on rank 1)", said)
+    if comm.rank == 1:
+        dist.destroy_process_group()
+    backend = "gloo" if comm.rank else "cpu:gloo"
+    said = message_of(comm, partial(init_process_group, comm, backend))
+    assert_all(comm, said.startswith("ranks disagree on backend: cpu:gloo on rank 0"), said)
+    real = dist.TCPStore
+
+    def store(host, port, size, is_master, *more, **options):
+        if is_master == (failing == 0) and comm.rank == failing:
+            raise RuntimeError("no port")
+        return real(host, port, size, is_master, *more, **options)
+
+    for failing in (0, 2):
+        monkeypatch.setattr(dist, "TCPStore", store)
+        said = message_of(comm, partial(init_process_group, comm))
+        assert_all(comm, said == "no port" + " (on rank 2)" * (failing == 2), said)
+    monkeypatch.undo()
+    said = message_of(comm, partial(init_process_group, comm, "mpi"))  # not in PyTorch's wheels
+    assert_all(comm, "MPI" in said and not dist.is_initialized(), said)
+    init_process_group(comm)
+    total = torch.tensor([comm.rank])
+    dist.all_reduce(total)
+    same = (dist.get_rank(), dist.get_world_size()) == (comm.rank, comm.size)
+    assert_all(comm, same and int(total) == sum(range(comm.size)), f"{total}")
+    dist.destroy_process_group()
+
+
+@ranks
+def test_one_break_of_the_graph(comm, plan):
+    """torch.compile leaves out all that a model's call of attention does, checks included."""
+    attention, traced = ALL_ATTENTION_FUNCTIONS[use_in_transformers(plan)], []
+    module, own = torch.nn.Module(), torch.from_numpy(plan.tokens)[None]
+    module.config = LlamaConfig()
+    q, k, v = (torch.randn(1, x, own.shape[1], 8, dtype=torch.float64) for x in (2, 1, 1))
+
+    def call(q):
+        return attention(module, q * 2, k, v, position_ids=own)[0] * 3
+
+    def backend(graph, inputs):
+        traced.append([x.target for x in graph.graph.nodes if x.op == "call_function"])
+        return graph.forward
+
+    same = torch.equal(torch.compile(call, backend=backend)(q), call(q))
+    assert_all(comm, same and [len(x) for x in traced] == [1, 1], f"{traced}")
+
+
+# Compiling for the CPU takes half a minute.
+QUICK = """
+import torch
+compiled, real = [], torch.compile
+torch.compile = lambda x: compiled.append(x) or real(x, backend="aot_eager")
+"""
+# A Trainer on one process gets the sequences of both replicas.
+END = """
+good = [len(compiled) == 2, len({*comm.allgather(tuple(x.item() for x in norms))}) == 1]
+if comm.rank == 0:
+    pairs = [{x: torch.stack([y[x] for y in z]) for x in z[0]} for z in zip(texts(0), texts(1))]
+    one = new_model()
+    one.set_attn_implementation("sdpa")
+    alone = Trainer(one, arguments, train_dataset=pairs, data_collator=lambda x: x[0])
+    alone.train()
+    for step, found, exact in zip(range(3), trainer.state.log_history, alone.state.log_history):
+        good += [abs(found[x] / exact[x] - 1) < 1e-5 for x in ("loss", "grad_norm")]
+    good += [torch.allclose(x, y, 0, 1e-6) for x, y in zip(model.parameters(), one.parameters())]
+    print("good", all(good), len(good))
+"""
+
+
+def test_page(tmp_path):
+    """The examples run as one program: all ways have the same norms, the Trainer one process's."""
+    example = tmp_path / "example.py"
+    example.write_text("\n".join([QUICK, *blocks("docs/distributed.md", "python"), END]))
+    done = launch(4, example, timeout=200, cwd=tmp_path)
+    assert "\ngood True 29\n" in done.stdout and (tmp_path / "trained").is_dir(), done.stdout
