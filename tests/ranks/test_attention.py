@@ -3,7 +3,7 @@
 import time
 from dataclasses import replace
 from functools import partial
-from itertools import permutations, product
+from itertools import cycle, permutations, product
 
 import numpy as np
 import pytest
@@ -45,6 +45,7 @@ FULL, CAUSAL, N = Full(), Causal(), 97
 I = np.arange(N)  # noqa: E741
 WINDOW, PACKED = IntervalMask(I - 9, I + 1), documents(heavy_tailed(N, 1, 9))
 IRREGULAR = IntervalMask(np.where(I % 5, I - 30, 60), np.where(I % 7, I + 5, 20))
+HEADS = (1, 7), (1, 64), (6, 32)  # KV heads, headdim
 FORMULAS = [x for x in distributions.FORMULAS if x != "triangle"]
 
 # Mask, tokens, KV heads of six heads, headdim, dtype, distribution.
@@ -74,10 +75,11 @@ CASES = {
         (CAUSAL, 1009, 6, 32, "bfloat16", None),
     ],
     "all": [
-        (*mask_and_tokens, nheads_kv, headdim, dtype, distribution)
-        for mask_and_tokens in product((FULL, CAUSAL), (7, 64, 1009))
-        for nheads_kv, headdim in ((1, 7), (1, 64), (6, 32))
-        for dtype, distribution in product(("float32", "float64"), FORMULAS)
+        (*case, *heads, dtype, distribution)
+        for (*case, heads, dtype), distribution in zip(
+            product((FULL, CAUSAL), (7, 64, 1009), HEADS, ("float32", "float64")),
+            cycle([*FORMULAS, "balanced", None]),
+        )
     ],
 }
 

@@ -174,7 +174,6 @@ def test_bad_files(tmp_path):
             ("attention.py", [*common, "--import"], [], "argument --import: expected one"),
             ("attention.py", [*common, "--import", ""], [], "--import must be a path, got ''"),
             ("attention.py", [*common, "--import", tmp_path], [], "is not a regular file"),
-            ("attention.py", [*common, "--mask-file", ""], [], "--mask-file must be a path, got"),
             ("attention.py", common, ["--import", here["kernel"]], "ranks disagree on --import"),
             ("attention.py", common, [f"--import={missing}"], "none.py: No such file or"),
         ], 2,

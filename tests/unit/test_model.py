@@ -466,15 +466,12 @@ def test_calibrate(tmp_path):
     assert "# link.between was not measured" in path.read_text()
     assert to_toml(found) in path.read_text()
     assert_all_refused("calibrate.py", 2, [
-        ([*common, "--seconds=0"], [], "--seconds must be at least 0.001, got 0.0"),
         ([*common, "--output=/nowhere/here.toml"], [], "cannot write"),
         ([*common, "--dtypes=int8"], [], "--dtypes must be one of float16"),
         ([*common, "--name=\udcff"], [], "UTF-8, at most 100 characters, got '\\udcff'"),
         ([*common, "--name=" + 101 * "x"], [], "at most 100 characters, got 'xxx"),
         ([*common, "--kernel=cupy"], [], "invalid choice"),
         ([*common, "--kernel=numba", "--dtypes=float64"], [], "float32, got float64"),
-        ([*common, "--threads=0"], [], "--threads must be at least 1"),
-        ([*common, f"--threads={10**30}"], [], "--threads must be at most 1024"),
     ])  # fmt: skip
 
 
