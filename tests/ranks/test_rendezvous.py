@@ -136,22 +136,16 @@ def test_plan_is_no_cyclic_garbage(comm, grid):
 
 @mpi
 def test_no_communicator_left(comm, monkeypatch):
-    class Exhausted:
+    class Exhausted(MPI.Intracomm):
         """A communicator that can be split so often."""
 
         left = 3
-
-        def __init__(self, comm):
-            self.comm = comm
-
-        def __getattr__(self, name):
-            return getattr(self.comm, name)
 
         def Split(self, *args):
             Exhausted.left -= 1
             if Exhausted.left < 0:
                 raise MPI.Exception(MPI.ERR_OTHER)
-            return Exhausted(self.comm.Split(*args))
+            return Exhausted(super().Split(*args))
 
     text = "MPI has no communicators left: each grid uses five, so free() grids"
     assert_raises(comm, text, ProcessGrid, Exhausted(comm), 1, comm.size)
