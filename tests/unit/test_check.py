@@ -5,7 +5,7 @@ import re
 import h5py
 import numpy as np
 import pytest
-from cases import TENSORS
+from dense import TENSORS
 from helpers import SAMPLE, bounds_for, drive, drive_each
 
 from a2d_mpi.core import reference
@@ -77,7 +77,7 @@ def test_bounds_that_prove_nothing():
     rng = np.random.default_rng(0)
     whole = [rng.standard_normal((9, 1, 4)) for _ in range(4)]
     exact = dict(zip(TENSORS, (whole[0], whole[0][..., 0], *whole[1:])))
-    same = dict.fromkeys(TENSORS, 1e-6)
+    same = dict.fromkeys(exact, 1e-6)
     bounds = bounds_for(np.dtype("f4"), 1.0, whole, exact, same)
     assert all(0 < x < 1e-5 for name, x in bounds.items() if name in ("out", "lse", "dv"))
     for large in (1.0, np.inf, np.nan):
