@@ -9,15 +9,12 @@ from pathlib import Path
 from helpers import ROOT, execute, launch
 
 import a2d_mpi
-from a2d_mpi.attention.methods import plan_class
 from a2d_mpi.comm.device_transport import DeviceTransport
 from a2d_mpi.comm.transport import HostTransport, Transport
-from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.host import Host
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.kernels import Kernel
 from a2d_mpi.kernels.numpy import NumpyKernel
-from a2d_mpi.schedules import METHODS
 
 
 def lint(root):
@@ -120,16 +117,6 @@ def test_protocols(cupy):
         Kernel: (NumpyKernel, CupyKernel, CudnnKernel),
     }.items():
         assert [misses(kind, protocol) for kind in kinds] == [[]] * len(kinds)
-
-
-def test_a_registry_names_each_method_once():
-    """A method is found by its line in the registry, with the class that users hold."""
-    for name, method in METHODS.items():
-        assert callable(method.forward) and callable(method.backward)
-        assert plan_class(name).method == name
-    functions = [(method.forward, method.backward, method.distribution, method.shape(Layout(2, 2)),
-                  method.knows_nodes) for method in METHODS.values()]  # fmt: skip
-    assert len(set(functions)) == len(METHODS)
 
 
 def test_editors_see_the_public_names():

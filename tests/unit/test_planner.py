@@ -15,7 +15,7 @@ from helpers import DRIVERS, SECONDS, assert_all_refused, drive, parser_of
 from machines import A100, H100, MACHINES, RESULTS
 
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.candidates import _row, read_problem
+from a2d_mpi.experiments.candidates import read_problem
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.layouts import layouts
@@ -164,13 +164,6 @@ def test_the_pick_is_the_fastest_of_all(machine, ranks, nheads, nheads_kv, mask)
     for x in others:  # sums of another order differ by a bit; bounds are for one slice
         of_all = seconds.get((x.method, x.layout), math.inf)
         assert x.phases or x.bound <= (1 + 1e-12) * of_all
-
-
-def test_table_of_a_mask_whose_least_is_zero():
-    """With many short documents no byte has to travel; the table has no number then."""
-    plan = best_candidate(H100, 4, work())
-    rows = [_row(replace(plan, over_bound=x), 4, plan) for x in (1.5, float("inf"))]
-    assert [row[10] for row in rows] == ["1.50", "-"]
 
 
 def test_memory_limits():
