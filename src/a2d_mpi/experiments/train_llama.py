@@ -26,15 +26,13 @@ from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.train_gpt import (
     about_text,
     agree_on_text,
-    mask_of_batch,
-    plan_of_batch,
     say_losses,
 )
 from a2d_mpi.gpt.gradients import total
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.schedules.problem import Workload
-from a2d_mpi.torch import GradientHooks, use_in_transformers
+from a2d_mpi.torch import ContextParallel, GradientHooks
 
 
 def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
@@ -54,21 +52,22 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     sizes = {"seqlen": args.seqlen, "dtype": args.dtype, **heads}
     work = together(comm, lambda: Workload(**sizes, mask=Causal(), backward=True))
     grid = open_grid(comm, args, work)
-    losses, seconds, checks, plan = [], [], {}, None
+    losses, seconds, checks = [], [], {}
     with threadpool_limits(args.threads):
         model = _new_model(config, args).to(where)
+        names = ("method", "seqlen", "dtype", "threads", "kernel", "transfers")
+        cp = ContextParallel(grid, model, **{x: getattr(args, x) for x in names})
         hooks = GradientHooks(model, comm)
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate)
         shown = progress(range(args.steps), comm.rank, desc="steps")
         for step in shown:
             batch, start = text.batch(args.seqlen, args.seed, step), time.perf_counter()
-            mask = mask_of_batch(batch, args)
-            if plan is None or plan.mask != mask:
-                if plan is not None:
-                    plan.free()
-                plan = plan_of_batch(grid, mask, args, heads)
-                model.set_attn_implementation(use_in_transformers(plan))
-            loss = total(comm, step_loss(model, batch, plan.tokens, hooks))
+            own = cp.shard(batch.tokens, cu_seqlens=batch.cu_seqlens if args.separator else None)
+            model.zero_grad()
+            term = cp.loss(model(**own.inputs).logits, own)
+            term.backward()
+            hooks.finish()
+            loss = total(comm, term.item())
             if step == 0 and not args.unchecked:
                 own = _check(model, config, args, batch, loss) if comm.rank == 0 else None
                 checks = comm.bcast(own)
@@ -79,6 +78,7 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             if not math.isfinite(loss):
                 break
     origin = origin_of(comm, device)
+    (kernel,) = {x.kernel for x in cp.plans.values()}
     if comm.rank == 0:
         for name, x in checks.items():
             print(f"first step, {name}: error {x.error:.1e} against one process in float64 "
@@ -86,7 +86,7 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         parameters = sum(x.numel() for x in model.parameters())
         say_losses(parameters, losses, np.median(seconds), text, args.seqlen)
     if args.output:
-        settings = {**grid.layout.attributes, "method": args.method, "kernel": plan.kernel,
+        settings = {**grid.layout.attributes, "method": args.method, "kernel": kernel,
                     "torch": torch.__version__, **_options(args)}  # fmt: skip
         tree = {
             **origin,
@@ -99,34 +99,10 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         }
         together(comm, lambda: write_file(args.output, TRAINING_SCHEMA, tree), on=0)
     hooks.free()
-    plan.free()
+    cp.free()
     grid.free()
     passed = all(x.passed for x in checks.values()) and math.isfinite(losses[-1])
     return 0 if passed else FAILED_CHECK
-
-
-def step_loss(
-    model: torch.nn.Module,
-    batch: Batch,
-    tokens: np.ndarray,
-    hooks: GradientHooks | None = None,
-) -> float:
-    """Compute these tokens' term of a batch's mean loss, and set the model's gradients.
-
-    `hooks` sum the gradients over ranks.  Without hooks nothing communicates.
-    """
-    device, count = model.device, max(1, int((batch.targets >= 0).sum()))
-    ids, positions, targets = (
-        torch.from_numpy(x[tokens]).to(device)
-        for x in (batch.tokens, batch.positions, batch.targets)
-    )
-    model.zero_grad()
-    logits = model(input_ids=ids[None], position_ids=positions[None]).logits[0]  # (n, vocab)
-    loss = cross_entropy(logits, targets, ignore_index=-1, reduction="sum") / count
-    loss.backward()
-    if hooks is not None:
-        hooks.finish()
-    return loss.item()
 
 
 def _validated(args: argparse.Namespace) -> tuple[Text, LlamaConfig]:
@@ -167,12 +143,17 @@ def _check(
 ) -> dict[str, Check]:
     """Check the first loss and gradients against one process in float64, by relative errors."""
     exact = _new_model(config, args).double()
-    wanted = step_loss(exact, batch, np.arange(args.seqlen))
+    ids, positions, targets = (
+        torch.from_numpy(x)[None] for x in (batch.tokens, batch.positions, batch.targets)
+    )
+    logits = exact(input_ids=ids, position_ids=positions).logits[0]  # (seqlen, vocab)
+    wanted = cross_entropy(logits[:-1], targets[0, :-1], ignore_index=-1)
+    wanted.backward()
     gradient, exact_gradient = (
         np.concatenate([p.grad.double().cpu().numpy().ravel() for p in x.parameters()])
         for x in (model, exact)
     )
-    both = (loss, gradient), (wanted, exact_gradient)
+    both = (loss, gradient), (wanted.item(), exact_gradient)
     return check_step(*both, args.dtype, args.seqlen)
 
 

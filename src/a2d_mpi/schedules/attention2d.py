@@ -25,7 +25,7 @@ import numpy as np
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
 from a2d_mpi.masks.intervals import Runs, cut, size
 from a2d_mpi.schedules.group import Group
-from a2d_mpi.schedules.line import Line, by_node, members_of, star
+from a2d_mpi.schedules.line import Line, by_node, from_here, star
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Rows
@@ -97,15 +97,9 @@ def lines(p: Program, kind: str) -> tuple[Line, Line]:
                 return group.required(of_keys, owner, across(*members))
             return group.required(of_keys, owner, frozenset(chain(*map(across, members))))
 
-        # Begin with the next rank of this node, then of the next node: so that no rank is the
-        # first target of all.
-        members = members_of(ranks, nodes)
-        names, me = sorted(members), nodes[p.rank]
-        begin, place = names.index(me), members[me].index(p.rank)
-        turned = ((members[x], place % len(members[x])) for x in names[begin:] + names[:begin])
-        ordered = [y for x, i in turned for y in x[i:] + x[:i]]
+        ordered = from_here(p.rank, ranks, nodes)
+        near = [x for x in ordered[1:] if nodes[x] == nodes[p.rank]]
         trees = star(ranks) if group.nodes is None else by_node(ranks, nodes)
-        near = ordered[1 : len(members[me])]
         chunks = partial(chunked, ranks=len(ranks))
         return Line(p, name, own.array, ordered, required, trees, near=near, chunks=chunks)
 

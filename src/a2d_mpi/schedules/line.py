@@ -93,6 +93,18 @@ def members_of(ranks: Sequence[int], nodes: Sequence[int]) -> dict[int, list[int
     return members
 
 
+def from_here(rank: int, ranks: Sequence[int], nodes: Sequence[int]) -> list[int]:
+    """Return ranks in turn: from `rank` on around its node, then likewise on the next nodes.
+
+    So no rank is the first target of all.
+    """
+    members = members_of(ranks, nodes)
+    names, me = sorted(members), nodes[rank]
+    begin, place = names.index(me), members[me].index(rank)
+    turned = ((members[x], place % len(members[x])) for x in names[begin:] + names[:begin])
+    return [y for x, i in turned for y in x[i:] + x[:i]]
+
+
 class Line:
     """The line of a rank.  It declares the rows that the rank needs, and posts their messages.
 

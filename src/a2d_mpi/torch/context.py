@@ -101,9 +101,9 @@ class ContextParallel:
 
     Attributes
     ----------
-    plans : dict of Kind to AttentionPlan
-        Plans of a sequence that is one document.
     layers : dict of torch.nn.Module to Kind
+    plans : dict of Kind to AttentionPlan
+        Plans of the latest batch.
 
     Raises
     ------
@@ -138,7 +138,7 @@ class ContextParallel:
         self._name = register(*self._functions())
         if probe:
             self._probe()
-        self.plans = self._sets[self._plans_of(None)]
+        self._plans_of(None)
         self._before = model.config._attn_implementation
         model.set_attn_implementation(self._name)
         me = weakref.ref(self)  # so that copies of the model do not copy plans
@@ -188,8 +188,7 @@ class ContextParallel:
 
     def _refuse(self, problem: str) -> None:
         """Raise ValueError on all ranks, which call a plan."""
-        kind = next(iter(self.layers.values()))
-        self._sets[self._current][kind].refuse(problem)
+        self.plans[next(iter(self.layers.values()))].refuse(problem)
 
     def _begin(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Take the plans of a batch before the model is called."""
@@ -209,8 +208,8 @@ class ContextParallel:
                 plan.free()
         self._current = number
 
-    def _plans_of(self, cu_seqlens: np.ndarray | None) -> int:
-        """Make or find the plans of documents; return their number.  Collective."""
+    def _plans_of(self, cu_seqlens: np.ndarray | None) -> None:
+        """Make or find the plans of documents, and use them.  Collective."""
         key = b"" if cu_seqlens is None else cu_seqlens.tobytes()
         if key not in self._numbers:
             plans = self._make(self.seqlen, cu_seqlens)
@@ -223,7 +222,6 @@ class ContextParallel:
         elif key:  # the latest come last
             self._numbers[key] = self._numbers.pop(key)
         self._use(self._numbers[key])
-        return self._current
 
     def _make(self, seqlen: int, cu_seqlens: np.ndarray | None = None) -> Plans:
         """Make a plan for each kind of layer, all on one distribution.  Collective."""
@@ -332,10 +330,10 @@ class ContextParallel:
             self._check(*whole)
         call.agree({x: _digest(y) for x, y in zip(names, whole)})
         ids, targets, ends = whole
-        number = self._plans_of(ends)
-        tokens = next(iter(self._sets[number].values())).tokens
+        self._plans_of(ends)
+        tokens = next(iter(self.plans.values())).tokens
         bounds = np.unique([0, self.seqlen] if ends is None else [*ends, self.seqlen])
-        if self.causal:
+        if self._causal:
             targets = np.append((ids if targets is None else targets)[1:], IGNORED)
             targets[bounds[1:] - 1] = IGNORED
         elif targets is None:
@@ -344,7 +342,7 @@ class ContextParallel:
             targets[ends[-1] :] = IGNORED
         own = (torch.from_numpy(x[tokens])[None] for x in (ids, positions_in(bounds), targets))
         inputs, positions, labels = (x.to(self.model.device) for x in own)
-        positions.a2d_mpi = number
+        positions.a2d_mpi = self._current
         return Batch(
             {"input_ids": inputs, "position_ids": positions},
             labels,
@@ -353,10 +351,15 @@ class ContextParallel:
         )
 
     @property
-    def causal(self) -> bool:
+    def plans(self) -> Plans:
+        """See the attributes of the class."""
+        return self._sets[self._current]
+
+    @property
+    def _causal(self) -> bool:
         """Whether no layer sees later tokens."""
         first = np.array([0, self.seqlen // 2])
-        ends = (end for x in self.plans for _, end in x.mask.visible(first))
+        ends = (end for x in self.layers.values() for _, end in x.mask.visible(first))
         return all((end <= first + 1).all() for end in ends)
 
     def _check(self, ids: Any, labels: Any, cu_seqlens: Any) -> None:

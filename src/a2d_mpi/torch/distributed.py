@@ -25,7 +25,7 @@ def init_process_group(comm: MPI.Intracomm, backend: str | None = None) -> None:
     comm : Intracomm
     backend : str, optional
         As of ``torch.distributed.init_process_group``.  Default: gloo for tensors on the CPU, and
-        NCCL for CUDA tensors if there are GPUs.
+        NCCL for CUDA tensors if there are GPUs.  Each rank first sets its own GPU.
 
     Raises
     ------

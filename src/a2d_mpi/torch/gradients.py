@@ -184,5 +184,7 @@ def sum_gradients(model: torch.nn.Module, comm: MPI.Intracomm) -> None:
         As in `GradientHooks`.
     """
     hooks = GradientHooks(model, comm)
-    hooks.finish()
-    hooks.free()
+    try:
+        hooks.finish()
+    finally:  # all ranks raise an error, or none does
+        hooks.free()
