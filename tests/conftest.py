@@ -81,6 +81,15 @@ def cupy(request):
         sys.modules.update(saved)
 
 
+@pytest.fixture
+def gpus(cupy, comm):
+    """Bind a GPU, and return how arrays get there and back."""
+    from a2d_mpi.comm.gpus import bind_gpu
+
+    bind_gpu(comm)
+    return {"upload": cupy.asarray, "download": cupy.asnumpy}
+
+
 def _is_of_gpu(module):
     return module.split(".")[0] == "cupy" or module in (
         "a2d_mpi.devices.cuda",

@@ -3,21 +3,21 @@
 On the emulated GPU of tests/gpu/emulated always, on a real one where there is one.
 """
 
-import os
 import re
-import shutil
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import helpers
 import numpy as np
 import pytest
-from cases import METHODS, OTHERS, SIZE, TENSORS, failures, inputs, label, run
-from helpers import DEEPER, SAMPLE, assert_all, assert_refused, deeper
+from cases import METHODS, OTHERS, SIZE, differing, label
+from dense import problem_for, results_of, wrong_with
+from helpers import DEEPER, SAMPLE, assert_all, assert_refused, deeper, drive_on_gpu
 from mpi4py import MPI
+from refused import GOOD, assert_raises
 
-from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid, RingAttention
+from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid
 from a2d_mpi.comm.device_transport import DeviceTransport
 from a2d_mpi.comm.gpus import gpu_aware
 from a2d_mpi.experiments.hdf5 import extend_file, flat, read_file
@@ -43,82 +43,68 @@ def method(request, comm):
     algorithm, shape = request.param
     nodes = np.arange(SIZE) // 2 if algorithm is NodeAwareAttention else None
     grid = ProcessGrid(comm, *shape, nodes=nodes)
-    yield lambda mask, **kwargs: algorithm(grid, mask, **kwargs)
+    yield partial(algorithm, grid)
     grid.free()
 
 
-@pytest.fixture
-def on(cupy, comm, request):
-    """Runs a plan on CuPy arrays."""
-    from a2d_mpi.comm.gpus import bind_gpu
+@dataclass(frozen=True)
+class Sinks(Causal):
+    """A mask that shows the first 3 tokens and the last 10."""
 
-    bind_gpu(comm)
-    return lambda plan, *tensors: run(plan, *tensors, cupy.asarray, cupy.asnumpy)
+    default_distribution = "striped"
+
+    def visible(self, q):
+        return ((q * 0, np.minimum(3, q + 1)), (np.maximum(3, q - 9), q + 1))
 
 
 # Each one once; on a real GPU cuDNN builds graphs for each plan of 16 bits.
 CASES = [
-    ("real", "full", "float32", "device"),
-    ("real", "causal", "float64", "host"),
-    ("real", "causal", "bfloat16", "device"),
-    ("real", "full", "bfloat16", "host"),
-    ("emulated", "full", "float32", "device"),
-    ("emulated", "causal", "float64", "host"),
-    pytest.param("emulated", "causal", "float16", "device", marks=DEEPER),
-    pytest.param("emulated", "causal", "bfloat16", "host", marks=pytest.mark.one_mpi),
+    ("real", Full(), "float32", "device"),
+    ("real", Causal(), "float64", "host"),
+    ("real", Causal(), "bfloat16", "device"),
+    ("real", Full(), "bfloat16", "host"),
+    ("emulated", Full(), "float32", "device"),
+    ("emulated", Causal(), "float64", "host"),
+    pytest.param("emulated", Sinks(), "float32", "device", marks=pytest.mark.one_mpi),
+    pytest.param("emulated", Causal(), "float16", "device", marks=DEEPER),
+    pytest.param("emulated", Causal(), "bfloat16", "host", marks=pytest.mark.one_mpi),
 ]
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("cupy, mask, dtype, transfers", CASES, indirect=["cupy"])
-def test_results_and_traffic(comm, cupy, on, method, mask, dtype, transfers, monkeypatch):
-    mask = {"full": Full(), "causal": Causal()}[mask]
+def test_results(comm, cupy, gpus, method, mask, dtype, transfers, monkeypatch):
+    """Results equal float64, bytes what is predicted; times by events add up."""
     # Several pieces a message, but not thousands.
     size = {"emulated": 700, "real": 100_000}[cupy.kind]
     monkeypatch.setattr("a2d_mpi.comm.device_transport.STAGED_MESSAGE", size)
     bad = []
     for seqlen, nheads_kv, headdim in SIZES[cupy.kind]:
-        plan = method(
-            mask,
-            seqlen=seqlen,
-            nheads=6,
-            nheads_kv=nheads_kv,
-            headdim=headdim,
-            dtype=dtype,
-            transfers=transfers,
-        )
-        found = on(plan, *inputs(seqlen, nheads_kv, headdim, 1.0, dtype, 6))
-        bad += failures(plan, found, mask, seqlen, nheads_kv, headdim)
+        sizes = {"seqlen": seqlen, "nheads": 6, "nheads_kv": nheads_kv, "headdim": headdim}
+        plan = method(mask, **sizes, dtype=dtype, transfers=transfers)
+        bad += wrong_with(plan, **gpus)
         if plan.traffic.bytes != plan.predicted_traffic():
             bad.append(f"{dict(plan.traffic.bytes)} but predicted {plan.predicted_traffic()}")
         moved = sum(sum(both) for both in plan.traffic.bytes.values())
         if plan.staged_bytes != (moved if transfers == "host" else 0):
             bad.append(f"{plan.staged_bytes} bytes went through the host, {moved} moved")
+        for phase in ("forward", "backward"):
+            parts = [plan.timings[f"{phase}/{part}"] for part in ("compute", "merge", "wait")]
+            if not (min(parts) >= 0 and 0 < sum(parts) <= 1.001 * plan.timings[f"{phase}/total"]):
+                bad.append(f"{phase}: {plan.timings}")
     assert_all(comm, not bad, "; ".join(bad))
 
 
 @pytest.mark.mpi
 @pytest.mark.one_mpi
-def test_same_bits_every_time_and_without_overlap(comm, cupy, on, method):
-    x = inputs(30, 1, 8, 1.0, "float32", 6)
-    sizes = {"seqlen": 30, "nheads": 6, "nheads_kv": 1, "headdim": 8, "kernel": "cupy"}
-    plans = [method(Causal(), overlap=overlap, **sizes) for overlap in (True, False)]
-    results = [on(plan, *x) for plan in (*plans, plans[0])]
-    same = all(results[0][t].tobytes() == y[t].tobytes() for y in results for t in TENSORS)
-    assert_all(comm, same, "not the same bits")
-
-
-@pytest.mark.mpi
-@pytest.mark.one_mpi
 @pytest.mark.parametrize("transfers", ["device", "host"])
-def test_slices(comm, grid_of, cupy, on, transfers):
-    """Slices have the bits of one slice, by kernels that run late and messages that come late."""
-    x, bad = inputs(30, 6, 8, 1.0, "float32", 6), []
-    for make in (Attention2D, RingAttention):
-        sizes = {"seqlen": 30, "nheads": 6, "headdim": 8, "kernel": "cupy"}
-        plan = partial(make, grid_of(1, SIZE), Causal(), transfers=transfers, **sizes)
-        found = [on(plan(slices=slices), *x) for slices in (1, 2, 6)]
-        bad += [t for y in found for t in TENSORS if y[t].tobytes() != found[0][t].tobytes()]
+def test_same_bits(comm, cupy, gpus, method, transfers):
+    """Again, in turn, and in slices, with kernels that run late and messages that come late."""
+    sizes = {"seqlen": 30, "nheads": 6, "headdim": 8, "kernel": "cupy", "transfers": transfers}
+    options = {}, {}, {"overlap": False}, {"slices": 3}
+    plans = [method(Causal(), **sizes, **x) for x in options]
+    first, *others = (results_of(plan, problem_for(plan), **gpus) for plan in plans)
+    bad = [f"{o}: {x}" for o, y in zip(options[1:], others) for x in differing(first, y)]
     assert_all(comm, not bad, f"not the same bits: {bad}")
 
 
@@ -126,7 +112,7 @@ def test_slices(comm, grid_of, cupy, on, transfers):
 @pytest.mark.multirank
 @pytest.mark.one_mpi
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
-def test_the_host_posts_a_slice_while_kernels_of_another_run(comm, grid_of, cupy, on, monkeypatch):
+def test_the_host_posts_a_slice_while_kernels_of_another_run(comm, grid_of, gpus, monkeypatch):
     """With h slices, all messages of two slices are posted before the host waits at all."""
     log = []
     for name in ("send", "receive", "wait"):
@@ -137,21 +123,21 @@ def test_the_host_posts_a_slice_while_kernels_of_another_run(comm, grid_of, cupy
             return right(self, *args)
 
         monkeypatch.setattr(DeviceTransport, name, logged)
-    x, posted = inputs(61, 6, 8, 1.0, "float32", 6), []
+    posted = []
     for slices in (1, 2):
         plan = Attention2D(grid_of(1, SIZE), Full(), seqlen=61, nheads=6, headdim=8, slices=slices)
         log.clear()
-        plan.forward(*(cupy.asarray(y[plan.tokens]) for y in x[:3]))
+        results_of(plan, problem_for(plan), **gpus)
         posted.append(log.index("wait"))
     assert_all(comm, posted[1] == 2 * posted[0] > 0, f"posted before the first wait: {posted}")
 
 
 @pytest.mark.mpi
 @pytest.mark.one_mpi
-def test_calls_on_two_streams(comm, cupy, on, method):
+def test_calls_on_two_streams(comm, cupy, gpus, method):
     """A call uses the buffers of an earlier call that may still be running."""
     plan = method(Causal(), seqlen=64, nheads=6, headdim=16)
-    q, k, v = [inputs(64, 6, 16, 1.0, "float32", 6)[i][plan.tokens] for i in range(3)]
+    q, k, v, _ = problem_for(plan).shards(plan).values()
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     outs = []
     for stream, given in zip(reversed(streams), ((q, k, v), (2 * q, -k, 2 * v))):
@@ -164,68 +150,30 @@ def test_calls_on_two_streams(comm, cupy, on, method):
     assert_all(comm, found.tobytes() == alone.tobytes(), "the calls disturb each other")
 
 
-@pytest.mark.mpi
-@pytest.mark.one_mpi
-def test_timings_by_events(comm, cupy, on, method):
-    plan = method(Causal(), seqlen=64, nheads=6, headdim=16)
-    on(plan, *inputs(64, 6, 16, 1.0, "float32", 6))
-    bad = []
-    for phase in ("forward", "backward"):
-        parts = [plan.timings[f"{phase}/{part}"] for part in ("compute", "merge", "wait")]
-        if not (min(parts) >= 0 and 0 < sum(parts) <= 1.001 * plan.timings[f"{phase}/total"]):
-            bad.append(f"{phase}: {plan.timings}")
-    assert_all(comm, not bad, "; ".join(bad))
-
-
-@pytest.mark.mpi
-@pytest.mark.multirank
-def test_numpy_on_some_ranks(comm, grid_of, cupy, on):
-    grid = grid_of(1, comm.size)
-    plan = Attention2D(grid, Full(), seqlen=20, nheads=4, headdim=8)
-    x = [np.ones((len(plan.tokens), 4, 8), np.float32) for _ in range(3)]
-    mixed = x if comm.rank == 0 else [cupy.asarray(y) for y in x]
-    with pytest.raises(ValueError, match="some ranks pass NumPy arrays, others CuPy arrays"):
-        plan.forward(*mixed)
-    # The plan moves to whichever device the arrays are on.
-    out, _ = plan.forward(*x)
-    out_device, _ = plan.forward(*(cupy.asarray(y) for y in x))
-    assert_all(comm, np.allclose(out, cupy.asnumpy(out_device), atol=1e-6), "results differ")
+MIXED = "some ranks pass NumPy arrays, others CuPy arrays"
+WIDE = {"headdim_v": 5, "dtype": "bfloat16"}
 
 
 @pytest.mark.mpi
 @pytest.mark.one_mpi
-def test_kernel_of_the_other_device(comm, grid_of, cupy, on):
-    grid = grid_of(comm.size, 1)
-    plan = Attention2D(grid, Full(), seqlen=20, nheads=4, headdim=8, kernel="numpy")
-    x = [cupy.asarray(np.ones((len(plan.tokens), 4, 8), np.float32)) for _ in range(3)]
-    with pytest.raises(ValueError, match="'numpy' does not take CuPy arrays"):
-        plan.forward(*x)
-
-
-@pytest.mark.mpi
-@pytest.mark.one_mpi
-def test_masks_of_two_intervals(comm, cupy, on, method):
-    class Sinks(Causal):
-        """A mask that shows the first 3 tokens and the last 10."""
-
-        default_distribution = "striped"
-
-        def visible(self, q):
-            return ((q * 0, np.minimum(3, q + 1)), (np.maximum(3, q - 9), q + 1))
-
-    plan = method(Sinks(), seqlen=30, nheads=6, headdim=8)
-    found = on(plan, *inputs(30, 6, 8, 1.0, "float32", 6))
-    bad = failures(plan, found, Sinks(), 30, 6, 8)
-    assert_all(comm, not bad, "; ".join(bad))
-
-
-def drive(monkeypatch, program, ranks, *options, gpus=1, **more):
-    """Run a driver on the emulated GPU."""
-    if shutil.which("g++") is None:
-        pytest.skip("no GPU emulation: g++ is not installed")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "emulated"), prepend=os.pathsep)
-    monkeypatch.setenv("EMULATED_GPUS", str(gpus))
-    return helpers.drive(program, ranks, *options, timeout=120, **more)
+@pytest.mark.parametrize("options, call, text", [
+    ({}, {"max_logits": True}, "kernel 'cupy' gives no max_logits, 'numpy' does"),
+    ({"kernel": "numpy"}, {}, "'numpy' does not take CuPy arrays"),
+    (WIDE, {}, "kernel 'cupy' needs headdim_v equal to headdim"),
+    pytest.param({}, {}, MIXED, marks=pytest.mark.multirank),
+])  # fmt: skip
+def test_refused(comm, grid_of, gpus, options, call, text):
+    """One error on all ranks; the plan takes arrays of the host all the same, before and after."""
+    plan = Attention2D(grid_of(1, comm.size), Full(), **GOOD, **options)
+    q, k, v, _ = host = [*problem_for(plan).shards(plan).values()]
+    upload = (lambda x: x) if text == MIXED and comm.rank == 0 else gpus["upload"]
+    expected, _ = plan.forward(q, k, v)
+    assert_raises(comm, text, plan.forward, *map(upload, (q, k, v)), **call)
+    same = np.array_equal(plan.forward(*host[:3])[0], expected)
+    if not options:  # the plan moves to whichever device the arrays are on
+        found = gpus["download"](plan.forward(*map(gpus["upload"], host[:3]))[0])
+        same &= np.allclose(found, expected, atol=1e-6)
+    assert_all(comm, same, "the plan is spoilt")
 
 
 @pytest.mark.parametrize("transfers", deeper(["device", "host"], ["device"]))
@@ -234,7 +182,7 @@ def test_main_job(monkeypatch, tmp_path, transfers):
     output = tmp_path / "run.h5"
     options = ["--seqlen", 50, "--backward", "--check", "full", "--trials", 2, "--output", output]
     options += ["--device", "gpu", "--transfers", transfers]
-    done = drive(monkeypatch, "attention.py", 2, SAMPLE, *options, gpus=2)
+    done = drive_on_gpu(monkeypatch, "attention.py", 2, SAMPLE, *options, gpus=2)
     assert "FAILED" not in done.stdout and "emulated GPU" in done.stdout
     result = read_result(output)
     assert result.provenance["device"] == "emulated GPU"
@@ -250,7 +198,7 @@ def test_no_gpu(monkeypatch, gpus):
         without = "sys.modules['cupy'] = None"
         done = helpers.drive("attention.py", 2, *options, sabotage=without, code=2)
     else:
-        done = drive(monkeypatch, "attention.py", 2, *options, gpus=gpus, code=2)
+        done = drive_on_gpu(monkeypatch, "attention.py", 2, *options, gpus=gpus, code=2)
     assert_refused(done, "CuPy is not installed" if gpus is None else "finds no GPU")
 
 
@@ -264,7 +212,7 @@ if MPI.COMM_WORLD.rank == 1:
     cupy.cuda.fault.kernel = "forward"
 """
     options = [SAMPLE, "--seqlen", 50, "--device", "gpu", "--transfers", transfers]
-    done = drive(monkeypatch, "attention.py", 4, *options, sabotage=sabotage, code=None)
+    done = drive_on_gpu(monkeypatch, "attention.py", 4, *options, sabotage=sabotage, code=None)
     assert done.returncode != 0 and done.seconds < helpers.SECONDS
     assert "attention.py: rank 1 failed" in done.stderr
     assert "CUDARuntimeError: cudaErrorIllegalAddress" in done.stderr
@@ -317,27 +265,31 @@ def test_benchmark_of_kernels(monkeypatch, tmp_path):
     sizes = ["--device", "gpu", "--shapes", "40x2x8", "--nheads-kv", "1", "--trials", "3"]
     sizes += ["--output", tmp_path / "gpu.h5", "--name", "here", "--masks"]
     masks = ["full", "sliding_window_causal:4", "causal_document:0,9,17,20,29,40"]
-    done = drive(monkeypatch, "bench.py kernels", 0, *sizes, ",".join(masks), sabotage=CPU_TORCH)
+    done = drive_on_gpu(
+        monkeypatch, "bench.py kernels", 0, *sizes, ",".join(masks), sabotage=CPU_TORCH
+    )
     assert len(re.findall(r"^40x2x8/[sc]\w+:.* \d+\.\d\d$", done.stdout, re.MULTILINE)) == 4
     assert "causal_document:0,9,17,20,29,40" in done.stdout and "torch has no GPU" in done.stdout
     found = read_file(tmp_path / "gpu.h5", BENCHMARK_SCHEMA)["figures"]["here"]
     assert {x.split("/")[1] for x in flat(found)} == set(masks)
     assert found["origin"]["device"] == "emulated GPU" and found["right"]
     assert all((x > 0).all() and len(x) == 3 for x in flat(found).values())
-    done = drive(monkeypatch, "bench.py kernels", 0, *sizes, "full,causal_document:0,99", code=2)
+    done = drive_on_gpu(
+        monkeypatch, "bench.py kernels", 0, *sizes, "full,causal_document:0,99", code=2
+    )
     assert_refused(done, "the last document ends at 99, the sequence at 40")
     assert "FLOP/s" not in done.stdout
 
 
 @pytest.mark.parametrize("way, staged", [("device", "0"), ("host", r"[1-9]\d+")])
 def test_rate_of_transfers(monkeypatch, way, staged):
-    done = drive(monkeypatch, "../tests/gpu_transfers.py", 2, way)
+    done = drive_on_gpu(monkeypatch, "../tests/gpu/gpu_transfers.py", 2, way)
     assert done.stdout.count("GB/s per rank") == 3
     assert re.search(f"through the host: {staged} bytes", done.stdout)
 
 
 def test_overlap_of_ranks_that_share_a_gpu(monkeypatch):
-    done = drive(monkeypatch, "../tests/gpu_overlap.py", 2, 64, 2, 8)
+    done = drive_on_gpu(monkeypatch, "../tests/gpu/gpu_overlap.py", 2, 64, 2, 8)
     assert done.returncode == 0, done.stderr
     number = r"-?\d+\.\d\d"
     times = f"{number}, wait {number}, host {number}"
@@ -347,31 +299,6 @@ def test_overlap_of_ranks_that_share_a_gpu(monkeypatch):
     )  # fmt: skip
     kinds = [(mask, phase) for mask in ("full", "causal") for phase in ("forward", "backward")]
     assert [x[:2] for x in lines] == kinds and all(int(n) > 0 for x in lines for n in x[2:])
-
-
-@pytest.mark.thorough
-def test_timeline_of_four_ranks(monkeypatch, tmp_path):
-    """The timeline of jobs/gpu_all.sh is drawn beside the other figures."""
-    file = tmp_path / "gpu.h5"
-    options = ["--plans", "attention2d:2x2", "--seqlens", "64", "--nheads", "2", "--headdim", "8"]
-    options += [
-        "--device",
-        "gpu",
-        "--transfers",
-        "device",
-        "--backward",
-        "--output",
-        file,
-        "--spans",
-        "all",
-    ]
-    drive(monkeypatch, "bench.py", 4, *options)
-    extend_file(file, BENCHMARK_SCHEMA, {"figures": {"kernel": {"made": "up"}}})
-    options = ["--what", "timeline", "--format", "svg", "--output", tmp_path]
-    helpers.drive("plot.py", 0, "results", file, *options)
-    drawn = (tmp_path / "timeline.svg").read_text()
-    words = ("compute", "merge", "wait", "forward, ms", "backward, ms", "rank")
-    assert all(f"<!-- {x} -->" in drawn for x in words)
 
 
 def test_picture_of_kernels(tmp_path):

@@ -13,9 +13,8 @@ from gpts import (
     shaken,
     trainer_of,
 )
-from helpers import ROOT, assert_all
+from helpers import ROOT, assert_all, drive_on_gpu
 from mpi4py import MPI
-from test_device import drive
 
 from a2d_mpi.comm.gpus import bind_gpu
 from a2d_mpi.devices.host import HOST
@@ -61,6 +60,14 @@ def test_same_losses(comm, grid_of, cupy, dtype, bound, transfers, positions):
     assert_all(comm, len(set(comm.allgather(weights.tobytes()))) == 1, "weights differ")
 
 
+SHORT_PROMPTS = {x: y for x, y in prompts().items() if LENGTHS[x] < 10}
+
+
+def wrong_tokens(whole, count):
+    found = dict(serve(whole, SHORT_PROMPTS, dict.fromkeys(SHORT_PROMPTS, count), likeliest))
+    return other_tokens(found, {x: greedy(x, count) for x in SHORT_PROMPTS})
+
+
 @pytest.mark.mpi
 @pytest.mark.one_mpi
 @pytest.mark.parametrize("transfers", ["device", "host"])
@@ -70,10 +77,8 @@ def test_same_tokens(comm, grid_of, cupy, transfers):
     heads = 2 if comm.size % 2 == 0 else 1
     grid, count = grid_of(1, comm.size // heads, heads), 5
     whole = Decoder(grid, weights, [9] * (comm.size // heads), block=8, transfers=transfers)
-    short = {x: y for x, y in prompts().items() if LENGTHS[x] < 10}
-    found = dict(serve(whole, short, dict.fromkeys(short, count), likeliest))
-    bad = other_tokens(found, {x: greedy(x, count) for x in short})
-    expected = step_traffic(CONFIG, comm.size // heads, heads, len(short), 8)
+    bad = wrong_tokens(whole, count)
+    expected = step_traffic(CONFIG, comm.size // heads, heads, len(SHORT_PROMPTS), 8)
     if whole.sent != tuple((count - 1) * x for x in expected):
         bad.append(f"{whole.sent} is not {count - 1} times {expected}")
     whole.free()
@@ -92,9 +97,7 @@ def test_apart(comm, cupy, transfers):
     weights = Parameters(CONFIG, device.upload(flat), shapes)
     grid = attention_grid(comm, split, (1, split[0], 1))
     whole = open_apart(comm, grid, split, weights, [9] * split[0], 8, transfers=transfers)
-    short = {x: y for x, y in prompts().items() if LENGTHS[x] < 10}
-    found = dict(serve(whole, short, dict.fromkeys(short, count), likeliest))
-    bad = other_tokens(found, {x: greedy(x, count) for x in short})
+    bad = wrong_tokens(whole, count)
     whole.free()
     if grid:
         grid.free()
@@ -111,9 +114,9 @@ def test_drivers(monkeypatch, tmp_path):
     gpu = ["--device", "gpu", "--transfers", "host"]
     shown = []
     for more in (["--until", 2, *gpu], ["--resume"]):
-        drive(monkeypatch, "train.py gpt", 2, *options, *more)
+        drive_on_gpu(monkeypatch, "train.py gpt", 2, *options, *more)
     for more in ([], gpu):
         options = ["--prompt", "to be", "--prompt", "or", "--tokens", 6, "--arrive", "0,2"]
-        done = drive(monkeypatch, "generate.py", 2, folder, *options, *more)
+        done = drive_on_gpu(monkeypatch, "generate.py", 2, folder, *options, *more)
         shown.append(sorted(done.stdout.splitlines()[:2]))
     assert shown[0] == shown[1] and shown[0][1].startswith("1: 'or")

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from blocks import Block
+from blocks import Block, gpu_failures, plain_kernel
 from helpers import DEEPER, distance, launch
 
-from a2d_mpi.core.dtypes import DTYPES, compute_dtype
+from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.devices.host import HOST
 
 SHAPES = {
@@ -24,26 +24,6 @@ SHAPES = {
     "real": [(1, 1, 4, 4, 7), (1009, 517, 4, 1, 256), (1009, 1009, 4, 4, 128)]
     + [(2048, 2048, 2, 2, 64)],
 }
-
-
-def plain_kernel(cupy, block):
-    """Return the plain kernel for a block of `blocks.Block`."""
-    from a2d_mpi.devices.cuda import Cuda
-    from a2d_mpi.kernels.cupy import CupyKernel
-
-    kernel = CupyKernel(Cuda.current(), block.dtype, block.scale)
-    kernel.logit_softcap = block.cap
-    return kernel
-
-
-def failures(cupy, kernel, block, poisoned=False, slack=0, ways=((True, False), (False, True))):
-    """Return what is out of bounds in results that are wide or not, and fresh or added to 7."""
-    bad, given = [], block.poisoned() if poisoned else None
-    for wide, fresh in ways:
-        found = block.run(kernel, given, cupy, wide, fresh)
-        eps = 0 if fresh else float(np.finfo(compute_dtype(block.dtype)).eps)
-        bad += [(wide, fresh, x) for x in block.wrong(found, slack + 7 * eps)]
-    return bad
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,9 +35,9 @@ def test_plain_kernel(cupy, dtype, kind):
         cap = 5.0 if shape[-1] in (32, 128) else None
         block = Block(shape, dtype, kind, cap=cap, size=3.0 if cap else 1.0)
         kernel = plain_kernel(cupy, block)
-        bad += [(shape, x) for x in failures(cupy, kernel, block, poisoned=True)]
+        bad += [(shape, x) for x in gpu_failures(cupy, kernel, block, poisoned=True)]
         kernel.logit_softcap = None
-        if cap and not failures(cupy, kernel, block):
+        if cap and not gpu_failures(cupy, kernel, block):
             bad.append((shape, "no cap passed"))
     assert not bad
 
@@ -66,7 +46,7 @@ def test_huge_logits_and_padding(cupy):
     intervals = ((np.full(40, 10), 10 + np.arange(40)),)  # the first query sees nothing
     block = Block((40, 50, 2, 2, 16), "float32", intervals, 0.25, size=2500.0)
     kernel = plain_kernel(cupy, block)
-    assert not failures(cupy, kernel, block, poisoned=True, ways=[(True, True)])
+    assert not gpu_failures(cupy, kernel, block, poisoned=True, ways=[(True, True)])
 
 
 def compiler_log(*options):
@@ -137,12 +117,12 @@ def test_kernels_do_not_depend_on_the_order_of_threads(monkeypatch):
     code = f"""
 import sys
 
-sys.path[:0] = [{str(here)!r}, {str(here / "emulated")!r}]
+sys.path[:0] = [{str(here.parent / "support")!r}, {str(here / "emulated")!r}]
 import cupy
-import test_gpu_kernels as t
+from blocks import Block, plain_kernel
 
-block = t.Block((37, 45, 2, 1, 40), "float32", "two", 0.2)
-found = block.run(t.plain_kernel(cupy, block), device=cupy)
+block = Block((37, 45, 2, 1, 40), "float32", "two", 0.2)
+found = block.run(plain_kernel(cupy, block), device=cupy)
 print(b"".join(x.tobytes() for x in found.values()).hex())
 """
     for order in ("forwards", "backwards"):

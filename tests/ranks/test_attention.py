@@ -3,160 +3,148 @@
 import time
 from dataclasses import replace
 from functools import partial
-from itertools import permutations, product
+from itertools import cycle, permutations, product
 
 import numpy as np
 import pytest
 from cases import (
     METHODS,
+    MORE,
     NHEADS,
-    OTHERS,
-    SEQLENS,
+    PLANS,
     SIZE,
-    TENSORS,
-    UNITS,
-    checked,
     checked_both_ways,
-    failures,
-    inputs,
+    differing,
     label,
-    run,
-    shards,
+    takes,
 )
-from helpers import ROOT, assert_all, deeper
+from dense import problem, problem_for, results_of, wrong_with
+from helpers import assert_all, deeper
+from machines import H100
+from mpi4py import MPI
+from oracles import documents, heavy_tailed
 
-from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid
-from a2d_mpi.experiments.check import check_attention
+from a2d_mpi import (
+    Attention2D,
+    Causal,
+    Full,
+    IntervalMask,
+    NodeAwareAttention,
+    ProcessGrid,
+    TriangleAttention,
+    make_mask,
+)
 from a2d_mpi.planning.planner import best_candidate, best_layout
-from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.schedules import attention2d
 from a2d_mpi.schedules.problem import Workload
+from a2d_mpi.schedules.program import Program
 from a2d_mpi.sharding import distribution as distributions
 
-PROFILES = ROOT / "data" / "machines"
-
 pytestmark = pytest.mark.mpi
-one_mpi = pytest.mark.one_mpi
-# On four ranks all that does not depend on their number: float32, whose bounds are the wider ones,
-# few tokens in 16 bits, all distributions.
-ALL = SIZE == 4
-# The triangle's is for its own numbers of ranks: see test_triangle.
-DISTRIBUTIONS = [x for x in distributions.FORMULAS if x != "triangle"]
-SHARED_OUT = {1: ["zigzag"], 5: ["contiguous"], 6: ["zigzag", "striped"]}.get(SIZE, DISTRIBUTIONS)
-LARGE = 1009
+FULL, CAUSAL, N = Full(), Causal(), 97
+I = np.arange(N)  # noqa: E741
+WINDOW, PACKED = IntervalMask(I - 9, I + 1), documents(heavy_tailed(N, 1, 9))
+IRREGULAR = IntervalMask(np.where(I % 5, I - 30, 60), np.where(I % 7, I + 5, 20))
+HEADS = (1, 7), (1, 64), (6, 32)  # KV heads, headdim
+FORMULAS = [x for x in distributions.FORMULAS if x != "triangle"]
+
+# Mask, tokens, KV heads of six heads, headdim, dtype, distribution.
+CASES = {
+    "small": [
+        (FULL, 1, 6, 7, "float32", "contiguous"),
+        (FULL, 3, 1, 7, "float64", "zigzag"),
+        (CAUSAL, 3, 1, 16, "float64", None),
+        (CAUSAL, N, 6, 16, "float32", None),
+        (FULL, N, 2, 16, "float64", "zigzag"),
+        (CAUSAL, N, 1, 64, "bfloat16", "striped"),
+        (FULL, 64, 6, 16, "float16", None),
+        (CAUSAL, N, 1, 16, "float16", "zigzag"),
+        (WINDOW, N, 2, 16, "bfloat16", "contiguous"),
+        (PACKED, N, 6, 16, "float64", "balanced"),
+        (IRREGULAR, N, 1, 16, "float32", "zigzag"),
+        (IRREGULAR, N, 2, 16, "float64", "striped"),
+    ],
+    "cut": [  # long chunks are cut into units
+        (FULL, N, 6, 16, "float32", "zigzag"),
+        (CAUSAL, N, 1, 16, "float32", None),
+        (WINDOW, N, 6, 16, "float32", "striped"),
+    ],
+    "large": [
+        (CAUSAL, 1009, 1, 64, "float64", "zigzag"),
+        (FULL, 1009, 6, 32, "float64", "zigzag"),
+        (CAUSAL, 1009, 6, 32, "bfloat16", None),
+    ],
+    "all": [
+        (*case, *heads, dtype, distribution)
+        for (*case, heads, dtype), distribution in zip(
+            product((FULL, CAUSAL), (7, 64, 1009), HEADS, ("float32", "float64")),
+            cycle([*FORMULAS, "balanced", None]),
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize("group", deeper(CASES, ["small", "cut", "large"]))
+@pytest.mark.parametrize("name", deeper([*PLANS, *MORE], PLANS))
+def test_results(comm, grid_of, monkeypatch, name, group):
+    """Results equal float64, bytes and buffers their predictions; the same bits in turn.
+
+    The error of 16-bit tensors is at most twice that of float32 rounded at the end.
+    """
+    kind, shape, nodes = (PLANS | MORE)[name]
+    if group == "cut":
+        monkeypatch.setattr(attention2d, "GRAIN", 4)
+    grid, bad = grid_of(*shape, nodes=nodes), []
+    for case in CASES[group]:
+        mask, seqlen, nheads_kv, headdim, dtype, distribution = case
+        if not takes(kind, mask):
+            continue
+        sizes = {"seqlen": seqlen, "nheads": NHEADS, "nheads_kv": nheads_kv, "headdim": headdim}
+        if kind is not TriangleAttention:
+            sizes["distribution"] = distribution
+        make = partial(kind, grid, mask, dtype=dtype, **sizes)
+        bad += [f"{case}: {x}" for x in checked_both_ways(make)]
+    assert_all(comm, not bad, "; ".join(bad))
 
 
 @pytest.fixture(scope="module", params=METHODS, ids=label)
 def method(request, comm):
     algorithm, shape = request.param
     grid = ProcessGrid(comm, *shape)
-    yield lambda mask, **kwargs: algorithm(grid, mask, **kwargs)
+    yield partial(algorithm, grid)
     grid.free()
 
 
-# Dtype, distribution, tokens.
-CASES = [
-    *product(["float32", "float64"] if ALL else ["float64"], SHARED_OUT, SEQLENS),
-    *product(["float16", "bfloat16"], [None], [1, 64, LARGE] if ALL else [LARGE]),
-]
-FIRST = ("float64", "zigzag", 3), ("float64", "zigzag", LARGE), ("bfloat16", None, LARGE)
+SIZES = {"seqlen": 301, "nheads": NHEADS, "headdim": 16}
 
 
-@pytest.mark.parametrize("case", deeper(CASES, FIRST), ids=str)
-@pytest.mark.parametrize("mask", [Full(), Causal()], ids=["full", "causal"])
-def test_results_and_traffic(comm, method, mask, case):
-    """The error of 16-bit tensors is at most twice that of float32 rounded at the end."""
-    (dtype, distribution, seqlen), bad = case, []
-    for nheads_kv, headdim in ((1, 7), (1, 64), (NHEADS, 32)):
-        sizes = {"seqlen": seqlen, "nheads": NHEADS, "nheads_kv": nheads_kv, "headdim": headdim}
-        bad += checked(method(mask, **sizes, dtype=dtype, distribution=distribution))[1]
-    assert_all(comm, not bad, "; ".join(bad))
-
-
-@pytest.mark.parametrize("algorithm", OTHERS, ids=label)
-@pytest.mark.parametrize("seqlen", [3, 101])
-@pytest.mark.parametrize("distribution", deeper(SHARED_OUT, ["zigzag"]))
-def test_other_methods_and_head_axes(comm, grid_of, algorithm, distribution, seqlen):
-    """Every method is right with both masks, shared KV heads and 16 bits, and without overlap."""
-    grid, bad = grid_of(*algorithm[1]), []
-    for mask, nheads_kv, dtype in (
-        (Full(), NHEADS, "float32"),
-        (Causal(), 1, "float64"),
-        (Causal(), NHEADS, "bfloat16"),
-        (Causal(), 1, "float16"),
-    ):
-        plan = partial(
-            algorithm[0],
-            grid,
-            mask,
-            seqlen=seqlen,
-            nheads=NHEADS,
-            nheads_kv=nheads_kv,
-            headdim=16,
-            dtype=dtype,
-            distribution=distribution,
-        )
-        bad += checked_both_ways(plan)
-    assert_all(comm, not bad, "; ".join(bad))
-
-
-@pytest.mark.parametrize("shape", deeper(UNITS, UNITS[-1:]), ids=str)
-def test_chunks_in_units(comm, grid_of, monkeypatch, shape):
-    """Long chunks are cut; results are right, counted, and the same without overlap."""
-    monkeypatch.setattr(attention2d, "GRAIN", 4)
-    grid, bad = grid_of(*shape), []
-    cut = [
-        max(len(attention2d.chunked(((0, 101 // comm.size * grid.heads),), x)) for x in shape[:2])
-    ]
-    window = IntervalMask(np.maximum(np.arange(101) - 30, 0), np.arange(101) + 1)
-    for (mask, nheads_kv), distribution in product(
-        ((Full(), NHEADS), (Causal(), 1), (window, NHEADS)), SHARED_OUT
-    ):
-        plan = partial(
-            Attention2D,
-            grid,
-            mask,
-            seqlen=101,
-            nheads=NHEADS,
-            nheads_kv=nheads_kv,
-            headdim=16,
-            distribution=distribution,
-        )
-        bad += checked_both_ways(plan)
-    if 2 in shape[:2] and cut != [2]:
-        bad.append("nothing was cut")
-    assert_all(comm, not bad, "; ".join(bad))
-
-
-@pytest.mark.parametrize(
-    "what", ["again", "in turn", "late rank", "strided", "split messages", "split, in turn"]
-)
-@pytest.mark.parametrize("distribution", deeper([*DISTRIBUTIONS, "balanced"], ["zigzag"]))
-def test_the_same_bits(comm, method, distribution, what, monkeypatch):
+@pytest.mark.parametrize("distribution", deeper([*FORMULAS, "balanced"], ["zigzag"]))
+def test_the_same_bits(comm, method, distribution, monkeypatch):
     """What the order of events, of memory and of messages is does not change a bit."""
-    sizes = {"seqlen": 301, "nheads": NHEADS, "headdim": 16, "distribution": distribution}
-    whole, plan = inputs(301, NHEADS, 16), method(Causal(), **sizes)
-    first = run(plan, *whole)
-    if "split" in what:
-        monkeypatch.setattr("a2d_mpi.comm.transport.Transport.limit", 1000)
-    if "turn" in what or "split" in what:
-        plan.free()
-        plan = method(Causal(), **sizes, overlap="turn" not in what)
-    time.sleep(0.3 * (what == "late rank" and comm.rank == comm.size - 1))
-    found = run(plan, *whole, np.asfortranarray if what == "strided" else np.asarray)
-    bad = [f"{x} differs" for x in TENSORS if found[x].tobytes() != first[x].tobytes()]
-    if "split" in what:
+    make = partial(method, CAUSAL, **SIZES, distribution=distribution)
+    plan = make()
+    given = problem_for(plan)
+    first = results_of(plan, given)
+    bad = differing(first, results_of(plan, given, upload=np.asfortranarray))
+    time.sleep(0.3 * (comm.rank == comm.size - 1))
+    bad += differing(first, results_of(plan, given))
+    plan.free()
+    monkeypatch.setattr("a2d_mpi.comm.transport.Transport.limit", 1000)
+    for overlap in (True, False):
+        plan = make(overlap=overlap)
+        bad += [f"{x} of split messages" for x in differing(first, results_of(plan, given))]
         bad += ["traffic"] * (plan.traffic.bytes != plan.predicted_traffic())
-        sent = sum(n for n, _ in plan.traffic.bytes.values())
-        split = sum(n for n, _ in plan.traffic.messages.values()) >= sent / 1000
-        bad += ["messages are not split"] * (not split)
+        sent, split = (
+            sum(n for n, _ in x.values()) for x in (plan.traffic.bytes, plan.traffic.messages)
+        )
+        bad += ["messages are not split"] * (split < sent / 1000)
+        plan.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
 def test_timings_add_up(comm, method):
-    plan = method(Causal(), seqlen=300, nheads=NHEADS, headdim=16)
-    run(plan, *inputs(300, NHEADS, 16))
-    bad = []
+    plan, bad = method(CAUSAL, **SIZES), []
+    results_of(plan, problem_for(plan))
     for phase in ("forward", "backward"):
         parts = [plan.timings[f"{phase}/{part}"] for part in ("compute", "merge", "wait")]
         if not (min(parts) >= 0 and 0 < sum(parts) <= plan.timings[f"{phase}/total"]):
@@ -180,76 +168,76 @@ def test_order_of_ranks(comm, grid_of, order):
     logical = (grid.row * grid.cols + grid.col) * grid.heads + grid.head
     if grid.comm.rank != logical or grid.group_comm.rank != logical // grid.heads:
         bad.append(f"rank {grid.comm.rank} of {grid.comm.size} is {mine}")
-    plan = Attention2D(grid, Causal(), seqlen=90, nheads=NHEADS, headdim=8)
-    bad += failures(plan, run(plan, *inputs(90, NHEADS, 8)), Causal(), 90, NHEADS, 8)
+    bad += wrong_with(Attention2D(grid, CAUSAL, seqlen=90, nheads=NHEADS, headdim=8))
     assert_all(comm, not bad, "; ".join(bad))
-    plan.free()
 
 
-def test_planned_grid(comm):
-    machine = read_machine(PROFILES / "h100-64x1.toml")
-    work = Workload(1 << 16, NHEADS, 64, mask=Causal())
-    grid = ProcessGrid.from_layout(comm, best_layout(machine, comm.size, work))
-    best = best_candidate(machine, comm.size, work, methods=("attention2d",))
-    found = replace(grid.layout, nodes=None)  # which the method does not know
-    assert_all(comm, found == best.layout, f"{found}, planned {best.layout}")
+@pytest.mark.multirank
+def test_nodes_of_the_machine(comm, grid_of):
+    """Ranks that share memory are on a node; the caller's nodes come first."""
+    given = [5, 5, 3, 3] + [8] * (comm.size - 4)
+    grids = grid_of(1, comm.size), grid_of(comm.size, 1, nodes=given)
+    found = [grid.layout.nodes for grid in grids]
+    shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    alone = shared.size == comm.size
+    shared.Free()
+    expected = (0,) * comm.size, (0, 0, 2, 2) + (4,) * (comm.size - 4)
+    assert_all(comm, not alone or tuple(found) == expected, f"{found}")
+
+
+@pytest.mark.one_mpi
+@pytest.mark.parametrize("method", ["attention2d", *["ring"] * (SIZE > 1)])
+def test_planned_grid(comm, grid_of, method):
+    """A planner's grid, whose distribution plans take; on other grids they choose their own."""
+    mask = make_mask("causal_document", 4096)
+    work = Workload(4096, 4, 64, mask=mask, backward=True)
+    grid = ProcessGrid.from_layout(comm, best_layout(H100, comm.size, work, method=method))
+    best = best_candidate(H100, comm.size, work, methods=(method,)).layout
+    found = replace(grid.layout, nodes=None)  # which the methods do not know
+    assert_all(comm, found == best, f"{found}, planned {best}")
+    sizes = {"seqlen": 4096, "nheads": 4, "headdim": 64, "dtype": "bfloat16"}
+    shards = Attention2D(grid, mask, **sizes).distribution
+    taken = (shards.name, shards.why) == (best.distribution, "the planner's pick")
+    assert_all(comm, taken or not best.distribution, f"{shards.name}, {shards.why}")
     grid.free()
+    why = Attention2D(grid_of(1, comm.size), mask, **sizes).distribution.why
+    chosen = why.startswith("least predicted time") or comm.size == 1
+    assert_all(comm, chosen and len(set(comm.allgather(why))) == 1, why)
     with pytest.raises(ValueError, match="no plan fits"):
-        best_layout(machine, comm.size, work, memory=1000)
-
-
-@one_mpi
-def test_areas_add_up(comm, method):
-    plan = method(Causal(), seqlen=77, nheads=NHEADS, headdim=16, distribution="striped")
-    total = comm.allreduce(plan.area())
-    everyone = sum(plan.area(rank) for rank in range(comm.size))
-    # Every layer covers the whole mask, for its heads.
-    assert_all(comm, total == everyone == plan.grid.heads * 77 * 78 // 2, f"{total}, {everyone}")
-
-
-@one_mpi
-@pytest.mark.parametrize("rows", [None, 5])
-def test_check_agrees_with_the_reference(comm, method, rows):
-    """The distributed check passes right results and finds wrong ones, tensor by tensor."""
-    plan = method(Causal(), seqlen=130, nheads=NHEADS, nheads_kv=1, headdim=16)
-    whole = inputs(130, 1, 16)
-    local = shards(plan, whole) | run(plan, *whole)
-    checks = check_attention(plan, local, rows)
-    bad = [f"{name}: {c}" for name, c in checks.items() if not c.passed]
-    bad += [] if set(checks) == set(TENSORS) else [str(set(checks))]
-    if rows is None:
-        bad += [f"{name} counts {c.rows}" for name, c in checks.items() if c.rows != 130]
-    for name in TENSORS:
-        # The last token is in every sample.  Its owner gets it wrong.
-        wrong = dict(local)
-        wrong[name] = local[name].copy()
-        if plan.tokens[-1:] == [129]:
-            wrong[name][-1, 0] += 1e-3 * np.abs(local[name]).max()
-        told = check_attention(plan, wrong, rows)
-        # What else may fail: the gradients of a sample are checked with the run's own out and lse.
-        if told[name].passed:
-            bad.append(f"a wrong {name} passed: {told[name]}")
-    nan = {**local, "out": local["out"] * np.nan}
-    if check_attention(plan, nan, rows)["out"].passed:
-        bad.append("NaN passed")
-    assert_all(comm, not bad, "; ".join(bad))
-
-
-@one_mpi
-def test_the_tests_can_tell(comm, method, monkeypatch):
-    """Wrong variants fail: a merge that averages, and a mask that is off by one."""
-    plan = method(Causal(), seqlen=130, nheads=NHEADS, headdim=16)
-    if plan.grid.group_comm.size > 1:
-        monkeypatch.setattr("a2d_mpi.devices.host.merge", averaging_merge)
-        bad = failures(plan, run(plan, *inputs(130, NHEADS, 16)), Causal(), 130, NHEADS, 16)
-        assert_all(comm, comm.allreduce(len(bad)) > 0, "an averaging merge passed")
-        monkeypatch.undo()
-    tokens = np.arange(130)
-    plan = method(IntervalMask(tokens * 0, tokens + 2), seqlen=130, nheads=NHEADS, headdim=16)
-    bad = failures(plan, run(plan, *inputs(130, NHEADS, 16)), Causal(), 130, NHEADS, 16)
-    assert_all(comm, bool(bad) or not len(plan.tokens), "a mask off by one passed")
+        best_layout(H100, comm.size, work, method=method, memory=1000)
 
 
 def averaging_merge(out, lse, rest, out2, lse2):
     out[...] = (out + out2) / 2
     lse[...] = np.logaddexp(lse, lse2)
+
+
+MERGE = "a2d_mpi.devices.host.merge", averaging_merge
+FAULTS = {  # the class, the grid, the nodes, and what is patched
+    "averaging merge": (*METHODS[0], None, *MERGE),
+    "averaging merge of a ring": (*METHODS[-1], None, *MERGE),
+    "no sums of nodes": (
+        *(NodeAwareAttention, (1, SIZE), [0] * 2 + [1] * (SIZE - 2)),
+        *(Program, "combine", lambda *_: None),
+    ),
+    "no sums of a triangle": (
+        *(TriangleAttention, (SIZE, 1), None),
+        *(Program, "combine", lambda program, source, target: program.clear(source)),
+    ),
+}
+
+
+@pytest.mark.one_mpi
+@pytest.mark.multirank
+@pytest.mark.parametrize("fault", [*FAULTS][: 3 + (SIZE == 6)])
+def test_the_tests_can_tell(comm, grid_of, monkeypatch, fault):
+    """Wrong variants fail: also a mask that is off by one."""
+    kind, shape, nodes, *patch = FAULTS[fault]
+    make = partial(kind, grid_of(*shape, nodes=nodes), seqlen=N, nheads=NHEADS, headdim=16)
+    right = problem(CAUSAL, make(CAUSAL).config)
+    if kind is not TriangleAttention:
+        off = wrong_with(make(IntervalMask(0 * I, I + 2)), right)
+        assert_all(comm, off, "a mask off by one passed")
+    monkeypatch.setattr(*patch)
+    seen = comm.allreduce(len(wrong_with(make(CAUSAL), right)))
+    assert_all(comm, seen > 0, f"{fault} passed")

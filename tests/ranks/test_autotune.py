@@ -4,7 +4,7 @@ import json
 
 import pytest
 from helpers import ROOT, assert_all
-from test_bad_input import assert_raises
+from refused import assert_raises
 
 from a2d_mpi import Causal, Documents, autotune
 from a2d_mpi.attention.methods import make_plan

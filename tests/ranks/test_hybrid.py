@@ -1,9 +1,5 @@
 """A GPT whose layers mix linear and exact attention."""
 
-import json
-from dataclasses import asdict
-
-import h5py
 import numpy as np
 import pytest
 from gpts import alone, lone, shaken, trainer_of
@@ -11,7 +7,7 @@ from helpers import ROOT, assert_all, drive_each
 from mpi4py import MPI
 
 from a2d_mpi import Causal, LinearAttention
-from a2d_mpi.experiments.checkpoint import State, latest, load, save
+from a2d_mpi.experiments.checkpoint import latest
 from a2d_mpi.gpt.config import LINEAR, GPTConfig
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
@@ -69,21 +65,6 @@ def test_same_losses(comm, grid_of):
     bad += [f"{counted} bytes, not {sent}"] * (counted != sent)
     assert found["one"][-1] < found["one"][0] - 0.1
     assert_all(comm, not bad, "; ".join(bad))
-
-
-def test_checkpoints_of_earlier_versions(tmp_path):
-    """A file without a pattern is valid, and a pattern is kept and read."""
-    none = np.zeros(3)
-    for name, pattern in (("old", "N"), ("new", "LN")):
-        config = GPTConfig(7, 2, 8, 2, 5, layer_pattern=pattern)
-        flat = initial(config, 0, "float32")
-        (tmp_path / name).mkdir()
-        moments = np.zeros((2, len(flat)), "f4")
-        path = save(tmp_path / name, State(config, {}, 3, flat, moments, none, none))
-        with h5py.File(path) as file:
-            kept = json.loads(file.attrs["config"])
-        assert kept == {x: asdict(config)[x] for x in kept}
-        assert ("layer_pattern" in kept) == (name == "new") and load(path).config == config
 
 
 def test_a_pattern_of_which_no_layer_is_linear():

@@ -1,6 +1,7 @@
 """Options of plans, over methods and grids: against float64, counted, and refused."""
 
 from collections.abc import Mapping
+from copy import copy
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -8,18 +9,16 @@ from typing import NamedTuple
 import h5py
 import numpy as np
 import pytest
-from cases import GRIDS, NHEADS, OTHERS, PLANS, SIZE, accounts, run, takes
-from dense import problem, results_of, wrong_in, wrong_with
+from cases import GRIDS, NHEADS, OTHERS, PLANS, SIZE, accounts, differing, takes
+from dense import problem, problem_for, results_of, wrong_in, wrong_with
 from helpers import (
     SAMPLE,
     assert_all,
-    assert_all_refused,
     deeper,
     distance,
     drive_each,
-    parser_of,
 )
-from test_bad_input import assert_raises
+from refused import GOOD, assert_raises
 
 from a2d_mpi import (
     Attention2D,
@@ -29,20 +28,15 @@ from a2d_mpi import (
     IntervalMask,
     RingAttention,
     SlidingWindow,
+    TriangleAttention,
 )
 from a2d_mpi.attention.executor import Executor
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import KEPT
-from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.dtypes import DTYPES
-from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.candidates import read_problem
-from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.experiments.results import inspect_input, read_result
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.planning import cost
-from a2d_mpi.planning.model import predict
-from a2d_mpi.schedules import METHODS, problem_of
+from a2d_mpi.schedules import METHODS
 from a2d_mpi.sharding import triangle
 
 ONE = GRIDS[len(GRIDS) // 2]
@@ -64,12 +58,8 @@ def test_with_mask(comm, grid_of, method):
     """Plans of other masks equal new plans, bit for bit, and share the buffers."""
     grid = grid_of(1, SIZE)
     sizes = {"seqlen": 60, "nheads": 4, "headdim": 8}
-    plan, kept, rng, bad = (
-        make_plan(method, grid, Causal(), **sizes),
-        [],
-        np.random.default_rng(5),
-        [],
-    )
+    plan, rng = make_plan(method, grid, Causal(), **sizes), np.random.default_rng(5)
+    kept, bad = [], []
     for step in range(2 * KEPT):
         cu_seqlens = [0, *np.sort(rng.integers(0, 61, 4)), 60]
         new, again = (plan.with_mask(Documents(cu_seqlens, causal=True)) for _ in range(2))
@@ -78,8 +68,7 @@ def test_with_mask(comm, grid_of, method):
         fresh = make_plan(method, grid, new.mask, **sizes)
         given = problem(new.mask, plan.config, seed=step)
         found, expected = (results_of(x, given) for x in (new, fresh))
-        bad += wrong_in(new, found, given.exact, given.bounds)
-        bad += [x for x in found if found[x].tobytes() != expected[x].tobytes()]
+        bad += wrong_in(new, found, given) + differing(expected, found)
         bad += [f"{step}: bytes"] * (new.traffic.bytes != fresh.traffic.bytes)
     again = [plan.with_mask(x.mask) is x for x in kept[: -KEPT - 2 : -1]]
     bad += ["too many or too few kept"] * (again != [True] * KEPT + [False])
@@ -123,7 +112,7 @@ def test_same_plan_new_data(comm, grid_of, method):
             if [x.tobytes() for x in given[which]] != bits[which]:
                 bad.append(f"call {len(calls)} changed its arguments")
     for number, (which, found, kept) in enumerate(calls, 1):
-        wrong = wrong_in(plan, found, sets[which].exact, sets[which].bounds)
+        wrong = wrong_in(plan, found, sets[which])
         wrong += [f"{x} changed later" for x, y in zip(found, kept) if found[x].tobytes() != y]
         first = next(y for w, _, y in calls if w == which)
         wrong += ["it does not repeat"] * (kept != first)
@@ -234,21 +223,60 @@ def bad_logits(comm, plan, case, given, found):
 @pytest.mark.parametrize("name", PLANS)
 def test_plans(comm, grid_of, name, option):
     """Results, max_logits, bytes, messages, buffers, masked rows; dlse of the other sign fails."""
-    kind, shape, of_grid, options = PLANS[name]
-    grid, bad = grid_of(*shape, **of_grid), []
+    kind, shape, nodes = PLANS[name]
+    grid, bad = grid_of(*shape, nodes=nodes), []
     for number, case in enumerate(CASES[option]):
-        if not takes(kind, case.mask) or (option == "cross" and name == "triangle"):
+        if not takes(kind, case.mask) or (option == "cross" and kind is TriangleAttention):
             continue
-        plan = case.plan(kind, grid, **options)
+        plan = case.plan(kind, grid, overlap=number % 2 == 0)
         given = case.given(plan)
         found = results_of(plan, given, given.dlse)
-        wrong = wrong_in(plan, found, given.exact, given.bounds) + accounts(plan, True)
+        wrong = wrong_in(plan, found, given) + accounts(plan, True)
         wrong += bad_logits(comm, plan, case, given, found)
         masked = np.isneginf(found["lse"])
         wrong += [f"{x} of masked rows" for x in ("out", "dq") if found[x][masked].any()]
         if case.dlse and not comm.allreduce(len(wrong_with(plan, given, -given.dlse))):
             wrong.append("dlse of the other sign passed")
         bad += [f"case {number}: {x}" for x in wrong]
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+SLICED = [  # of twelve heads; those of one or two KV heads cut query heads
+    Case(Causal(), nheads_kv=12),
+    Case(Full(), "bfloat16", 12, {"overlap": False}),
+    Case(Causal(), "float64", 12, {"wire": "mxfp8"}),
+    Case(HIDDEN, "float32", 12, MLA | CAP, True, True),
+    cross("causal", 23, 57, "zigzag", "striped")._replace(nheads_kv=12),
+    Case(Causal(), nheads_kv=1),
+    Case(Causal(), "bfloat16", 2, {"overlap": False}),
+]
+
+
+@ranks
+@pytest.mark.multirank
+@pytest.mark.parametrize("name", PLANS)
+def test_slices(comm, grid_of, name):
+    """Slices change no bit if they have KV heads of their own, and never the bytes of rows."""
+    kind, shape, nodes = PLANS[name]
+    grid, bad = grid_of(*shape, nodes=nodes), []
+    for number, case in enumerate(SLICED):
+        shared, found, moved = case.nheads_kv < 12, {}, {}
+        if not takes(kind, case.mask) or (kind is TriangleAttention and case.aligned):
+            continue
+        if shared and "Ring" in kind.__name__:
+            continue  # whose keys would travel with each slice
+        for slices in (1, 2, (1, 2), 12 // grid.heads):
+            plan = case.plan(kind, grid, nheads=12, slices=slices)
+            given = case.given(plan)
+            found[slices] = results_of(plan, given, given.dlse)
+            moved[slices], wrong = dict(plan.traffic.bytes), accounts(plan, True)
+            if not case.options.get("wire"):
+                wrong += wrong_in(plan, found[slices], given)
+                wrong += bad_logits(comm, plan, case, given, found[slices])
+            wrong += [] if shared else differing(found[1], found[slices])
+            wrong += ["bytes differ"] * (moved[slices] != moved[1])
+            bad += [f"case {number}, {slices} slices: {x}" for x in wrong]
+            plan.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
@@ -263,15 +291,6 @@ def told(monkeypatch):
 
     monkeypatch.setattr(Executor, "begin", noted)
     return found
-
-
-@pytest.fixture
-def gpus(cupy, comm):
-    """Bind a GPU, and return how arrays get there and back."""
-    from a2d_mpi.comm.gpus import bind_gpu
-
-    bind_gpu(comm)
-    return {"upload": cupy.asarray, "download": cupy.asnumpy}
 
 
 @ranks
@@ -311,40 +330,6 @@ def test_out_in_16_bits_is_rounded_once(comm, grid_of):
         # float32 products and sums may move a value across the middle of two neighbours.
         bad += [f"{shape}: {100 * off:.1f} % are not rounded as the exact ones"] * bool(off > 0.02)
     assert_all(comm, not bad, "; ".join(bad))
-
-
-@ranks
-@pytest.mark.grids
-@pytest.mark.parametrize("change", ["nothing", "sink", "cap", "dsink of one rank"])
-def test_check_of_a_run(comm, grid_of, change):
-    """`check_attention` passes right results and nothing else."""
-    plan = Attention2D(
-        grid_of(*ONE), Causal(), seqlen=N, nheads=NHEADS, headdim=D, logit_softcap=3.0
-    )
-    inputs, sink, *_ = problem(Causal(), plan.config, sinks=True)
-    q, k, v, dout = (x[plan.tokens].astype(np.float32) for x in inputs)
-    out, lse = plan.forward(q, k, v, sink)
-    dq, dk, dv, dsink = plan.backward(dout, q, k, v, out, lse, sink)
-    local = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "sink": sink}
-    local |= {"dq": dq, "dk": dk, "dv": dv, "dsink": dsink}
-    if change == "sink":
-        local["sink"] = sink + np.float32(1e-3)
-    elif change == "cap":
-        plan.logit_softcap = 3.01
-    elif change == "dsink of one rank" and comm.rank == 0:
-        local["dsink"] = dsink * np.float32(1.001)
-    for rows in (None, 8):
-        checks = check_attention(plan, local, rows)
-        failed = {x for x, y in checks.items() if not y.passed}
-        expected = {
-            "nothing": set(), "sink": {"out", "lse", "dsink"}, "cap": {"out", "lse"},
-            "dsink of one rank": {"dsink"},
-        }[change]  # fmt: skip
-        ok = failed >= expected and (failed == expected or change in ("sink", "cap"))
-        assert_all(comm, ok, f"{rows} rows: {failed} failed")
-
-
-GOOD = {"seqlen": 40, "nheads": 4, "headdim": 8}
 
 
 @pytest.fixture
@@ -399,23 +384,6 @@ def test_bad_arguments(comm, grid, told, where):
         keys.forward(q, k, k)
 
 
-@ranks
-@pytest.mark.one_mpi
-def test_what_gpus_refuse(comm, grid, gpus):
-    """Max_logits, and values of another width; on the host the plan still works."""
-    plan = Attention2D(grid, Full(), **GOOD | MLA, dtype="bfloat16")
-    q, k, v = (np.zeros((len(plan.tokens), 4, d), DTYPES["bfloat16"]) for d in (24, 24, 16))
-    text = "kernel 'cupy' needs headdim_v equal to headdim"
-    assert_raises(comm, text, plan.forward, *map(gpus["upload"], (q, k, v)))
-    assert_raises(comm, "v has shape", plan.forward, q, k, k)
-    out, _ = plan.forward(q, k, v)
-    assert_all(comm, out.shape == (len(q), 4, 16), out.shape)
-    plan = Attention2D(grid, Full(), **GOOD)
-    x = gpus["upload"](np.zeros((len(plan.tokens), 4, 8), np.float32))
-    text = "kernel 'cupy' gives no max_logits, 'numpy' does"
-    assert_raises(comm, text, plan.forward, x, x, x, max_logits=True)
-
-
 # NaN and infinite elements reach the results that depend on them, and no others.
 
 N_FINITE, GROUP = 67, 2
@@ -445,12 +413,13 @@ def test_what_is_not_finite_stays(comm, grid_of, method, mask, distribution):
     sizes = {"seqlen": N_FINITE, "nheads": 4, "nheads_kv": 2, "headdim": 8}
     plan = method(grid_of(*ONE), mask, distribution=distribution, **sizes)
     visible = mask.dense(TOKENS, TOKENS)
-    clean = dict(zip(("q", "k", "v", "dout"), problem(mask, plan.config).inputs))
-    expected = run(plan, *clean.values())
+    clean = problem_for(plan)
+    expected = results_of(plan, clean)
     for name, value in (("q", np.nan), ("k", np.nan), ("v", np.inf), ("dout", np.nan)):
-        given = {x: y.copy() for x, y in clean.items()}
-        given[name][TOKEN, HEAD, 3] = value
-        found = run(plan, *given.values())
+        given = copy(clean)
+        given.inputs = [x.copy() for x in clean.inputs]
+        given.inputs[("q", "k", "v", "dout").index(name)][TOKEN, HEAD, 3] = value
+        found = results_of(plan, given)
         queries, keys = (x[plan.tokens] for x in reached(name, visible))
         for result, x in found.items():
             may = keys if result in ("dk", "dv") else queries
@@ -460,9 +429,9 @@ def test_what_is_not_finite_stays(comm, grid_of, method, mask, distribution):
         some = found["dq" if name == "dout" else "out"][queries]
         ok = (np.isnan(some) if name == "dout" else ~np.isfinite(some)).any(-1).all()
         assert_all(comm, ok, f"{value} in {name} does not reach all that depend on it")
-    q, k, v, _ = (x[plan.tokens].astype("f4") for x in clean.values())
+    q, k, v, _ = clean.shards(plan).values()
     q[plan.tokens == TOKEN, HEAD] = np.nan
-    usual = largest_logits(problem(mask, plan.config).inputs, visible, plan.config)
+    usual = largest_logits(clean.inputs, visible, plan.config)
     largest = plan.forward(q, k, v, max_logits=True)[2]
     ok = np.isposinf(largest[HEAD]) and np.allclose(np.delete(largest - usual, HEAD), 0, 0, 1e-4)
     assert_all(comm, ok, f"max_logits {largest}")
@@ -483,47 +452,6 @@ def test_check_finite(comm, grid):
     masked = lse.copy()
     masked[:1] = -np.inf  # a query that sees no key
     plan.backward(out, q, k, v, out, masked)
-
-
-# Predictions and drivers.
-
-
-def test_bytes_by_formula():
-    """Bytes of an even grid with wide keys equal the formula, and so does the lower bound."""
-    rows, cols, n, h, hkv, d, e = 2, 3, 10, 6, 2, 24, 16
-    layout = Layout(rows, cols)
-    config = AttentionConfig(n * rows * cols, h, d, hkv, dtype="bfloat16", headdim_v=e)
-    sizes = problem_of("attention2d", layout, config, Full())
-    q, kv = 2 * h * d, 2 * hkv * (d + e)  # bytes of a token
-    out, statistics, sums = 2 * h * e, 4 * h, 2  # partial gradients are float32
-    for rank in range(layout.size):
-        found = cost.traffic("attention2d", layout, sizes, rank)
-        assert {x: received for x, (_, received) in found.items()} == {
-            ("forward", "row"): (cols - 1) * n * (q + out + statistics),
-            ("forward", "col"): (rows - 1) * n * kv,
-            ("backward", "row"): (cols - 1) * n * (q + out + 2 * statistics + sums * q),
-            ("backward", "col"): (rows - 1) * n * (kv + sums * kv),
-        }
-    # As many keys as queries would cost most: 2 sqrt(a b A) - (a + b) n.
-    area = 360 * n
-    for backward, a, b in ((False, q + out, kv), (True, 2 * q + out, 2 * kv)):
-        exact = 2 * (a * b * area) ** 0.5 - (a + b) * n
-        assert abs(cost.lower_bound(sizes, area, n, backward) - exact) < 1e-9 * exact
-
-
-def test_planner():
-    """Predicted time falls with the width of the values."""
-    parser, seconds = parser_of("drivers/plan.py"), []
-    sizes = "--profile data/machines/h100-8.toml --ranks 4 --seqlen 64K --nheads 8 --backward"
-    for width in ("", "--headdim-v 192", "--headdim-v 128"):
-        args = parser.parse_args(f"{sizes} --headdim 192 {width}".split())
-        machine, case = read_problem(args)
-        phases = predict(machine, "attention2d", Layout(2, 2), case.work())
-        seconds.append([phases[x].total.max() for x in ("forward", "backward")])
-    ratios = np.divide(seconds[2], seconds[0])
-    assert seconds[0] == seconds[1]
-    # Where computing decides: (192 + 128) / (2 192), and (3 192 + 2 128) / (5 192).
-    assert np.allclose(ratios, (0.833, 0.867), atol=0.03), ratios
 
 
 @pytest.mark.launches
@@ -561,5 +489,3 @@ def test_drivers(tmp_path):
     with h5py.File(tmp_path / "bench.h5") as file:
         (name,) = file["runs"]
         assert "-d24x16-" in name and file["runs"][name]["config"].attrs["headdim_v"] == 16
-    text = "--softcap must be at least 1e-30, got -5.0"
-    assert_all_refused("attention.py", 2, [([SAMPLE, "--softcap", -5], [], text)])

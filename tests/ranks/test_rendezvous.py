@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 from helpers import assert_all, launch
 from mpi4py import MPI
-from test_bad_input import GOOD, assert_raises, message_of
+from refused import GOOD, assert_raises, message_of
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid, RingAttention, SlidingWindow
 from a2d_mpi.comm.watch import name_ranks
 
 mpi = pytest.mark.mpi
-several = [pytest.mark.mpi(min_size=4), pytest.mark.multirank]
 
 
 @pytest.fixture(scope="module")
@@ -28,81 +27,55 @@ def grid(comm):
     grid.free()
 
 
-def inputs(plan, number=3):
+def inputs(plan):
     rng = np.random.default_rng(plan.grid.comm.rank)
     shape = (len(plan.tokens), plan.nheads, plan.headdim)
-    return [rng.standard_normal(shape, np.float32) for _ in range(number)]
+    return [rng.standard_normal(shape, np.float32) for _ in range(3)]
 
 
-class TestOtherCalls:
-    pytestmark = several
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.multirank
+@pytest.mark.parametrize("what", ["mask", "method", "phase", "making"])
+def test_other_calls(comm, grid, what):
+    """Ranks that make another call than the others are told, and nothing is spoilt."""
+    plan = Attention2D(grid, Full(), distribution="zigzag", **GOOD)
+    other = (RingAttention if what == "method" else Attention2D)(grid, Causal(), **GOOD)
+    x = inputs(plan)
+    forward = f"forward of plan {plan._number} (Attention2D), call 1"
+    results = other.forward(*x) if what == "phase" else None
+    few = [1] if what == "making" else range(1, comm.size, 2)
+    call, told = {
+        "phase": (lambda: other.backward(x[0], *x, *results),
+                  f"backward of plan {other._number} (Attention2D), call 2"),
+        "making": (lambda: Attention2D(grid, Full(), **GOOD),
+                   f"making of plan {other._number + 1} (Attention2D)"),
+    }.get(what, (lambda: other.forward(*x),
+                 f"forward of plan {other._number} ({type(other).__name__}), call 1"))  # fmt: skip
+    text = message_of(comm, lambda: call() if comm.rank in few else plan.forward(*x))
+    rest = name_ranks(sorted({*range(comm.size)} - {*few}))
+    right = f"ranks disagree on the call: {forward} on {rest}; {told} on {name_ranks(few)}"
+    assert_all(comm, text == right, f"{text}, not {right}")
+    for again in (plan, other, Attention2D(grid, Full(), **GOOD)):
+        assert_all(comm, np.isfinite(again.forward(*x)[0]).all(), "a plan is spoilt")
 
-    @pytest.mark.parametrize("kind", [Attention2D, RingAttention])
-    def test_other_plans(self, comm, grid, kind):
-        """A plan with another mask or method is refused, although the shapes agree."""
-        plans = [
-            Attention2D(grid, Full(), distribution="zigzag", **GOOD),
-            kind(grid, Causal(), **GOOD),
-        ]
-        x = inputs(plans[0])
-        mine = comm.rank % 2
-        text = message_of(comm, lambda: plans[mine].forward(*x))
-        a, b = (
-            f"forward of plan {plan._number} ({type(plan).__name__}), call 1" for plan in plans
-        )
-        even, odd = (name_ranks(range(i, comm.size, 2)) for i in range(2))
-        assert text == f"ranks disagree on the call: {a} on {even}; {b} on {odd}"
-        # Nothing is spoilt.
-        for plan in plans:
-            out, _ = plan.forward(*x)
-            assert_all(comm, np.isfinite(out).all(), "the plan is spoilt")
 
-    def test_other_phases(self, comm, grid):
-        plan = Attention2D(grid, Causal(), **GOOD)
-        q, k, v = inputs(plan)
-        out, lse = plan.forward(q, k, v)
-
-        def call():
-            if comm.rank == 0:
-                plan.forward(q, k, v)
-            else:
-                plan.backward(out, q, k, v, out, lse)
-
-        text = message_of(comm, call)
-        assert re.search(r"forward .*, call 2 on rank 0; backward .*, call 2 on ranks 1, ", text)
-        plan.backward(out, q, k, v, out, lse)
-
-    def test_one_makes_a_plan(self, comm, grid):
-        plan = Attention2D(grid, Causal(), **GOOD)
-        x = inputs(plan)
-
-        def call():
-            if comm.rank == 1:
-                Attention2D(grid, Full(), **GOOD)
-            else:
-                plan.forward(*x)
-
-        text = f"making of plan {plan._number + 1} (Attention2D) on rank 1"
-        assert_raises(comm, text, call)
-        plan.forward(*x)
-        other = Attention2D(grid, Full(), **GOOD)
-        other.forward(*inputs(other))
-
-    def test_other_kept_plans(self, comm, grid):
-        """Masks of kept plans are not compared again; the plans' calls are."""
-        plan = Attention2D(grid, Causal(), **GOOD)
-        other = plan.with_mask(Full())
-        x = inputs(plan)
-        mine = [plan, other][comm.rank % 2]
-        text = message_of(comm, lambda: plan.with_mask(mine.mask).forward(*x))
-        assert text.startswith("ranks disagree on the call: forward of plan ")
-        new = SlidingWindow(3 + comm.rank % 2)
-        assert_raises(comm, "ranks disagree on mask: SlidingWindow", lambda: plan.with_mask(new))
-        new = Full() if comm.rank % 2 else SlidingWindow(3)  # is kept, has to be made
-        text = message_of(comm, lambda: plan.with_mask(new).forward(*x))
-        assert "making of plan" in text and "forward of plan" in text
-        for again in (plan, other, plan.with_mask(SlidingWindow(3))):
-            assert_all(comm, np.isfinite(again.forward(*x)[0]).all(), "the plan is spoilt")
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.multirank
+def test_other_kept_plans(comm, grid):
+    """Masks of kept plans are not compared again; the plans' calls are."""
+    plan = Attention2D(grid, Causal(), **GOOD)
+    other = plan.with_mask(Full())
+    x = inputs(plan)
+    mine = [plan, other][comm.rank % 2]
+    text = message_of(comm, lambda: plan.with_mask(mine.mask).forward(*x))
+    assert text.startswith("ranks disagree on the call: forward of plan ")
+    new = SlidingWindow(3 + comm.rank % 2)
+    assert_raises(comm, "ranks disagree on mask: SlidingWindow", lambda: plan.with_mask(new))
+    new = Full() if comm.rank % 2 else SlidingWindow(3)  # is kept, has to be made
+    text = message_of(comm, lambda: plan.with_mask(new).forward(*x))
+    assert "making of plan" in text and "forward of plan" in text
+    for again in (plan, other, plan.with_mask(SlidingWindow(3))):
+        assert_all(comm, np.isfinite(again.forward(*x)[0]).all(), "the plan is spoilt")
 
 
 @mpi
@@ -163,22 +136,16 @@ def test_plan_is_no_cyclic_garbage(comm, grid):
 
 @mpi
 def test_no_communicator_left(comm, monkeypatch):
-    class Exhausted:
+    class Exhausted(MPI.Intracomm):
         """A communicator that can be split so often."""
 
         left = 3
-
-        def __init__(self, comm):
-            self.comm = comm
-
-        def __getattr__(self, name):
-            return getattr(self.comm, name)
 
         def Split(self, *args):
             Exhausted.left -= 1
             if Exhausted.left < 0:
                 raise MPI.Exception(MPI.ERR_OTHER)
-            return Exhausted(self.comm.Split(*args))
+            return Exhausted(super().Split(*args))
 
     text = "MPI has no communicators left: each grid uses five, so free() grids"
     assert_raises(comm, text, ProcessGrid, Exhausted(comm), 1, comm.size)
@@ -209,15 +176,18 @@ comm.Barrier()
 """
 
 
-# Which job, how many ranks it has, and A2D_MPI_STALL_SECONDS and _ABORT.
+FORWARD = r"in forward of plan 1 \(Attention2D\), call 2, "
+LATE = "rank 1 did not arrive"
+# Of each job its number of ranks, A2D_MPI_STALL_SECONDS and _ABORT, and what is told how often.
 STALLS = {
-    "call": (3, "1", "0"),
-    "kernel": (3, "1", "0"),
-    "grid": (3, "1", "0"),
-    "nobody": (3, "1", "1"),
-    "silent": (2, "0", "0"),
-    "unread": (2, "soon", "0"),
-}
+    "call": (3, "1", "0", rf"ranks 0 and 2 {FORWARD}to begin; of 3 ranks, {LATE}", 1),
+    "kernel": (3, "1", "0", rf"rank.* {FORWARD}for messages \(row\).*; of 3 ranks, {LATE}", 1),
+    "grid": (3, "1", "0",
+             r"rank 0 in ProcessGrid\(1 x 3 x 1\), for all ranks to call it \(3 ranks\)", 2),
+    "nobody": (3, "1", "1", rf".*{LATE}; aborting the job", 1),
+    "silent": (2, "0", "0", "", 0),
+    "unread": (2, "soon", "0", "", 0),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +195,7 @@ def stalled():
     """Run the jobs of STALLS at the same time; they mostly sleep."""
 
     def run(where):
-        ranks, seconds, abort = STALLS[where]
+        ranks, seconds, abort, *_ = STALLS[where]
         env = {"A2D_MPI_STALL_SECONDS": seconds, "A2D_MPI_STALL_ABORT": abort}
         return launch(ranks, "-c", STALL, where, timeout=60, env=env, code=None)
 
@@ -234,38 +204,21 @@ def stalled():
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize(
-    "where, text",
-    [
-        ("call", r"ranks 0 and 2 in forward of plan 1 \(Attention2D\), call 2, to begin; of 3 "
-                 r"ranks, rank 1 did not arrive"),
-        ("kernel", r"rank.* in forward of plan 1 \(Attention2D\), call 2, for messages \(row\).*"
-                   r"; of 3 ranks, rank 1 did not arrive"),
-        ("grid", r"rank 0 in ProcessGrid\(1 x 3 x 1\), for all ranks to call it \(3 ranks\)"),
-    ],
-)  # fmt: skip
-def test_late_rank(stalled, where, text):
-    done = stalled[where]
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("where", STALLS)
+def test_late_rank(stalled, where):
+    """It is named after the time of the environment, or the job ends, or nothing is said."""
+    done, (*_, text, number) = stalled[where], STALLS[where]
     lines = [line for line in done.stderr.splitlines() if "a2d_mpi: waiting" in line]
-    assert any(re.search(rf"waiting for [2-5] s: {text}$", line) for line in lines), done.stderr
-    assert len(lines) == (2 if where == "grid" else 1)
-
-
-@pytest.mark.launches
-def test_rank_that_never_comes(stalled):
-    done = stalled["nobody"]
-    assert done.returncode not in (0, 1, 2)
-    assert "rank 1 did not arrive; aborting the job" in done.stderr
-    assert done.seconds < 30
-
-
-@pytest.mark.launches
-def test_stall_settings(stalled):
-    done = stalled["silent"]
-    assert done.returncode == 0 and "waiting" not in done.stderr, done.stderr
-    text = "A2D_MPI_STALL_SECONDS must be a number of seconds (0: never report), got 'soon'"
-    assert text in stalled["unread"].stderr
+    told = [line for line in lines if re.search(rf"waiting for [2-5] s: {text}$", line)]
+    assert bool(told) == (number > 0) and len(lines) >= number, done.stderr
+    assert where == "nobody" or len(lines) == number, done.stderr
+    if where == "unread":
+        text = "A2D_MPI_STALL_SECONDS must be a number of seconds (0: never report), got 'soon'"
+        assert text in done.stderr
+    elif where == "nobody":
+        assert done.returncode not in (0, 1, 2) and done.seconds < 30
+    else:
+        assert done.returncode == 0, done.stderr
 
 
 THREADS = """

@@ -1,7 +1,8 @@
 """Rings and double rings: equal cases, and messages in flight."""
 
 import pytest
-from cases import NHEADS, TENSORS, failures, inputs, run
+from cases import NHEADS, differing
+from dense import problem_for, results_of, wrong_with
 from helpers import assert_all
 
 from a2d_mpi import Causal, DoubleRingAttention, ProcessGrid, RingAttention
@@ -55,8 +56,7 @@ def test_every_divisor(comm, grid, flights, seqlen):
     bad = []
     for inner in (n for n in range(1, comm.size + 1) if comm.size % n == 0):
         plan = DoubleRingAttention(grid, Causal(), inner=inner, **{**SIZES, "seqlen": seqlen})
-        found = run(plan, *inputs(seqlen, NHEADS, 16))
-        bad += failures(plan, found, Causal(), seqlen, NHEADS, 16)
+        bad += wrong_with(plan)
         names = {name for _, name in plan.traffic.bytes}
         single = inner in (1, comm.size)  # all ranks form one ring
         hops = ({"ring"} if single else {"inner", "outer"}) if comm.size > 1 else set()
@@ -68,14 +68,12 @@ def test_every_divisor(comm, grid, flights, seqlen):
 
 def test_single_rings(comm, grid):
     """With one group, or groups of one rank, the double ring is the ring, bit for bit."""
-    x = inputs(130, NHEADS, 16)
-    ring = RingAttention(grid, Causal(), **SIZES)
-    expected = run(ring, *x)
-    bad = []
+    ring, bad = RingAttention(grid, Causal(), **SIZES), []
+    given = problem_for(ring)
+    expected = results_of(ring, given)
     for inner in (1, comm.size):
         plan = DoubleRingAttention(grid, Causal(), inner=inner, **SIZES)
-        found = run(plan, *x)
-        bad += [f"{t} with inner {inner}" for t in TENSORS if (found[t] != expected[t]).any()]
+        bad += [f"inner {inner}: {x}" for x in differing(expected, results_of(plan, given))]
         for counted in ("bytes", "messages"):
             a, b = (list(getattr(p.traffic, counted).values()) for p in (ring, plan))
             if a != b:

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import assert_all
-from test_bad_input import assert_raises
+from refused import assert_raises
 
 from a2d_mpi import Causal, Documents, Full, ProcessGrid
 from a2d_mpi.attention.methods import make_plan

@@ -1,258 +1,30 @@
-"""Narrow formats on the wire: codes against OCP's definition, and plans that send them."""
+"""Plans that send narrow formats: errors, bytes, and what the check finds."""
 
-import math
-from bisect import bisect_left
-from collections import Counter
-from fractions import Fraction
-from functools import cache
+from copy import copy
 
 import numpy as np
 import pytest
-from cases import SIZE, TENSORS, accounts, inputs, run, shards
+from cases import PLANS, SIZE, accounts, differing
+from dense import problem_for, results_of
 from helpers import SAMPLE, assert_all, drive
 
-from a2d_mpi import (
-    Attention2D,
-    Causal,
-    DoubleRingAttention,
-    Full,
-    IntervalMask,
-    NodeAwareAttention,
-    RingAttention,
-)
+from a2d_mpi import Attention2D, Causal, Full, IntervalMask
 from a2d_mpi.attention import hooks
-from a2d_mpi.attention.methods import TriangleAttention
 from a2d_mpi.core import reference, wire
-from a2d_mpi.core.config import PHASES, AttentionConfig
-from a2d_mpi.core.dtypes import DTYPES
-from a2d_mpi.core.sizes import Layout
-from a2d_mpi.core.wire import FORMATS, decode, encode
-from a2d_mpi.experiments.check import check_attention, roundings
-from a2d_mpi.experiments.results import Check, read_result
-from a2d_mpi.schedules import problem_of, write
-from a2d_mpi.schedules.steps import Decode, Encode
-
-MX = {"mxfp8": (4, 3, 7), "mxfp4": (2, 1, 1)}  # bits of exponent and mantissa, bias
+from a2d_mpi.core.wire import FORMATS
+from a2d_mpi.experiments.check import check_attention
+from a2d_mpi.experiments.results import read_result
 
 
-@cache
-def element(code, name):
-    """Return the value of an element's code by the specification (section 5.3)."""
-    ebits, mbits, bias = MX[name]
-    sign, exponent = -1 if code >> (ebits + mbits) else 1, code >> mbits & (1 << ebits) - 1
-    mantissa = Fraction(code & (1 << mbits) - 1, 1 << mbits)
-    if name == "mxfp8" and code & 0x7F == 0x7F:
-        return math.nan
-    if exponent == 0:
-        return sign * Fraction(2) ** (1 - bias) * mantissa
-    return sign * Fraction(2) ** (exponent - bias) * (1 + mantissa)
+def ranks(test):
+    return pytest.mark.mpi(pytest.mark.grids(test))
 
 
-@cache
-def positive(name):
-    """Return the codes of positive numbers."""
-    codes = range(1 << (FORMATS[name].bits - 1))
-    return [x for x in codes if not math.isnan(element(x, name))]
-
-
-def scalar_block(block, name):
-    """Return scale and codes of a block, one element at a time."""
-    if not all(map(math.isfinite, block)):
-        return 255, [0] * len(block)
-    bits = MX[name][0] + MX[name][1] + 1
-    codes = positive(name)
-    largest = max(map(abs, block))
-    most = max(element(x, name) for x in codes)
-    scale = -127
-    if largest:
-        scale = max(math.frexp(largest)[1] - math.frexp(most)[1], -127)
-    found = []
-    for x in block:
-        value = min(abs(Fraction(float(x))) / Fraction(2) ** scale, most)
-        above = bisect_left(codes, value, key=lambda c: element(c, name))
-        near = min(
-            codes[max(above - 1, 0) : above + 1],
-            key=lambda c: (abs(element(c, name) - value), c % 2),
-        )
-        found.append(near | (math.copysign(1, x) < 0) << (bits - 1))
-    return scale + 127, found
-
-
-def numbers(rng, tokens, heads, headdim, dtype="float32"):
-    """Return numbers of all sizes, with ties, zeros of both signs and saturation."""
-    x = rng.standard_normal((tokens, heads, headdim)) * 2.0 ** rng.integers(
-        -12, 12, (tokens, 1, 1)
-    )
-    x[0::5] = rng.choice([0.0, -0.0, 0.25, 0.75, 1.25, 1.75, -2.5, 3.5, 5.0, 7.0], x[0::5].shape)
-    x[1::5] *= rng.random(x[1::5].shape) < 0.1
-    return x.astype(DTYPES[dtype])
-
-
-def codes_of(bytes_, headdim, name):
-    """Return codes and scales in the bytes of one head."""
-    blocks = -(-headdim // 32)
-    codes = bytes_[:-blocks]
-    if name == "mxfp4":
-        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(-1)
-    return codes[:headdim].tolist(), bytes_[-blocks:].tolist()
-
-
-def encoded(x, name):
-    to = np.empty((*x.shape[:2], FORMATS[name].width(x.shape[2])), np.uint8)
-    encode(to, x, name)
-    return to
-
-
-def decoded(bytes_, like, name):
-    to = np.empty_like(like)
-    decode(to, bytes_, name)
-    return to
-
-
-@pytest.mark.parametrize("name", MX)
-def test_all_codes(name):
-    """Every code is decoded as its table says, under three scales, and encoded back."""
-    bits = FORMATS[name].bits
-    codes = np.arange(1 << bits, dtype=np.uint8)
-    held = codes if bits == 8 else codes[::2] | codes[1::2] << 4
-    for scale in (0, 127, 200):
-        blocks = -(-len(codes) // 32)
-        bytes_ = np.concatenate([held, np.full(blocks, scale, np.uint8)])[None, None]
-        found = decoded(bytes_, np.empty((1, 1, len(codes)), np.float32), name)[0, 0]
-        exact = [float(element(int(c), name)) * 2.0 ** (scale - 127) for c in codes]
-        np.testing.assert_array_equal(found, np.array(exact, np.float32))
-    bytes_[..., -blocks:] = 255
-    assert np.isnan(decoded(bytes_, np.empty((1, 1, len(codes)), np.float32), name)).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("headdim", [1, 5, 32, 33, 80])
-@pytest.mark.parametrize("name", MX)
-def test_against_one_element_at_a_time(name, headdim, dtype):
-    """Scales and codes are the reference's; blocks begin with each head; the last is shorter."""
-    x = numbers(np.random.default_rng(headdim), 10, 2, headdim, dtype)
-    if headdim == 33:
-        x[3, 0, 0], x[4, 1, 32], x[6, 1, 5] = np.nan, np.inf, -np.inf
-    found = encoded(x, name)
-    for row, bytes_ in zip(x.reshape(-1, headdim), found.reshape(-1, found.shape[2])):
-        codes, scales = codes_of(bytes_, headdim, name)
-        for i in range(0, headdim, 32):
-            block = row[i : i + 32].astype(np.float32).astype(float).tolist()
-            scale, right = scalar_block(block, name)
-            assert scales[i // 32] == scale
-            if scale < 255:
-                assert codes[i : i + 32] == right
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_ways_and_back(name):
-    """Decoded numbers encode to the same bytes, head by head, too."""
-    rng = np.random.default_rng(0)
-    for dtype, headdim in (("float32", 64), ("float32", 7), ("float64", 33), ("float16", 48)):
-        x = numbers(rng, 300, 3, headdim, dtype)
-        x[7, 1, headdim // 2] = np.nan
-        if dtype != "float16":
-            x[8], x[9] = x[8] * 1e-38, x[9] * (3e38 / np.abs(x[9]).max())
-            x[10] *= 1e-44 / np.abs(x[10]).max()
-        first = encoded(x, name)
-        y = decoded(first, x, name)
-        np.testing.assert_array_equal(encoded(y, name)[:7], first[:7])
-        np.testing.assert_array_equal(decoded(encoded(y, name), x, name), y)
-        np.testing.assert_array_equal(encoded(x[:, 1:], name), first[:, 1:])
-        with np.errstate(invalid="ignore"):
-            np.testing.assert_array_equal(y, reference.rounded(x, name))
-            form, size = FORMATS[name], np.abs(x.astype(float))
-            bound = np.maximum(form.error * size, form.floor * size.max(-1, keepdims=True))
-            tiny = 1e-40 + form.floor * 2.0 ** (form.highest - 127)  # the smallest scale is 2^-127
-            off = np.abs(y.astype(float) - x) > bound + tiny
-        assert not off.any()
-    rounded = decoded(
-        encoded(np.full((1, 1, 40), np.inf, np.float32), name), np.empty((1, 1, 40)), name
-    )
-    assert (np.isinf if name == "bfloat16" else np.isnan)(rounded).all()
-
-
-def test_elements_of_a_nan_block():
-    """They say nothing, so a decoded block may encode to others, as docs/wire.md says."""
-    x = np.array([[[-1, np.nan]]], np.float32)
-    first = encoded(x, "mxfp8")
-    again = encoded(decoded(first, x, "mxfp8"), "mxfp8")
-    assert (first.tolist(), again.tolist()) == ([[[128, 0, 255]]], [[[0, 0, 255]]])
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_same_bytes_on_a_gpu(cupy, dtype, name):
-    from a2d_mpi.devices.cuda import Cuda
-
-    device, rng = Cuda.current(), np.random.default_rng(0)
-    for headdim in (1, 2, 31, 64, 70):
-        x = numbers(rng, 9, 2, headdim, dtype)
-        x[4, 1, 0], x[5, 0, headdim - 1] = np.inf, np.nan
-        right = encoded(x, name)
-        to = device.upload(np.full(right.shape, 77, np.uint8))
-        device.encode(to, device.upload(x), name)
-        if name != "bfloat16":  # which has many NaNs
-            np.testing.assert_array_equal(device.download(to), right)
-        back = device.empty(x.shape, x.dtype)
-        device.decode(back, device.upload(right), name)
-        both = device.download(back), decoded(right, x, name)
-        np.testing.assert_array_equal(*(y.astype(float) for y in both))
-
-
-# Plans.
-
-
-@pytest.mark.parametrize(("name", "encodings"), [(None, 0), ("mxfp8", 1)])
-def test_what_is_passed_on_is_encoded_once(name, encodings):
-    """A ring encodes its own keys and values; others' it passes on as they came, and decodes."""
-    layout, config = Layout(1, 4, 1), AttentionConfig(64, 2, 64, wire=name)
-    problem = problem_of("ring", layout, config, Full())
-    (program,) = write("ring", "forward", layout, problem, 1)
-    kinds = [type(step) for step in program.steps]
-    assert kinds.count(Encode) == encodings and kinds.count(Decode) == 3 * encodings
-
-
-@pytest.mark.parametrize(
-    ("method", "layout", "numbers"),
-    [
-        ("attention2d", Layout(2, 3), (1, 1, 1)),
-        ("attention2d", Layout(1, 3), (1, 1, 0)),
-        ("attention2d", Layout(3, 1, 2), (1, 1, 2)),
-        ("ring", Layout(5, 1), (0, 0, 4)),
-        ("double ring", Layout(2, 3), (0, 0, 2 + 2)),
-        ("node aware", Layout(1, 4, nodes=(0, 0, 1, 1)), (2, 2, 0)),
-        ("triangle", Layout(10, 1), (2, 2, 2)),
-    ],
-)
-def test_how_often_a_result_is_encoded(method, layout, numbers):
-    """The programs are read; out, dq, and dk or dv."""
-    config, mask = AttentionConfig(640, 2, 64, wire="mxfp8"), Causal()
-    if method != "triangle":
-        mask = Full()
-    problem, found = problem_of(method, layout, config, mask), Counter()
-    for phase in PHASES:
-        ranks = range(layout.size)
-        found |= roundings([write(method, phase, layout, problem, x) for x in ranks])
-    assert tuple(found[x] for x in ("out", "dq", "dk")) == numbers
-
-
-def plans(comm):
-    """Return class, shape and nodes of every method on these ranks."""
-    pairs = {5: (1, 5), 6: (2, 3)}.get(SIZE, (2, SIZE // 2) if SIZE % 2 == 0 else (1, SIZE))
-    nodes = np.arange(SIZE) // 2
-    found = [
-        (Attention2D, pairs, None),
-        (Attention2D, pairs[::-1], None),
-        (RingAttention, (SIZE, 1), None),
-        (DoubleRingAttention, pairs, None),
-        (NodeAwareAttention, (1, SIZE), nodes),
-    ]
-    if SIZE % 2 == 0:
-        found.append((Attention2D, (SIZE // 2, 1, 2), None))
-    if SIZE in (3, 6):
-        found.append((TriangleAttention, (SIZE, 1), None))
-    return found
+def rounded(given, name):
+    """Return a problem whose inputs are rounded to a format."""
+    given = copy(given)
+    given.inputs = [reference.rounded(x.astype(np.float32), name) for x in given.inputs]
+    return given
 
 
 def bad_checks(plan, checks, name):
@@ -265,54 +37,45 @@ def bad_checks(plan, checks, name):
     return bad
 
 
-@pytest.mark.mpi
-@pytest.mark.grids
+@ranks
+@pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize(("seqlen", "formats"), [(2, ["mxfp4"]), (61, FORMATS)])
-def test_all_methods(comm, grid_of, seqlen, formats):
+def test_all_methods(comm, grid_of, seqlen, formats, name):
     """Errors, bytes and buffers are right, results repeat, and lse is of rounded tensors."""
-    bad = []
-    for cls, shape, nodes in plans(comm):
-        grid = grid_of(*shape, nodes=nodes)
-        mask, heads = Causal(), {"seqlen": seqlen, "nheads": 4, "nheads_kv": 2, "headdim": 40}
-        whole = inputs(seqlen, 2, 40, 1.0, "float32", 4)
-        for name in formats:
-            plan = cls(grid, mask, **heads, wire=name)
-            found = run(plan, *whole)
-            bad += accounts(plan, True)
-            bad += bad_checks(plan, check_attention(plan, shards(plan, whole) | found), name)
-            again = cls(grid, mask, **heads, wire=name, overlap=False)
-            other = run(again, *whole)
-            bad += [f"{x} differs" for x in TENSORS if other[x].tobytes() != found[x].tobytes()]
-            exact = cls(grid, mask, **heads)
-            of_rounded = run(exact, *(reference.rounded(x, name) for x in whole))
-            same = ["lse", *["out"] * (cls in (RingAttention, DoubleRingAttention))]
-            if seqlen > 2 and len(shape) == 2:
-                bad += [
-                    f"{plan.method} {name} {x} is not that of the rounded tensors"
-                    for x in same
-                    if of_rounded[x].tobytes() != found[x].tobytes()
-                ]
+    kind, shape, nodes = PLANS[name]
+    grid, bad = grid_of(*shape, nodes=nodes), []
+    sizes = {"seqlen": seqlen, "nheads": 6, "nheads_kv": 2, "headdim": 40}
+    exact = kind(grid, Causal(), **sizes)
+    given = problem_for(exact)
+    for form in formats:
+        plan, again = (kind(grid, Causal(), **sizes, wire=form, overlap=x) for x in (True, False))
+        found = results_of(plan, given)
+        bad += accounts(plan, True)
+        bad += bad_checks(plan, check_attention(plan, given.shards(plan) | found), form)
+        bad += differing(found, results_of(again, given))
+        same = ["lse", *["out"] * ("Ring" in kind.__name__)]
+        if seqlen > 2 and len(shape) == 2:
+            of_rounded = results_of(exact, rounded(given, form))
+            told = f"{plan.method} {form} is not that of the rounded tensors: "
+            bad += [told + x for x in differing({y: of_rounded[y] for y in same}, found)]
     assert_all(comm, not bad, "; ".join(bad))
 
 
-@pytest.mark.mpi
-@pytest.mark.grids
+@ranks
 @pytest.mark.parametrize("transfers", ["device", "host"])
-def test_on_gpus(cupy, comm, grid_of, transfers):
+def test_on_gpus(comm, grid_of, gpus, transfers):
     """CuPy arrays get the same check and bytes, and lse to the last digits."""
     grid, bad = grid_of(1, SIZE), []
-    whole = inputs(23, 1, 9, 1.0, "float32", 2)
     for name in FORMATS:
         sizes = {"seqlen": 23, "nheads": 2, "nheads_kv": 1, "headdim": 9, "wire": name}
         plan = Attention2D(grid, Causal(), **sizes, transfers=transfers)
-        found = run(plan, *whole, upload=cupy.asarray, download=cupy.asnumpy)
-        bad += bad_checks(plan, check_attention(plan, shards(plan, whole) | found), name)
-        bad += accounts(plan, True)
+        given = problem_for(plan)
+        local = given.shards(plan) | results_of(plan, given, **gpus)
+        bad += bad_checks(plan, check_attention(plan, local), name) + accounts(plan, True)
     assert_all(comm, not bad, "; ".join(bad))
 
 
-@pytest.mark.mpi
-@pytest.mark.grids
+@ranks
 def test_what_travels(comm, grid_of):
     """Bytes are of the format; 16-bit tensors travel unchanged, except gradients."""
     grid, bad = grid_of(SIZE, 1), []
@@ -328,7 +91,7 @@ def test_what_travels(comm, grid_of):
         ("bfloat16", None, 128, 256),
     ):
         plan = Attention2D(grid, Full(), **sizes, dtype=dtype, wire=name)
-        run(plan, *inputs(16 * SIZE, 2, 64, 1.0, "float32", 2))
+        results_of(plan, problem_for(plan))
         bytes_ = plan.traffic.bytes
         for phase, each in (("forward", forward), ("backward", forward + backward)):
             right = 2 * received * each
@@ -337,8 +100,7 @@ def test_what_travels(comm, grid_of):
     assert_all(comm, not bad, "; ".join(bad))
 
 
-@pytest.mark.mpi
-@pytest.mark.grids
+@ranks
 @pytest.mark.parametrize("what", ["all", "partials"])
 def test_a_wrong_scale(comm, grid_of, monkeypatch, what):
     """The check finds a scale that is twice too large."""
@@ -353,15 +115,15 @@ def test_a_wrong_scale(comm, grid_of, monkeypatch, what):
         if what == "all" or not np.array_equal(reference.rounded(x, name), x):
             to[..., -blocks:] += to[..., -blocks:] < 254
 
-    def rounded(device, x, name):
+    def half_rounded(device, x, name):
         return x if what == "all" else reference.rounded(x, name)
 
     monkeypatch.setattr(wire, "encode", wrong)
-    monkeypatch.setattr(hooks, "rounded", rounded)
-    for name in MX:
+    monkeypatch.setattr(hooks, "rounded", half_rounded)
+    for name in ("mxfp8", "mxfp4"):
         plan = Attention2D(grid, Full(), seqlen=61, nheads=2, headdim=64, wire=name)
-        whole = inputs(61, 2, 64, 1.0, "float32", 2)
-        checks = check_attention(plan, shards(plan, whole) | run(plan, *whole))
+        given = problem_for(plan)
+        checks = check_attention(plan, given.shards(plan) | results_of(plan, given))
         failed = {x for x, check in checks.items() if check.verdict == "FAILED"}
         if what == "partials" and {"out", "dq"} != failed:
             bad.append(f"{name}: {failed} {checks}")
@@ -370,8 +132,7 @@ def test_a_wrong_scale(comm, grid_of, monkeypatch, what):
     assert_all(comm, not bad, "; ".join(bad))
 
 
-@pytest.mark.mpi
-@pytest.mark.grids
+@ranks
 def test_padding(comm, grid_of):
     """Masked rows and keys may hold NaN, and other results do not change."""
     begin, end = np.zeros(33, int), np.minimum(np.arange(33) + 1, 20)
@@ -380,10 +141,11 @@ def test_padding(comm, grid_of):
     bad = []
     for padding in (0.0, np.nan, np.inf):
         plan = Attention2D(grid, mask, seqlen=33, nheads=2, headdim=33, wire="mxfp8")
-        whole = [x.copy() for x in inputs(33, 2, 33, 1.0, "float32", 2)]
-        for x in whole:
-            x[20:] = padding
-        results = run(plan, *whole)
+        given = copy(problem_for(plan))
+        given.inputs = [
+            np.where(np.arange(33)[:, None, None] < 20, x, padding) for x in given.inputs
+        ]
+        results = results_of(plan, given)
         seen = plan.tokens < 20
         found.append({x: y[seen].tobytes() for x, y in results.items()})
         masked = [x for x in ("out", "dq", "dk", "dv") if results[x][~seen].any()]
@@ -392,8 +154,7 @@ def test_padding(comm, grid_of):
     assert_all(comm, not bad, "; ".join(bad))
 
 
-@pytest.mark.mpi
-@pytest.mark.grids
+@ranks
 def test_small_elements_beside_large_ones(comm, grid_of):
     """Partial results of all ranks are off in one element; large ones each have in another."""
     grid, bad = grid_of(1, SIZE), []
@@ -423,18 +184,3 @@ def test_result_files(tmp_path):
         check = result.checks[name]
         assert check.passed and check.as_given > check.error, (name, check)
         assert f"{check.as_given:.2e}" in done.stdout
-
-
-def test_bounds_of_the_format():
-    """A bound counts only if it is below the largest value."""
-    from a2d_mpi.experiments.check import error_bounds
-
-    norms, largest = {"q": 1.0, "k": 1.0, "v": 1.0}, {"out": 2.0, "lse": 1.0}
-    same = dict.fromkeys(largest, 1e-6)
-    given = np.dtype("f4"), 1.0, norms, largest, same
-    plain = error_bounds(*given)
-    for widening, passes in ((1.9, True), (2.1, False)):
-        bounds = error_bounds(*given, {"out": widening, "lse": 0.0})
-        assert bounds["lse"] == plain["lse"]
-        assert Check(1.0, bounds["out"], 9).passed == passes
-        assert not passes or bounds["out"] == plain["out"] + widening

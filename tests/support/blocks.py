@@ -1,4 +1,4 @@
-"""Blocks of queries and keys for kernels: inputs, exact results, and bounds."""
+"""Blocks of queries and keys for kernels: inputs, exact results, bounds, and what must hold."""
 
 from functools import cached_property
 
@@ -6,7 +6,10 @@ import numpy as np
 from dense import TENSORS, bounds, out_of_bounds, plain
 
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.kernels import make_kernel
 from a2d_mpi.masks.intervals import Intervals
+from a2d_mpi.masks.mask import Causal
 
 
 def dense(intervals, nk):
@@ -94,3 +97,87 @@ class Block:
         """Return what is out of bounds."""
         largest = {x: y + slack for x, y in self.bounds.items()}
         return out_of_bounds(found, self.exact, largest)
+
+
+def assert_kernel(name, dtype, kind, case, shape):
+    """A kernel of the host is right, masked rows are silent, and what nobody sees may be NaN.
+
+    `case`: heads, KV heads and headdims; the size of q; the soft-cap.
+    """
+    heads, size, cap = case
+    block = Block((*shape, *heads), dtype, kind, cap=cap, size=size)
+    options = {"logit_softcap": cap} if cap else {}
+    if len(heads) > 3:
+        options["widths"] = heads[2:]
+    kernel = make_kernel(name, HOST, block.dtype, block.scale, **options)
+    assert kernel.name == name
+    found = block.run(kernel)
+    assert not block.wrong(found)
+    masked, unseen = ~block.visible.any(1), ~block.visible.any(0)
+    assert not found["out"][masked].any() and np.isneginf(found["lse"][masked]).all()
+    assert not found["dq"][masked].any() and not found["dk"][unseen].any()
+    padded = block.run(kernel, block.poisoned())
+    assert all(np.array_equal(x, padded[y]) for y, x in found.items())
+    # The way that takes logits of any size, and results that are not added to what was there.
+    kernel._bounded = lambda *_: False
+    assert not block.wrong(block.run(kernel, fresh=True))
+
+
+def in_parts(block, parts, kernel, device, sums=np.float32):
+    """Return results of a causal block in parts x parts blocks, as plans merge and add them.
+
+    Partial outs are rounded to the block's dtype, gradients are summed in the dtype `sums`.
+    """
+    q, k, v, dout = map(device.upload, block.inputs)
+    tokens = np.arange(len(q))
+    pieces = [slice(x[0], x[-1] + 1) for x in np.array_split(tokens, parts)]
+    pairs = [
+        (rows, keys, Causal().intervals(tokens[rows], tokens[keys]))
+        for i, rows in enumerate(pieces)
+        for keys in pieces[: i + 1]
+    ]  # which keep what queued launches read
+
+    def zeros(like, dtype):
+        return device.upload(np.zeros(like.shape, dtype))
+
+    out, rest = zeros(dout, np.float32), device.upload(np.zeros(q.shape[:2], np.float32))
+    lse = device.upload(np.full(q.shape[:2], -np.inf, np.float32))
+    for rows, keys, seen in pairs:
+        partial = zeros(dout[rows], block.dtype), zeros(lse[rows], np.float32)
+        kernel.forward(q[rows], k[keys], v[keys], seen, *partial)
+        device.merge(out[rows], lse[rows], rest[rows], *partial)
+    final, gradients = zeros(dout, block.dtype), [zeros(x, sums) for x in (q, k, v)]
+    device.put(final, out)
+    delta = device.delta(dout, final)
+    for rows, keys, seen in pairs:
+        places = rows, keys, keys
+        some = [zeros(x[y], np.float32) for x, y in zip((q, k, v), places)]
+        given = dout[rows], q[rows], k[keys], v[keys], lse[rows], delta[rows]
+        kernel.backward(*given, seen, *some)
+        for total, place, x in zip(gradients, places, some):
+            device.put(total[place], x, add=True)
+    found = dict(zip(TENSORS, map(device.download, (final, lse, *gradients))))
+    return found | {x: found[x].astype(block.dtype) for x in ("dq", "dk", "dv")}
+
+
+def plain_kernel(cupy, block):
+    """Return the plain kernel of a GPU for a block."""
+    from a2d_mpi.devices.cuda import Cuda
+    from a2d_mpi.kernels.cupy import CupyKernel
+
+    kernel = CupyKernel(Cuda.current(), block.dtype, block.scale)
+    kernel.logit_softcap = block.cap
+    return kernel
+
+
+WAYS = (True, False), (False, True)
+
+
+def gpu_failures(cupy, kernel, block, poisoned=False, slack=0, ways=WAYS):
+    """Return what is out of bounds in results that are wide or not, and fresh or added to 7."""
+    bad, given = [], block.poisoned() if poisoned else None
+    for wide, fresh in ways:
+        found = block.run(kernel, given, cupy, wide, fresh)
+        eps = 0 if fresh else float(np.finfo(compute_dtype(block.dtype)).eps)
+        bad += [(wide, fresh, x) for x in block.wrong(found, slack + 7 * eps)]
+    return bad

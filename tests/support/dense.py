@@ -7,9 +7,9 @@ the same version of the tests share them in this folder.
 import hashlib
 import os
 import pickle
-from functools import cache
+from dataclasses import replace
+from functools import cache, cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from helpers import bounds_for, distance
@@ -120,33 +120,49 @@ def slopes(value, x, step=1e-6):
     return found
 
 
-class Problem(NamedTuple):
-    """Whole inputs of a plan, perhaps a sink and a gradient of lse, exact results, and bounds."""
+class Problem:
+    """Whole inputs of a plan, perhaps a sink and a gradient of lse.
 
-    inputs: list
-    sink: np.ndarray | None
-    dlse: np.ndarray | None
-    exact: dict
-    bounds: dict
+    `solution`, exact results and the largest errors that a plan may have, is collective over the
+    world when it is first asked for.
+    """
+
+    def __init__(self, mask, config, sinks, with_dlse, size, seed):
+        self.mask, self.config, self.size = mask, config, size
+        rng, kept = np.random.default_rng(seed), DTYPES[config.dtype]
+        wide = compute_dtype(kept)
+
+        def drawn(name, dtype, size=1.0):
+            n = config.seqlen_kv if name in "kv" else config.seqlen
+            return (size * rng.standard_normal((n, *config.shape(name)))).astype(dtype)
+
+        self.inputs = [
+            drawn(x, kept, size if x == "q" else 1).astype(float) for x in ("q", "k", "v", "dout")
+        ]
+        self.sink = rng.standard_normal(config.nheads).astype(wide) + 1 if sinks else None
+        self.dlse = 3 * drawn("dlse", wide) if with_dlse else None
+
+    @cached_property
+    def solution(self):
+        visible = self.mask.dense(np.arange(self.config.seqlen), np.arange(self.config.seqlen_kv))
+        return solve(self.inputs, visible, self.config, self.sink, self.dlse, self.size)
+
+    def shards(self, plan):
+        """This rank's q, k, v and dout, by name."""
+        tokens = (plan.tokens, plan.tokens_kv, plan.tokens_kv, plan.tokens)
+        whole = zip(("q", "k", "v", "dout"), self.inputs, tokens)
+        return {name: x[mine].astype(plan.dtype) for name, x, mine in whole}
 
 
 @cache
 def problem(mask, config, sinks=False, with_dlse=False, size=1.0, seed=3):
-    """A problem with the sizes and the dtype of a plan's config; collective over the world."""
-    rng, kept = np.random.default_rng(seed), DTYPES[config.dtype]
-    wide = compute_dtype(kept)
+    """A problem with the sizes and the dtype of a plan's config."""
+    return Problem(mask, config, sinks, with_dlse, size, seed)
 
-    def drawn(name, dtype, size=1.0):
-        n = config.seqlen_kv if name in "kv" else config.seqlen
-        return (size * rng.standard_normal((n, *config.shape(name)))).astype(dtype)
 
-    inputs = [
-        drawn(x, kept, size if x == "q" else 1).astype(float) for x in ("q", "k", "v", "dout")
-    ]
-    sink = rng.standard_normal(config.nheads).astype(wide) + 1 if sinks else None
-    dlse = 3 * drawn("dlse", wide) if with_dlse else None
-    visible = mask.dense(np.arange(config.seqlen), np.arange(config.seqlen_kv))
-    return Problem(inputs, sink, dlse, *solve(inputs, visible, config, sink, dlse, size))
+def problem_for(plan, **options):
+    """The problem of a plan; a narrow format of its messages does not count."""
+    return problem(plan.mask, replace(plan.config, wire=None), **options)
 
 
 def solve(inputs, visible, config, sink=None, dlse=None, size=1.0):
@@ -186,9 +202,7 @@ def results_of(plan, given, dlse=None, upload=np.asarray, download=np.asarray):
 
     Collective.  dsink is summed over the ranks; elements of dlse of masked rows are NaN.
     """
-    tokens = (plan.tokens, plan.tokens_kv, plan.tokens_kv, plan.tokens)
-    whole = zip(given.inputs, tokens)
-    q, k, v, dout = (upload(x[mine].astype(plan.dtype)) for x, mine in whole)
+    q, k, v, dout = map(upload, given.shards(plan).values())
     sink = None if given.sink is None else upload(given.sink)
     out, lse = plan.forward(q, k, v, sink)
     if dlse is not None:
@@ -202,15 +216,18 @@ def results_of(plan, given, dlse=None, upload=np.asarray, download=np.asarray):
     return found
 
 
-def wrong_in(plan, found, exact, largest):
-    """What of this rank's results is out of bounds or of another dtype, in words."""
+def wrong_in(plan, found, given, slack=0.0):
+    """What of this rank's results is out of bounds or of another dtype, in words; collective."""
+    exact, largest = given.solution
     rows = dict.fromkeys(("dk", "dv"), plan.tokens_kv) | {"dsink": slice(None)}
     mine = {x: y[rows.get(x, plan.tokens)] for x, y in exact.items()}
     dtypes = dict.fromkeys(("lse", "dsink"), plan.compute_dtype)
     wide = [f"{x} is {y.dtype}" for x, y in found.items() if y.dtype != dtypes.get(x, plan.dtype)]
+    largest = {x: y + slack for x, y in largest.items()}
     return [f"{plan.dtype} {x}" for x in out_of_bounds(found, mine, largest) + wide]
 
 
-def wrong_with(plan, given, dlse=None, **ways):
-    """What is wrong with this rank's results of a problem; collective."""
-    return wrong_in(plan, results_of(plan, given, dlse, **ways), given.exact, given.bounds)
+def wrong_with(plan, given=None, dlse=None, slack=0.0, **ways):
+    """What is wrong with this rank's results of a problem, by default its own; collective."""
+    given = given or problem_for(plan)
+    return wrong_in(plan, results_of(plan, given, dlse, **ways), given, slack)

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -239,6 +240,23 @@ def drive(
     path = str(DRIVERS / name)
     source = SABOTAGE.format("" if numba else NO_NUMBA, sabotage, driver=path)
     return launch(ranks, "-c", source, *words, *options, timeout=timeout, options=mpi, code=code)
+
+
+def drive_on_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    ranks: int,
+    *options: object,
+    gpus: int = 1,
+    **more: object,
+) -> subprocess.CompletedProcess:
+    """Run a driver on the emulated GPU; see `drive`."""
+    if shutil.which("g++") is None:
+        pytest.skip("no GPU emulation: g++ is not installed")
+    emulated = str(ROOT / "tests" / "gpu" / "emulated")
+    monkeypatch.setenv("PYTHONPATH", emulated, prepend=os.pathsep)
+    monkeypatch.setenv("EMULATED_GPUS", str(gpus))
+    return drive(program, ranks, *options, timeout=120, **more)
 
 
 def drive_each(

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from a2d_mpi.masks.mask import Causal, Full, IntervalMask, Mask
+from a2d_mpi.masks.mask import IntervalMask, Mask
 
 
 class Intervals(Mask):
@@ -31,46 +31,6 @@ def documents(lengths, causal=True):
     return IntervalMask(first, np.arange(ends[-1]) + 1 if causal else last)
 
 
-def many_masks(seqlen, seed, shortest=128):
-    """Return masks like the patterns of LongCA (arXiv:2510.17896), by name."""
-    i = np.arange(seqlen)
-    lengths = heavy_tailed(seqlen, seed, shortest)
-    causal, full = documents(lengths), documents(lengths, causal=False)
-    begin, end = full.begin, full.end
-    window, few, question = seqlen // 32, seqlen // 64, int(lengths[0])
-    shared = i < question
-    sees_all = i >= seqlen - lengths[-1]
-    widely = i < few
-    bits = np.maximum(lengths // 4, 1)[np.repeat(np.arange(len(lengths)), lengths)]
-    return {
-        "full": Full(),
-        "causal": Causal(),
-        "full_document": full,
-        "causal_document": causal,
-        "share_question": Intervals(
-            (0 * i, np.where(shared, i + 1, question)),
-            (np.where(shared, 0, begin), np.where(shared, 0, i + 1)),
-        ),
-        "causal_blockwise": IntervalMask(np.where(sees_all, 0, begin), i + 1),
-        "prefix_lm_causal": IntervalMask(0 * i, np.maximum(seqlen // 4, i + 1)),
-        "prefix_lm_document": IntervalMask(begin, np.maximum(begin + bits, i + 1)),
-        "sliding_window": IntervalMask(
-            np.maximum(i - window, 0), np.minimum(i + window + 1, seqlen)
-        ),
-        "sliding_window_causal": IntervalMask(np.maximum(i - window + 1, 0), i + 1),
-        "global_sliding_window": Intervals(
-            (0 * i, np.where(widely, seqlen, few)),
-            (
-                np.where(widely, 0, np.maximum(i - window, few)),
-                np.where(widely, 0, np.minimum(i + window + 1, seqlen)),
-            ),
-        ),
-        "block_causal_document": IntervalMask(
-            begin, np.minimum(end, begin + ((i - begin) // 64 + 1) * 64)
-        ),
-    }
-
-
 def owners_of(shards, seqlen):
     """Return the owner of every token from the runs of every rank; each token must have one."""
     owner = np.full(seqlen, -1)
@@ -82,44 +42,22 @@ def owners_of(shards, seqlen):
     return owner
 
 
-def grid_figures(mask, owner, rows, cols, kv_share=1.0):
-    """Count visible pairs, and elements received and sent, of every rank of a grid.
-
-    The traffic follows the mask: a rank receives only queries that see a key of its column, whose
-    partials it returns, and only keys that a query of its row sees.
-    """
-    seqlen, ranks = len(owner), rows * cols
+def tile_areas(mask, owner, rows, cols):
+    """Count the visible pairs of every rank of a grid."""
+    seqlen, area = len(owner), np.zeros(rows * cols)
     row, col = np.divmod(owner, cols)
-    visible = [
-        (np.clip(begin, 0, seqlen), np.clip(np.maximum(begin, end), 0, seqlen))
-        for begin, end in mask.visible(np.arange(seqlen))
-    ]
-    area, received, sent = np.zeros((3, ranks))
     for c in range(cols):
         before = np.concatenate(([0], np.cumsum(col == c)))
-        keys = sum(before[end] - before[begin] for begin, end in visible)
-        area += np.bincount(row * cols + c, keys, ranks)
-        moved = (keys > 0) & (col != c)
-        at, of = (
-            np.bincount(row[moved] * cols + c, None, ranks),
-            np.bincount(owner[moved], None, ranks),
-        )
-        received += at + of
-        sent += of + at
-    for r in range(rows):
-        steps = np.zeros(seqlen + 1)
-        for begin, end in visible:
-            some = (row == r) & (end > begin)
-            steps += np.bincount(begin[some], None, seqlen + 1)
-            steps -= np.bincount(end[some], None, seqlen + 1)
-        moved = (np.cumsum(steps)[:-1] > 0) & (row != r)
-        received += 2 * kv_share * np.bincount(r * cols + col[moved], None, ranks)
-        sent += 2 * kv_share * np.bincount(owner[moved], None, ranks)
-    return area, received, sent
+        for begin, end in mask.visible(np.arange(seqlen)):
+            begin, end = np.clip(begin, 0, seqlen), np.clip(np.maximum(begin, end), 0, seqlen)
+            area += np.bincount(row * cols + c, before[end] - before[begin], rows * cols)
+    return area
 
 
 def node_traffic(visible, owners, rows, cols, node):
     """Count how often every rank of a node-aware grid receives the rows of each token.
+
+    A plain grid is one with a node for each rank.
 
     A node gets the rows of a shard that its members in the row or column need together.  The k-th
     member of a node fetches the shard of the k-th member of another node, counted around.  It then

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cases import inputs, run
+from dense import problem_for, results_of
 from helpers import (
     ROOT,
     SAMPLE,
@@ -130,12 +130,12 @@ def grid_of_first(comm, shape, **options):
 
 def traced(comm, plan, path, device=(np.asarray, np.asarray)):
     """Return results with and without a trace, and its events on rank 0."""
-    x = inputs(*(SIZES[y] for y in ("seqlen", "nheads_kv", "headdim")), nheads=SIZES["nheads"])
-    before = run(plan, *x, *device)
+    given = problem_for(plan)
+    before = results_of(plan, given, None, *device)
     plan.traffic.clear()
     trace = Trace(comm, path)
     with trace.calls(plan, "plan"):
-        after = run(plan, *x, *device)
+        after = results_of(plan, given, None, *device)
     if comm.rank == 0:
         trace.write()
     same = all(before[name].tobytes() == after[name].tobytes() for name in before)

@@ -45,7 +45,6 @@ RANKS = 4
 RESULTS = "tests/ranks/test_attention.py"
 CALLS = "tests/ranks/test_options.py"
 TRAFFIC = "tests/tools/test_net.py"
-SLICES = "tests/ranks/test_slices.py"
 
 
 class Sabotage(NamedTuple):
@@ -305,7 +304,7 @@ def rows_in_another_order(rank):
     return [around(Line, "_send", wrong)]
 
 
-@sabotage(SLICES)
+@sabotage(CALLS)
 def a_slice_repeated(rank):
     """The second slice of the heads takes the heads of the first one."""
 
@@ -318,7 +317,7 @@ def a_slice_repeated(rank):
     return [around(Executor, "_first_heads", wrong)]
 
 
-@sabotage(SLICES)
+@sabotage(CALLS)
 def a_slice_in_the_buffers_of_its_neighbour(rank):
     """All slices use the same buffers, although their messages are under way at once."""
     return [patch.object(slices, "ALIVE", 1)]

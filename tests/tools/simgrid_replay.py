@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_model import RESULTS, machine
+from machines import RESULTS, machine
 from test_simulate import PLANS
 
 from a2d_mpi.core.sizes import Layout

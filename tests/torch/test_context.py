@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from helpers import assert_all
-from test_bad_input import message_of
+from refused import message_of
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid
 from a2d_mpi.torch import ContextParallel, use_in_transformers

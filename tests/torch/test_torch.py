@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_all
-from test_bad_input import message_of
+from refused import message_of
 from torch.utils.checkpoint import checkpoint
 
 from a2d_mpi import Attention2D, Causal, Documents, ProcessGrid, RingAttention

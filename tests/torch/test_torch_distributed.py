@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import assert_all, launch
 from pages import blocks
-from test_bad_input import message_of
+from refused import message_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

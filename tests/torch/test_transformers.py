@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_all
-from test_bad_input import message_of
+from refused import message_of
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 

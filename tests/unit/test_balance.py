@@ -5,28 +5,28 @@ import pytest
 from helpers import deeper
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import Intervals, grid_figures, heavy_tailed, many_masks, owners_of
+from oracles import Intervals, heavy_tailed, owners_of, tile_areas
 
 from a2d_mpi.masks.mask import Causal, Full, IntervalMask
+from a2d_mpi.masks.patterns import PATTERNS, make_mask
 from a2d_mpi.sharding.balance import balanced, visible_pairs
 
 N = 16384
-NAMES = list(many_masks(64, 0, 8))
 
 
 def uneven(mask, shards, rows, cols, heads=1):
     """Return the largest over the mean area of the tiles."""
     owner = owners_of(shards, sum(len(x) for runs in shards for x in runs)) // heads
-    area = grid_figures(mask, owner, rows, cols)[0]
+    area = tile_areas(mask, owner, rows, cols)
     return area.max() / area.mean()
 
 
 @pytest.mark.parametrize(
     "shape", deeper([(4, 4), (8, 8), (2, 3), (16, 1), (1, 6)], [(4, 4)]), ids=str
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PATTERNS)
 def test_tiles_are_even(name, shape):
-    mask = many_masks(N, 1)[name]
+    mask = make_mask(name, N)
     found = uneven(mask, balanced(mask, N, *shape), *shape)
     assert found <= 1.05, f"{name} on {shape}: {found:.3f}"
 
@@ -66,7 +66,7 @@ def test_every_token_has_one_owner(data, seqlen, rows, cols, heads):
 
 @pytest.mark.parametrize("heads", [2, 3])
 def test_heads_share_the_runs_of_a_position(heads):
-    mask = many_masks(N, 2)["causal_document"]
+    mask = make_mask("causal_document", N)
     alone = owners_of(balanced(mask, N, 2, 3), N)
     shared = balanced(mask, N, 2, 3, heads)
     assert (owners_of(shared, N) // heads == alone).all()

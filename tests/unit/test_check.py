@@ -5,56 +5,11 @@ import re
 import h5py
 import numpy as np
 import pytest
-from cases import GRIDS, NHEADS, TENSORS, inputs, run, shards
-from helpers import SAMPLE, assert_all, bounds_for, deeper, drive, drive_each
+from dense import TENSORS
+from helpers import SAMPLE, bounds_for, drive, drive_each
 
-from a2d_mpi import Attention2D, Causal, Full
 from a2d_mpi.core import reference
-from a2d_mpi.core.dtypes import DTYPES
-from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.experiments.results import Check
-
-# What a right run gets wrong of logits of 1e4, and so what no check can tell: the float32 logits
-# are off by 1e-3, 16-bit results by 4e-3 of themselves.
-TOLD = {"float64": 1e-6, "float32": 0.01, "float16": 0.05, "bfloat16": 0.05}
-
-
-@pytest.mark.mpi
-@pytest.mark.one_mpi
-@pytest.mark.parametrize("rows", [None, 16], ids=["full", "sample"])
-@pytest.mark.parametrize("dtype", deeper(DTYPES, ["float32"]))
-def test_logits_of_10000(comm, grid_of, dtype, rows):
-    """Right results pass, and one wrong element of lse or of a gradient fails."""
-    grid = grid_of(*GRIDS[-1])
-    plan = Attention2D(grid, Full(), seqlen=130, nheads=NHEADS, headdim=32, dtype=dtype)
-    whole = inputs(130, NHEADS, 32, 2500.0, dtype)
-    local = shards(plan, whole) | run(plan, *whole)
-    checks = check_attention(plan, local, rows)
-    bad = [f"{name}: {x}" for name, x in checks.items() if not x.passed]
-    lse = comm.allreduce(float(np.abs(local["lse"]).max(initial=0)), op=max)
-    bad += [] if lse > 1e4 else [f"lse is {lse}"]
-    for name in ("lse", "out", "dv"):
-        largest = comm.allreduce(float(np.abs(local[name]).max(initial=0)), op=max)
-        wrong = {**local, name: local[name].copy()}
-        if plan.tokens[-1:] == [129]:  # which every sample has
-            wrong[name][-1, 0] += largest * TOLD[dtype]
-        told = check_attention(plan, wrong, rows)[name]
-        bad += [f"a wrong {name} passed: {told}"] if told.passed else []
-    assert_all(comm, not bad, "; ".join(bad))
-
-
-@pytest.mark.mpi
-@pytest.mark.one_mpi
-def test_padding_that_is_all_there_is(comm, grid_of):
-    """If gradients or inputs are 0, bounds of 0 still prove something."""
-    grid = grid_of(*GRIDS[-1])
-    bad = []
-    for seqlen, size in ((1, 1), (1, 0), (40, 0)):
-        plan = Attention2D(grid, Causal(), seqlen=seqlen, nheads=NHEADS, headdim=8)
-        whole = [x * np.float32(size) for x in inputs(seqlen, NHEADS, 8)]
-        local = shards(plan, whole) | run(plan, *whole)
-        bad += [str(x) for x in check_attention(plan, local).values() if not x.passed]
-    assert_all(comm, not bad, "; ".join(bad))
 
 
 def test_overflow_and_logits_of_a_billion(tmp_path):
@@ -122,7 +77,7 @@ def test_bounds_that_prove_nothing():
     rng = np.random.default_rng(0)
     whole = [rng.standard_normal((9, 1, 4)) for _ in range(4)]
     exact = dict(zip(TENSORS, (whole[0], whole[0][..., 0], *whole[1:])))
-    same = dict.fromkeys(TENSORS, 1e-6)
+    same = dict.fromkeys(exact, 1e-6)
     bounds = bounds_for(np.dtype("f4"), 1.0, whole, exact, same)
     assert all(0 < x < 1e-5 for name, x in bounds.items() if name in ("out", "lse", "dv"))
     for large in (1.0, np.inf, np.nan):

@@ -1,20 +1,19 @@
 """The default distribution is the one of three with the least predicted time."""
 
 import pytest
+from machines import H100
 
-from a2d_mpi import Attention2D, Causal, Documents, ProcessGrid, SlidingWindow
+from a2d_mpi import Causal, Documents, SlidingWindow
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.mask_table import partition_cost
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning.model import predict, slowest_seconds
-from a2d_mpi.planning.planner import best_candidate, best_layout, candidates
-from a2d_mpi.planning.profile import read_machine
+from a2d_mpi.planning.planner import best_candidate, candidates
 from a2d_mpi.schedules import problem_of
 from a2d_mpi.schedules.problem import Workload
 from a2d_mpi.sharding.choice import CHOICES, choose
 
 MASKS = ("full_document", "causal_document", "share_question", "prefix_lm_causal")
-H100 = read_machine("data/machines/h100-64x1.toml")
 
 
 @pytest.mark.parametrize("text", MASKS)
@@ -82,25 +81,3 @@ def test_planner_tries_all():
         tried[x.layout.rows, x.layout.cols, x.layout.heads].append(x.distribution)
     spread = {shape: sorted(names) for shape, names in tried.items() if shape[:2] != (1, 1)}
     assert spread and all(names == sorted(CHOICES) for names in spread.values())
-
-
-@pytest.mark.mpi(min_size=4)
-@pytest.mark.multirank
-@pytest.mark.one_mpi
-def test_planned_grid(comm, grid_of):
-    """A plan takes the distribution of the planner's grid, and its own on other grids."""
-    mask = make_mask("causal_document", 4096)
-    work = Workload(4096, 4, 64, mask=mask, backward=True)
-    problem = {"seqlen": 4096, "nheads": 4, "headdim": 64, "dtype": "bfloat16"}
-    # A ring of four positions: the planner has a choice.
-    grid = ProcessGrid.from_layout(comm, best_layout(H100, comm.size, work, method="ring"))
-    planned = best_candidate(H100, comm.size, work, methods=("ring",)).layout.distribution
-    assert grid.layout.distribution == planned
-    attn = Attention2D(grid, mask, **problem)
-    if planned:
-        assert attn.distribution.name == planned
-        assert attn.distribution.why == "the planner's pick"
-    grid = grid_of(1, comm.size)
-    attn = Attention2D(grid, mask, **problem)
-    assert attn.distribution.why.startswith("least predicted time")
-    assert len(set(comm.allgather(attn.distribution.why))) == 1

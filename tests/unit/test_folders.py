@@ -6,19 +6,15 @@ import shutil
 import sys
 from pathlib import Path
 
-import pytest
 from helpers import ROOT, execute, launch
 
 import a2d_mpi
-from a2d_mpi.attention.methods import plan_class
 from a2d_mpi.comm.device_transport import DeviceTransport
 from a2d_mpi.comm.transport import HostTransport, Transport
-from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.host import Host
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.kernels import Kernel
 from a2d_mpi.kernels.numpy import NumpyKernel
-from a2d_mpi.schedules import METHODS
 
 
 def lint(root):
@@ -49,8 +45,9 @@ def test_imports_run_one_way(tmp_path):
 
 def test_these_need_no_mpi():
     code = """
-import sys
+import runpy, sys
 sys.modules["mpi4py"] = None  # importing it fails
+runpy.run_path("drivers/plan.py")
 import a2d_mpi
 from a2d_mpi import Causal, Distribution, Full, IntervalMask, devices, kernels
 from a2d_mpi.core import atomic, dtypes, merge, reference, sizes
@@ -66,7 +63,7 @@ try:
 except ImportError:
     print("as it must")
 """
-    assert launch(0, "-c", code, timeout=60).stdout == "as it must\n"
+    assert launch(0, "-c", code, timeout=60, cwd=ROOT).stdout == "as it must\n"
 
 
 def test_main_job_loads_what_it_uses():
@@ -109,31 +106,17 @@ def misses(kind, protocol):
     return [x for x in names if not hasattr(kind, x) or takes(kind, x) != takes(protocol, x)]
 
 
-@pytest.mark.parametrize("kind", [HostTransport, DeviceTransport])
-def test_transports(kind):
-    assert misses(kind, Transport) == []
-
-
-def test_host():
-    assert misses(Host, Device) == misses(NumpyKernel, Kernel) == []
-
-
-def test_gpu(cupy):
+def test_protocols(cupy):
     from a2d_mpi.devices.cuda import Cuda
     from a2d_mpi.kernels.cudnn import CudnnKernel
     from a2d_mpi.kernels.cupy import CupyKernel
 
-    assert misses(Cuda, Device) == misses(CupyKernel, Kernel) == misses(CudnnKernel, Kernel) == []
-
-
-def test_a_registry_names_each_method_once():
-    """A method is found by its line in the registry, with the class that users hold."""
-    for name, method in METHODS.items():
-        assert callable(method.forward) and callable(method.backward)
-        assert plan_class(name).method == name
-    functions = [(method.forward, method.backward, method.distribution, method.shape(Layout(2, 2)),
-                  method.knows_nodes) for method in METHODS.values()]  # fmt: skip
-    assert len(set(functions)) == len(METHODS)
+    for protocol, kinds in {
+        Transport: (HostTransport, DeviceTransport),
+        Device: (Host, Cuda),
+        Kernel: (NumpyKernel, CupyKernel, CudnnKernel),
+    }.items():
+        assert [misses(kind, protocol) for kind in kinds] == [[]] * len(kinds)
 
 
 def test_editors_see_the_public_names():

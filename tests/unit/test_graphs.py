@@ -27,50 +27,24 @@ BLOCK = Block("bfloat16", 16, 16, 128, nq=512, nk=1024, shape="full", scale=0.1)
 
 # As cuDNN writes the properties of a device.
 DEVICE = {
-    "maxGridSize": [2**31 - 1, 65535, 65535],
-    "maxBlockSize": [1024, 1024, 64],
-    "regsPerBlock": 65536,
-    "smCountOrigin": 0,
-    "warpSize": 32,
-    "maxSharedMemoryPerBlock": 49152,
-    "reservedSharedMemoryPerBlock": 1024,
-    "oversizedSharedMemoryPerBlock": 0,
-    "maxRegistersPerSM": 65536,
-    "maxCtasPerSM": 32,
-    "maxThreadsPerBlock": 1024,
-    "maxThreadsPerSM": 2048,
-    "pciDeviceId": 0,
-    "isTccDriver": 0,
-    "supportCoopLaunch": 1,
-    "cudaDeviceId": 0,
-    "driverVer": 13000,
-}
+    "maxGridSize": [2**31 - 1, 65535, 65535], "maxBlockSize": [1024, 1024, 64],
+    "regsPerBlock": 65536, "smCountOrigin": 0, "warpSize": 32, "maxSharedMemoryPerBlock": 49152,
+    "reservedSharedMemoryPerBlock": 1024, "oversizedSharedMemoryPerBlock": 0,
+    "maxRegistersPerSM": 65536, "maxCtasPerSM": 32, "maxThreadsPerBlock": 1024,
+    "maxThreadsPerSM": 2048, "pciDeviceId": 0, "isTccDriver": 0, "supportCoopLaunch": 1,
+    "cudaDeviceId": 0, "driverVer": 13000,
+}  # fmt: skip
+DIFFERENT = (
+    "deviceName", "deviceVer", "multiProcessorCount", "maxSharedMemoryPerBlockOptin",
+    "totalGlobalMem", "smClockRateKHz", "memClockRateKHz", "memoryBusWidth", "l2CacheSize",
+)  # fmt: skip
 DEVICES = {
-    "H200": DEVICE
-    | {
-        "deviceName": "NVIDIA H200",
-        "deviceVer": 900,
-        "multiProcessorCount": 132,
-        "maxSharedMemoryPerBlockOptin": 232448,
-        "totalGlobalMem": 150_754_820_096,
-        "smClockRateKHz": 1_980_000,
-        "memClockRateKHz": 3_201_000,
-        "memoryBusWidth": 6144,
-        "l2CacheSize": 62_914_560,
-    },
-    "A100": DEVICE
-    | {
-        "deviceName": "NVIDIA A100-SXM4-80GB",
-        "deviceVer": 800,
-        "multiProcessorCount": 108,
-        "maxSharedMemoryPerBlockOptin": 166912,
-        "totalGlobalMem": 85_899_345_920,
-        "smClockRateKHz": 1_410_000,
-        "memClockRateKHz": 1_593_000,
-        "memoryBusWidth": 5120,
-        "l2CacheSize": 41_943_040,
-    },
-}
+    "H200": ("NVIDIA H200", 900, 132, 232448, 150_754_820_096, 1_980_000, 3_201_000, 6144,
+             62_914_560),
+    "A100": ("NVIDIA A100-SXM4-80GB", 800, 108, 166912, 85_899_345_920, 1_410_000, 1_593_000, 5120,
+             41_943_040),
+}  # fmt: skip
+DEVICES = {name: DEVICE | dict(zip(DIFFERENT, x)) for name, x in DEVICES.items()}
 
 # What cuDNN looks for in the driver's library; all but two of them fail when called.
 DRIVER = """
@@ -169,37 +143,31 @@ def build(driver, name, of_pass):
     print(json.dumps(outcomes))
 
 
-def test_supported():
-    def why(capability=(9, 0), options=(), **change):
-        return supported(dataclasses.replace(BLOCK, **change), capability, **dict(options))
+FORWARD, FIXED = {"backward": False}, {"deterministic": True}
 
-    forward = {"backward": False}
-    assert why() is why((8, 0)) is why((10, 0)) is why((12, 0)) is None
-    assert "7, 5" in why((7, 5))
-    assert "multiple of 8" in why(headdim=100)
-    assert why(headdim=256) is why((8, 0), forward, headdim=256) is None
-    assert "limit of headdim is 128" in why((8, 0), headdim=256)
-    assert "limit of headdim is 128" in why((10, 0), forward, headdim=256, nq=1)
-    assert "limit of headdim is 256" in why(headdim=264)
-    assert why(shape="general") is why((8, 0), forward, shape="general") is None
-    assert why((10, 0), shape="general") is None
-    assert all("general mask" in why(x, shape="general") for x in ((8, 0), (12, 0)))
-    assert why(options=forward, nq=1, nk=1) is None
-    assert "one query" in why(nq=1, nk=1) and "one query" in why(nq=1)
-    assert why(nk=192, shape="causal", nq=192) is why((8, 0), nk=192) is why(nk=256) is None
-    assert why(nk=192, batch=1) is why(options=forward, nk=192) is None
-    assert "192 keys may be NaN" in why(nk=192)
-    assert why(nheads_kv=2) is None
-    assert (
-        why(batch=4)
-        is why((8, 0), forward, batch=4)
-        is why(options=forward, batch=4, headdim=40)
-        is None
-    )
-    assert all("ragged gradients" in why(x, batch=4) for x in ((8, 0), (12, 0)))
-    assert "ragged" in why(options={"deterministic": True}, batch=4)
-    assert "multiple of 16" in why(batch=4, headdim=40)
-    assert why(batch=4, nq=1, nk=1) is None
+
+@pytest.mark.parametrize("major, options, change, reason", [
+    *[(x, {}, {}, None) for x in (8, 9, 10, 12)], (7, {}, {}, "7, 0"),
+    (9, {}, {"headdim": 100}, "multiple of 8"), (9, {}, {"headdim": 256}, None),
+    (8, FORWARD, {"headdim": 256}, None), (8, {}, {"headdim": 256}, "limit of headdim is 128"),
+    (10, FORWARD, {"headdim": 256, "nq": 1}, "limit of headdim is 128"),
+    (9, {}, {"headdim": 264}, "limit of headdim is 256"),
+    *[(x, {}, {"shape": "general"}, None) for x in (9, 10)],
+    *[(x, {}, {"shape": "general"}, "general mask") for x in (8, 12)],
+    (8, FORWARD, {"shape": "general"}, None), (9, FORWARD, {"nq": 1, "nk": 1}, None),
+    (9, {}, {"nq": 1, "nk": 1}, "one query"), (9, {}, {"nq": 1}, "one query"),
+    (9, {}, {"nk": 192}, "192 keys may be NaN"), (9, {}, {"nk": 256}, None),
+    (9, {}, {"nk": 192, "shape": "causal", "nq": 192}, None), (8, {}, {"nk": 192}, None),
+    (9, {}, {"nk": 192, "batch": 1}, None), (9, FORWARD, {"nk": 192}, None),
+    (9, {}, {"nheads_kv": 2}, None), (9, {}, {"batch": 4}, None), (8, FORWARD, {"batch": 4}, None),
+    (9, FORWARD, {"batch": 4, "headdim": 40}, None),
+    *[(x, {}, {"batch": 4}, "ragged gradients") for x in (8, 12)],
+    (9, FIXED, {"batch": 4}, "ragged"), (9, {}, {"batch": 4, "headdim": 40}, "multiple of 16"),
+    (9, {}, {"batch": 4, "nq": 1, "nk": 1}, None),
+])  # fmt: skip
+def test_supported(major, options, change, reason):
+    told = supported(dataclasses.replace(BLOCK, **change), (major, 0), **options)
+    assert told is None if reason is None else reason in told
 
 
 def test_missing_and_old_packages(monkeypatch):

@@ -1,26 +1,19 @@
 """Masks, methods and kernels of a user: the guides' examples, as files outside the repository."""
 
-import ast
 import re
 import shlex
 
 import numpy as np
 import pytest
-import test_kernels as kernels
-import test_readme as readme
-import test_schedule_plots as plots
-import test_simulate as simulate
-from helpers import SAMPLE, assert_each_refused, drive_each
-from test_planner import A100, work
+from blocks import assert_kernel
+from helpers import ROOT, SAMPLE, assert_each_refused, drive_each
+from pages import blocks
 
 from a2d_mpi import Mask, make_mask, register_kernel, register_mask, register_method
-from a2d_mpi.core.sizes import Layout
 from a2d_mpi.kernels import KERNELS, check_kernel
-from a2d_mpi.masks.mask import Causal, Full
+from a2d_mpi.masks.mask import Causal
 from a2d_mpi.masks.patterns import PATTERNS, split_masks
-from a2d_mpi.planning import cost
-from a2d_mpi.planning.planner import candidates
-from a2d_mpi.schedules import METHODS, Method, problem_of
+from a2d_mpi.schedules import METHODS, Method
 
 FILES = {"mask": "sinks.py", "method": "gather.py", "kernel": "plain.py"}
 GUIDE = "docs/extending.md"
@@ -45,26 +38,26 @@ METHOD = "gather kv"
 
 def example(name):
     """Return the file that the guide tells its reader to save."""
-    code = readme.blocks(GUIDE, "python")
+    code = blocks(GUIDE, "python")
     return "\n".join({"method": code[:2], "mask": code[3:4], "kernel": code[4:]}[name])
 
 
 def commands():
     """Return (ranks, driver, options) of the guide's commands, and of some more."""
-    text = "".join(readme.blocks(GUIDE, "bash")) + MORE
+    text = "".join(blocks(GUIDE, "bash")) + MORE
     variables = {}
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         if given := re.fullmatch(r"(\w+)=(.*)", words[0]):
-            value = str(readme.ROOT) if given[1] == "A2D" else given[2]
-            variables[f"${given[1]}"] = value.replace("$A2D", str(readme.ROOT))
+            value = str(ROOT) if given[1] == "A2D" else given[2]
+            variables[f"${given[1]}"] = value.replace("$A2D", str(ROOT))
             continue
         for name, value in variables.items():
             line = line.replace(name, value)
         words = shlex.split(line)
         ranks = int(words[2]) if words[0] == "mpiexec" else 0
         python, driver, *options = words[3 * (ranks > 0) :]
-        assert python == "python" and driver.startswith(f"{readme.ROOT}/drivers/")
+        assert python == "python" and driver.startswith(f"{ROOT}/drivers/")
         driver = driver.rpartition("/")[2]
         if driver == "plot.py":
             driver = f"{driver} {options.pop(0)}"
@@ -108,52 +101,10 @@ def registered():
 class TestOfOnesOwn:
     """The planner, its model, the simulator and figures take the method of the guide."""
 
-    @pytest.mark.parametrize("mask", [Causal(), Full(), "sinks:2,40"])
-    def test_planner(self, mask):
-        mask = make_mask(mask, 1024) if isinstance(mask, str) else mask
-        job = work(1024, 4, mask=mask)
-        ours = candidates(A100, 6, job, methods=[METHOD], number=None)
-        assert {(x.layout.rows, x.layout.cols, x.layout.heads) for x in ours} == {
-            (6, 1, 1),
-            (3, 1, 2),
-        }
-        for x in ours:
-            problem = problem_of(METHOD, x.layout, job, job.mask)
-            traffic = [cost.traffic(METHOD, x.layout, problem, rank) for rank in range(6)]
-            assert x.received == max(sum(y[1] for y in z.values()) for z in traffic)
-            assert 0 < x.bound <= x.seconds
-        assert METHOD in {x.method for x in candidates(A100, 2, job)}
-
-    @pytest.mark.parametrize("phase", ["forward", "backward"])
-    def test_simulator(self, phase):
-        for layout in (Layout(6, 1), Layout(3, 1, 2)):
-            simulate.test_programs_send_what_schedules_send(METHOD, layout, phase)
-
-    def test_pictures(self):
-        plots.test_every_visible_pair_is_computed_once(METHOD, 1)
-
-    def test_lines(self):
-        """A method is written in at most 35 lines of code."""
-        code = ast.parse(readme.blocks(GUIDE, "python")[0])
-        lines = set()
-        for x in ast.walk(code):
-            if isinstance(x, ast.stmt) and not (
-                isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)
-            ):
-                lines |= {x.lineno} | {y.lineno for y in ast.walk(x) if hasattr(y, "lineno")}
-        assert len(lines) <= 35
-
-    def test_bytes(self):
-        """In the forward phase a rank receives all keys and values of the others."""
-        job = work(4096, 8, mask=Full(), backward=False)
-        problem = problem_of(METHOD, Layout(8, 1), job, job.mask)
-        _, received = cost.traffic(METHOD, Layout(8, 1), problem, 3)["forward", "all"]
-        assert received == 7 * 512 * 2 * 8 * 128 * 2
-
     @pytest.mark.parametrize("kind", ["full", "causal", "one", "two"])
     def test_kernel(self, kind):
         for dtype, shape in (("float32", (3, 70)), ("float64", (60, 5)), ("float64", (0, 3))):
-            kernels.test_kernel("plain", dtype, kind, ((4, 2, 7), 40.0, None), shape)
+            assert_kernel("plain", dtype, kind, ((4, 2, 7), 40.0, None), shape)
 
     def test_kernels_are_checked(self):
         for dtype, softcap, text in (
@@ -224,7 +175,6 @@ def test_bad_files(tmp_path):
             ("attention.py", [*common, "--import"], [], "argument --import: expected one"),
             ("attention.py", [*common, "--import", ""], [], "--import must be a path, got ''"),
             ("attention.py", [*common, "--import", tmp_path], [], "is not a regular file"),
-            ("attention.py", [*common, "--mask-file", ""], [], "--mask-file must be a path, got"),
             ("attention.py", common, ["--import", here["kernel"]], "ranks disagree on --import"),
             ("attention.py", common, [f"--import={missing}"], "none.py: No such file or"),
         ], 2,

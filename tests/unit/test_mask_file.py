@@ -6,7 +6,7 @@ import h5py
 import numpy as np
 import pytest
 from helpers import SAMPLE, assert_all_refused, drive, drive_each
-from test_schedule_plots import MACHINE
+from machines import MACHINES
 
 from a2d_mpi import Documents, IntervalMask
 from a2d_mpi.experiments.mask_file import read_mask
@@ -112,12 +112,6 @@ def test_bad_files(tmp_path, name):
     assert "\n" not in str(error.value)
 
 
-def test_no_file(tmp_path):
-    for path, text in ((tmp_path / "none.h5", "No such file"), (tmp_path, "as HDF5")):
-        with pytest.raises(OSError, match=text):
-            read_mask(path, N)
-
-
 SMALL = [SAMPLE, "--seqlen", N, "--trials", "1", "--check", "full"]
 
 
@@ -206,7 +200,8 @@ def test_files_of_benchmarks_and_planner(tmp_path):
     results = {x.config["mask"]: int(x.area.sum()) for x in read_benchmark(output).values()}
     area = int((END - BEGIN).clip(0).sum())
     assert results == {f"file:{mask}": area, f"file:{other}": area - 1}
-    problem = ["--profile", MACHINE, "--ranks", "4", "--nheads", "4", "--mask-file", mask]
+    problem = ["--profile", MACHINES / "a100-16x4.toml", "--mask-file", mask]
+    problem += ["--ranks", "4", "--nheads", "4"]
     done, found = drive_each(
         [("plan.py", [*problem, "--seqlen", N], []),
          ("plot.py", ["schedule", picture, *problem, "--seqlen", N, "--plans", "ring"], []),

@@ -10,9 +10,10 @@ import helpers
 import memory
 import numpy as np
 import pytest
-from helpers import DEEPER, ROOT, assert_all_refused, deeper, drive, launch, parser_of, runs_on
+from helpers import DEEPER, assert_all_refused, deeper, drive, parser_of, runs_on
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from machines import FAST, KERNEL, MACHINES, RESULTS, SLOW, machine
 from mpi4py import MPI
 
 from a2d_mpi.core.config import AttentionConfig
@@ -34,8 +35,7 @@ from a2d_mpi.planning.calibration import (
     fit_steps,
     steadiness,
 )
-from a2d_mpi.planning.machine import KernelModel, Link, Machine
-from a2d_mpi.planning.memory import peak_memory
+from a2d_mpi.planning.machine import KernelModel, Link
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.profile import (
     parse_size,
@@ -47,15 +47,7 @@ from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS, problem_of
 from a2d_mpi.schedules.problem import Workload
 
-RESULTS = ROOT / "data" / "results"
-PROFILES = sorted((ROOT / "data" / "machines").glob("*.toml"))
-KERNEL = KernelModel(1e11, call=1e-5)
-SLOW, FAST = Link(1e6, latency=1e-3, overhead=1e-5), Link(1e9, latency=1e-5)
-
-
-def machine(between=SLOW, inside=FAST, name="test", **others):
-    kernels = {"float32": {"forward": KERNEL, "backward": KERNEL}}
-    return Machine(name, inside, between, kernels, **{"ranks_per_node": 1, **others})
+PROFILES = sorted(MACHINES.glob("*.toml"))
 
 
 CAUSAL = Causal()
@@ -189,32 +181,6 @@ def test_nics_are_shared():
     assert orders[0] < orders[1]
 
 
-def test_head_axis():
-    job = work(1600, mask=Full())
-    slow = machine(Link(1e5), Link(1e5))
-    layout = Layout(1, 1, 4)
-    sizes = problem_of("attention2d", layout, job, job.mask, "contiguous")
-    for phase, found in predict(slow, "attention2d", layout, job).items():
-        nbytes = cost.traffic("attention2d", Layout(1, 1, 4), sizes, 0)[phase, "head"][1]
-        assert found.total.max() == pytest.approx(nbytes / 1e5, rel=0.01)
-    with pytest.raises(ValueError, match="5 does not divide"):
-        predict(slow, "ring", Layout(1, 1, 5), job)
-
-
-def test_memory():
-    job = work(1600)
-    for method in METHODS:
-        layout = Layout(3, 1, 2)
-        sizes = problem_of(method, layout, job, job.mask)
-        forward, backward = (peak_memory(method, layout, sizes, 0, x) for x in (False, True))
-        own = sizes.queries.counts[0] * sum(map(job.nbytes, ("q", "k", "v", "out", "lse")))
-        assert own < forward < backward
-    # Gathering all keys needs more room than a ring.
-    sizes = problem_of("ring", Layout(16, 1), job, job.mask, "zigzag")
-    grid, ring = (peak_memory(x, Layout(16, 1), sizes, 3) for x in ("attention2d", "ring"))
-    assert grid > 2 * ring
-
-
 def test_memory_of_a_kernel_is_that_of_its_workspace():
     for sizes in (
         (700, 4, 64, 2, 64), (3000, 1, 32, 1, 32), (1024, 16, 16, 16, 16), (700, 4, 96, 2, 64),
@@ -269,33 +235,23 @@ def test_fit_of_a_link():
     assert link.latency == pytest.approx(2e-4, rel=0.02)
 
 
-@pytest.mark.parametrize(("method", "layout", "calls"), [
-    ("ring", Layout(5, 1), 5), ("double ring", Layout(2, 2), 4), ("ring", Layout(3, 1, 2), 3),
+@pytest.mark.parametrize("what, method, layout, forward, backward", [
+    ("step", "ring", Layout(5, 1), 5, 5), ("step", "double ring", Layout(2, 2), 4, 4),
     # My queries against three chunks of keys, the two halves of the others against all; chunks
     # that are too short to be cut.
-    ("attention2d", Layout(3, 2), 5), ("attention2d", Layout(3, 2, 2), 4),
-])  # fmt: skip
-def test_steps_are_counted_by_kernel_calls(method, layout, calls):
-    """Each kernel call adds its step; four ranks share two cores of a node."""
-    seqlen = 3 * 2 * (256 if calls == 5 and method == "attention2d" else 10)
-    here = machine(Link(1e15), Link(1e15), ranks_per_node=4, cores_per_node=2)
-    job = work(seqlen)
-    longer = total(replace(here, step=10.0), method, layout, job)
-    assert longer - total(here, method, layout, job) == pytest.approx(2 * calls * 2 * 10, rel=1e-3)
-
-
-@pytest.mark.parametrize(("method", "layout", "hops"), [
-    ("ring", Layout(5, 1), (4, 4 + 4)), ("double ring", Layout(4, 1), (3, 3 + 3)),
+    ("step", "attention2d", Layout(3, 2), 5, 5), ("step", "attention2d", Layout(3, 2, 2), 4, 4),
+    ("hop_overhead", "ring", Layout(5, 1), 4, 4 + 4),
     # Of the outer hops only the last is waited for at once.
-    ("double ring", Layout(2, 3), (2 * 2, 2 * 2 + 2 * 2 + 1)),
-    ("attention2d", Layout(3, 2), (0, 0)),
+    ("hop_overhead", "double ring", Layout(2, 3), 2 * 2, 2 * 2 + 2 * 2 + 1),
+    ("hop_overhead", "attention2d", Layout(3, 2), 0, 0),
 ])  # fmt: skip
-def test_hop_overheads_are_counted(method, layout, hops):
-    """Each hop adds its overhead; four ranks share two cores of a node."""
+def test_kernel_calls_and_hops_are_counted(what, method, layout, forward, backward):
+    """Each adds its time; four ranks share two cores of a node."""
     here = machine(Link(1e15), Link(1e15), ranks_per_node=4, cores_per_node=2)
-    for backward, number in ((False, hops[0]), (True, sum(hops))):
-        job = replace(work(60), backward=backward)
-        longer = total(replace(here, hop_overhead=10.0), method, layout, job)
+    seqlen = 3 * 2 * (256 if what == "step" and forward == 5 else 10)
+    for with_backward, number in ((False, forward), (True, forward + backward)):
+        job = replace(work(seqlen), backward=with_backward)
+        longer = total(replace(here, **{what: 10.0}), method, layout, job)
         taken = longer - total(here, method, layout, job)
         assert taken == pytest.approx(number * 2 * 10, rel=1e-3)
 
@@ -315,12 +271,6 @@ def test_fit_finds_what_steps_and_hops_take(step, hop_overhead):
     assert again == pytest.approx(seconds, rel=0.005)
     assert found.step == pytest.approx(step, rel=0.01, abs=1e-6)
     assert found.hop_overhead == pytest.approx(hop_overhead, rel=0.01, abs=1e-6)
-
-
-def test_one_rank_has_no_hops():
-    here = machine(Link(1e6))
-    tiny = Workload(2, 2, 16, dtype="float32")
-    assert fit_steps(here, 1, tiny, {"hop_overhead": ("ring", 0.7)}).hop_overhead == 0
 
 
 def test_a_profile_is_read_as_written(tmp_path):
@@ -346,7 +296,6 @@ def test_profiles_of_the_package(path):
 @pytest.mark.parametrize("old, new, message", [
     ("ranks_per_node = 4", "ranks_per_nodes = 4", "unknown ranks_per_nodes"),
     ("ranks_per_node = 4", "ranks_per_node = 0", "ranks_per_node must be from 1"),
-    ("ranks_per_node = 4", "ranks_per_node = 1.5", "ranks_per_node must be a whole number"),
     ("ranks_per_node = 4", "ranks_per_node = true", "ranks_per_node must be a whole number"),
     ('name = "', "name = 3 # ", "name must be text"),
     ("[link.inside]", "[link.outside]", "unknown link.outside"),
@@ -357,49 +306,33 @@ def test_profiles_of_the_package(path):
     ("bfloat16.backward]", "bfloat16.backwards]", "must have the tables forward and backward"),
     ('memory = "40GB"', 'memory = "40 boxes"', "memory: '40 boxes' is not a size"),
     ("[link.inside]", "[link.inside", "TOML profile"),
-    ("hidden = 1.0", "hidden = inf", "link.inside.hidden must be a number, got inf"),
     ("bandwidth = 85e9", "bandwidth = 1e-320", "link.inside.bandwidth must be from 1 to"),
-    ("bandwidth = 85e9", "bandwidth = 1e400", "link.inside.bandwidth must be a number, got inf"),
     ("bandwidth = 85e9", "bandwidth = 1" + 400 * "0", "got a number of 40. digits"),
     ("bandwidth = 85e9", "bandwidth = 1" + 5000 * "0", "as a TOML profile: a line"),
-    ("bandwidth = 85e9", "bandwidth = 0x1" + 900 * "0", "got a number of 1084 digits"),
-    ("bandwidth = 85e9", "bandwidth = true", "link.inside.bandwidth must be a number, got True"),
     ("bandwidth = 85e9", 'bandwidth = "85e9"', "link.inside.bandwidth must be a number, got '85"),
     ("latency = 4e-6", "latency = 1979-05-27", "latency must be a number, got a date"),
     ("latency = 4e-6", "latency = " + 900 * "[", "as a TOML profile: "),
-    ("flops = 220e12", "flops = 5e-324", "kernel.bfloat16.forward.flops must be from 1 "),
-    ("copy = 0.6e12", "copy = inf", "copy must be a number, got inf"),
     ("copy = 0.6e12", "copy = 1e-9", "copy must be from 1 to 1e.18, got 1e-09"),
     ("copy = 0.6e12", "cores_per_node = 0", "cores_per_node must be from 0.001 to"),
-    ("ranks_per_node = 4", "ranks_per_node = 100000", "ranks_per_node must be from 1 to 65536"),
-    ('memory = "40GB"', "memory = 0", "memory must be from 1 to"),
     ('memory = "40GB"', "memory = [1]", "memory must be a whole number, got a list"),
     ('memory = "40GB"', '"a\\nb" = 1', r"unknown a\\nb"),
+    ("", "link = 3", "link must be a table, got 3"),
+    ("", "link.inside = [1]", "link.inside must be a table, got a list"),
+    ("", 'kernel.float32 = "x"', "kernel.float32 must be a table, got 'x'"),
+    ("", "kernel.float32 = {forward = 1, backward = 2}", "kernel.float32.forward must be a table"),
+    ("", "inside = 3", "unknown inside"),
+    ("", "#\n" + (1 << 16) * "#\n", "more than 65536 bytes"),
+    ("", ".".join(30000 * "a") + " = 1", "a line has more than 1000 bytes"),
 ])  # fmt: skip
 def test_bad_profiles(tmp_path, old, new, message):
-    text = (ROOT / "data" / "machines" / "a100-16x4.toml").read_text()
+    """Of a good profile in which `new` stands for `old`, or that has only a name and `new`."""
+    text = (MACHINES / "a100-16x4.toml").read_text()
     assert old in text
     path = tmp_path / "bad.toml"
-    path.write_text(text.replace(old, new, 1))
+    path.write_text(text.replace(old, new, 1) if old else f'name = "test"\n{new}\n')
     with pytest.raises(ValueError, match=message) as error:
         read_machine(path)
     assert "bad.toml" in str(error.value) and str(error.value).isprintable()
-
-
-@pytest.mark.parametrize("text, message", [
-    ("link = 3", "link must be a table, got 3"),
-    ("link.inside = [1]", "link.inside must be a table, got a list"),
-    ("kernel = [1]", "kernel must be a table, got a list"),
-    ('kernel.float32 = "x"', "kernel.float32 must be a table, got 'x'"),
-    ("kernel.float32 = {forward = 1, backward = 2}", "kernel.float32.forward must be a table"),
-    ("inside = 3", "unknown inside"),
-    ("#\\n" + (1 << 16) * "#\\n", "more than 65536 bytes"),
-    (".".join(30000 * "a") + " = 1", "a line has more than 1000 bytes"),
-])  # fmt: skip
-def test_bad_tables(tmp_path, text, message):
-    (tmp_path / "bad.toml").write_text(f'name = "test"\n{text}\n')
-    with pytest.raises(ValueError, match=message):
-        read_machine(tmp_path / "bad.toml")
 
 
 def test_only_files_are_read(tmp_path):
@@ -533,28 +466,13 @@ def test_calibrate(tmp_path):
     assert "# link.between was not measured" in path.read_text()
     assert to_toml(found) in path.read_text()
     assert_all_refused("calibrate.py", 2, [
-        ([*common, "--seconds=0"], [], "--seconds must be at least 0.001, got 0.0"),
         ([*common, "--output=/nowhere/here.toml"], [], "cannot write"),
         ([*common, "--dtypes=int8"], [], "--dtypes must be one of float16"),
         ([*common, "--name=\udcff"], [], "UTF-8, at most 100 characters, got '\\udcff'"),
         ([*common, "--name=" + 101 * "x"], [], "at most 100 characters, got 'xxx"),
         ([*common, "--kernel=cupy"], [], "invalid choice"),
         ([*common, "--kernel=numba", "--dtypes=float64"], [], "float32, got float64"),
-        ([*common, "--threads=0"], [], "--threads must be at least 1"),
-        ([*common, f"--threads={10**30}"], [], "--threads must be at most 1024"),
     ])  # fmt: skip
-
-
-def test_one_rank_measures_no_link(tmp_path):
-    path = tmp_path / "here.toml"
-    options = ["--output", path, "--seconds", "0.5"]
-    drive("calibrate.py", 1, *options)
-    found = read_machine(path)
-    assert found.inside is None and found.between is None
-    job = Workload(64, 2, 16, dtype="float32")
-    assert predict(found, "attention2d", Layout(1, 1), job)
-    with pytest.raises(ValueError, match=r"has no link.between, which 2 ranks need, 1 per node"):
-        predict(found, "attention2d", Layout(2, 1), job)
 
 
 def test_steadiness():
@@ -572,7 +490,7 @@ def test_steadiness():
 
 
 def test_a_disturbed_machine(tmp_path, monkeypatch, capsys):
-    """The profile and the output report a disturbed machine."""
+    """The profile and the output report a disturbed machine; one rank measures no link."""
     told = "DISTURBED by other work: of this"
     monkeypatch.setattr(calibrate, "steadiness", lambda _: told)
     path = tmp_path / "here.toml"
@@ -580,8 +498,5 @@ def test_a_disturbed_machine(tmp_path, monkeypatch, capsys):
     assert calibrate.calibrate(MPI.COMM_SELF, args) == 0
     told = f"float32: {told}\n"
     assert f"\n# {told}" in path.read_text() and told in capsys.readouterr().out
-
-
-def test_no_mpi_for_plans():
-    code = "import sys; sys.modules['mpi4py'] = None; import runpy; runpy.run_path(sys.argv[1])"
-    launch(0, "-c", code, ROOT / "drivers" / "plan.py", timeout=60)
+    found = read_machine(path)
+    assert found.inside is None and found.between is None

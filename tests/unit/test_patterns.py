@@ -23,6 +23,7 @@ from a2d_mpi import (
     check_mask,
     make_mask,
 )
+from a2d_mpi.masks.intervals import keys_per_query, queries_per_key
 from a2d_mpi.masks.longca import documents, long_documents
 from a2d_mpi.masks.mask import IntervalMask
 from a2d_mpi.masks.patterns import PATTERNS, parse_mask, split_masks
@@ -48,19 +49,24 @@ def document_of(cu_seqlens, i):
 
 
 def assert_shows(mask, seqlen, condition, seqlen_kv=None):
-    """Assert that a mask shows these pairs, densely and on a subset of the keys."""
+    """Assert that a mask shows these pairs, densely and on subsets of queries and keys."""
     nk = seqlen if seqlen_kv is None else seqlen_kv
     mask.check(seqlen, seqlen_kv)
     assert mask.aligned(seqlen, nk) == mask or seqlen != nk
     expected = matrix(seqlen, condition, seqlen_kv)
     q, k = np.arange(seqlen), np.arange(nk)
     assert np.array_equal(mask.dense(q, k), expected), mask
-    some = k[k % 3 != 1]
-    found = np.zeros((seqlen, len(some)), int)
-    for begin, end in mask.intervals(q, some):
+    rows, some = q[q % 4 != 2], k[k % 3 != 1]
+    intervals, shown = mask.intervals(rows, some), expected[np.ix_(rows, some)]
+    found = np.zeros(shown.shape, int)
+    for begin, end in intervals:
+        assert (begin >= 0).all() and (begin <= end).all() and (end <= len(some)).all()
         for row, (b, e) in enumerate(zip(begin, end)):
-            found[row, b:e] += 1
-    assert np.array_equal(found, expected[:, some]), mask
+            found[row, b:e] += 1  # intervals do not overlap
+    assert np.array_equal(found, shown), mask
+    assert mask.area(rows, some) == shown.sum()
+    assert np.array_equal(keys_per_query(intervals), shown.sum(axis=1))
+    assert np.array_equal(queries_per_key(intervals, len(some)), shown.sum(axis=0))
 
 
 @st.composite
@@ -201,43 +207,33 @@ def test_masks_of_documents(case, data):
         assert_shows(mask, seqlen, of_document(condition))
 
 
-# By name, with arguments: the keys j that query i sees, of 24 tokens.
 CU = [0, 5, 5, 6, 13, 20]
-D = [document_of(CU, i) for i in range(24)]
-
-
-def packed_as(condition):
-    return lambda i, j: D[i] is not None and D[j] is not None and condition(i, j)
-
-
-TEXTS = {
-    "full": lambda i, j: True,
-    "causal": lambda i, j: j <= i,
-    "full_document:0,5,5,6,13,20": packed_as(lambda i, j: D[i] == D[j]),
-    "causal_document:0,5,5,6,13,20": packed_as(lambda i, j: D[i] == D[j] and j <= i),
-    "share_question:0,5,5,6,13,20": packed_as(lambda i, j: j <= i and D[j] in (0, D[i])),
-    "causal_blockwise:0,5,5,6,13,20": packed_as(lambda i, j: j <= i and (D[j] == D[i] or i >= 13)),
-    "prefix_lm_causal:7": lambda i, j: j <= i or j < 7,
-    "prefix_lm_document:0,5,5,6,13,20,prefix=3": packed_as(
-        lambda i, j: D[i] == D[j] and (j <= i or j - CU[D[i]] < 3)
-    ),
-    "sliding_window:3": lambda i, j: abs(i - j) <= 3,
-    "sliding_window:3,1": lambda i, j: -1 <= i - j <= 3,
-    "sliding_window_causal:3": lambda i, j: 0 <= i - j <= 3,
-    "global_sliding_window:2": lambda i, j: i < 2 or j < 2 or abs(i - j) <= 2,
-    "global_sliding_window:2,4,1": lambda i, j: i < 2 or j < 2 or -1 <= i - j <= 4,
-    "block_causal_document:0,5,5,6,13,20,block=2": packed_as(
-        lambda i, j: D[i] == D[j] and (j - CU[D[i]]) // 2 <= (i - CU[D[i]]) // 2
-    ),
-}  # fmt: skip
+TEXTS = {  # by name, with arguments
+    "full": Full(),
+    "causal": Causal(),
+    "full_document:0,5,5,6,13,20": Documents(CU),
+    "causal_document:0,5,5,6,13,20": Documents(CU, causal=True),
+    "share_question:0,5,5,6,13,20": SharedQuestion(CU),
+    "causal_blockwise:0,5,5,6,13,20": CausalBlockwise(CU),
+    "prefix_lm_causal:7": PrefixLM(7),
+    "prefix_lm_document:0,5,5,6,13,20,prefix=3": PrefixLMDocuments(CU, 3),
+    "sliding_window:3": SlidingWindow(3, 3),
+    "sliding_window:3,1": SlidingWindow(3, 1),
+    "sliding_window_causal:3": SlidingWindow(3),
+    "global_sliding_window:2": GlobalSlidingWindow(2, 2, 2),
+    "global_sliding_window:2,4,1": GlobalSlidingWindow(2, 4, 1),
+    "block_causal_document:0,5,5,6,13,20,block=2": BlockCausalDocuments(CU, 2),
+}
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_texts(text):
-    assert_shows(make_mask(text, 24), 24, TEXTS[text])
+    assert make_mask(text, 24) == TEXTS[text]
 
 
 def test_the_fourteen():
+    """Every one has a text above; every query sees itself; drawn ones have a seed."""
+    assert make_mask("sliding_window_causal:3", 5, 8) == SlidingWindow(3).aligned(5, 8)
     assert len(PATTERNS) == 14 and {x.split(":")[0] for x in TEXTS} == {
         x for x in PATTERNS if not x.endswith("_long")
     }
@@ -251,11 +247,6 @@ def test_the_fourteen():
     for name in (*drawn, "prefix_lm_causal"):
         assert make_mask(name, 5000) == make_mask(f"{name}:seed=0", 5000)
         assert make_mask(name, 5000) != make_mask(f"{name}:seed=1", 5000)
-
-
-def test_texts_for_more_keys():
-    assert make_mask("sliding_window_causal:3", 5, 8) == SlidingWindow(3).aligned(5, 8)
-    assert make_mask("full", 5, 8) == Full()
 
 
 def test_distributions():
@@ -316,92 +307,69 @@ def overlapping():
 
 EMPTY = np.zeros((2, 3), int)
 THREE = IntervalMask(np.arange(3), np.arange(3))
+OF_THREE = "of 3 queries, but the sequence has "
+BAD = [  # what is called, with what, and what is said
+    (IntervalMask, (np.arange(3), np.arange(4)), "got (3,) and (4,)"),
+    (IntervalMask, (np.zeros(3), np.arange(3)), "float64"),
+    (IntervalMask, (EMPTY, EMPTY.T), "got (2, 3) and (3, 2)"),
+    (IntervalMask, ([[[1]]], [[[2]]]), "got shape (1, 1, 1)"),
+    (overlapping, (), "intervals [1, 5] and [4, 6] of query 70001 overlap"),
+    (THREE.check, (5,), OF_THREE + "5"),
+    (IntervalMask(EMPTY, EMPTY).aligned, (2, 5), OF_THREE + "2"),
+    (check_mask, (THREE, 5), OF_THREE + "5"),
+    (balanced, (THREE, 5, 2, 2), OF_THREE + "5"),
+    (check_mask, (HashOfNothing(), 9), "a copy is equal to the mask, but its hash"),
+    (check_mask, ("causal", 9), "mask must be a Mask, got 'causal'"),
+    (check_mask, (Causal(), 0), "takes 1 to 4096 tokens, got 0 queries and 0 keys"),
+    *[(balanced, (Causal(), *x), "need seqlen")
+      for x in ((-1, 1, 1, 1), (4, 0, 1, 1), (4, 1, 0, 1), (4, 1, 1, 0))],
+    (Distribution, ("no such", 4, 2), "no such"),
+    (Distribution, ("zigzag", -1, 2), "-1"),
+    (Distribution, ("zigzag", 4, 0), "4"),
+    (Distribution("striped", 10, 3).tokens, (3,), "shard 3"),
+    (Distribution, ("triangle", 10, 4, 1), "3 or 6, got 4"),
+    (Distribution, ("triangle", 10, 8, 2), "3 or 6, got 4"),
+    (Distribution, ("triangle", 10, 2, 1), "1 or 3, got 2"),
+    (Documents, ([0, 5, 3],), "document 1 begins at 5 and ends at 3"),
+    (Documents, ([2, 5],), "must begin with 0, got 2"),
+    (Documents, ([],), "got shape (0,) of float64"),
+    (Documents, ([[0, 5]],), "got shape (1, 2) of int64"),
+    (partial(Documents, cu_seqlens_kv=[0, 2, 5]), ([0, 5],), "same length, got 2 and 3"),
+    (partial(Documents, cu_seqlens_kv=[0, 5, 4]), ([0, 5],), "cu_seqlens_kv must be sorted"),
+    (partial(Documents, inside=Full()), ([0, 5], True),
+     "inside must be a Mask, given instead of causal=True, got inside=Full()"),
+    (partial(Documents, inside="causal"), ([0, 5],), "must be a Mask"),
+    (Documents([0, 5]).check, (4,), "the last document ends at 5, the sequence at 4"),
+    (Documents(np.array([0, 1 << 63], np.uint64)).check, (4,), "ends at 9223372036854775807"),
+    (PrefixLMDocuments, ([0, 5], -1), "got shape () of int64, the least -1"),
+    (PrefixLMDocuments, ([0, 5], [1, 2]), "or 1 of them"),
+    (PrefixLMDocuments, ([0, 5], 0.5), "of float64"),
+    (BlockCausalDocuments, ([0, 5], 0), "block must be a whole number of at least 1"),
+    (partial(SharedQuestion, questions=(1,)), ([0, 5],), "questions must be indices below 1"),
+    (SlidingWindow, (-1,), "left must be a whole number of at least 0, got -1"),
+    (SlidingWindow, (1, 0.5), "right must be a whole number of at least 0, got 0.5"),
+    (PrefixLM, (True,), "prefix must be a whole number of at least 0, got True"),
+    (make_mask, ("causal:3", 9), "mask must be causal, got 'causal:3'"),
+    (make_mask, ("sparse", 9), "mask must be one of full, causal, full_document"),
+    (make_mask, ("sliding_window:", 9), "mask sliding_window: '' is not a whole number"),
+    (make_mask, ("sliding_window:1,2,3", 9), "must be sliding_window[:left,right], got"),
+    (make_mask, ("sliding_window:1.5", 9), "'1.5' is not a whole number"),
+    (make_mask, ("sliding_window:-2", 9), "left must be a whole number of at least 0"),
+    (make_mask, ("sliding_window:left=1,left=2", 9), "'left=2' is one argument too many"),
+    (make_mask, ("full_document:sead=1", 9), "full_document[:cu_seqlens,...,seed=], got"),
+    (make_mask, ("full_document:seed=-1", 9), "seed must be at least 0, got -1"),
+    (make_mask, ("full_document:0,4,seed=1", 9), "give documents or a seed, not both, got [0, 4"),
+    (make_mask, ("prefix_lm_causal:3,seed=1", 9), "give a prefix or a seed, not both, got pre"),
+    (make_mask, ("full_document", 9, 12), "of 9 queries and 12 keys needs cu_seqlens_kv"),
+    (make_mask, ("full_document:0,4,12", 9), "ends at 12, the sequence at 9"),
+    (make_mask, ("full_document:0,4,3", 9), "begins at 4 and ends at 3"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "make, text",
-    [
-        (lambda: IntervalMask(np.arange(3), np.arange(4)), "got (3,) and (4,)"),
-        (lambda: IntervalMask(np.zeros(3), np.arange(3)), "float64"),
-        (lambda: THREE.check(5), "of 3 queries, but the sequence has 5"),
-        (lambda: IntervalMask(EMPTY, EMPTY).aligned(2, 5), "of 3 queries, but the sequence has 2"),
-        (lambda: IntervalMask(EMPTY, EMPTY.T), "got (2, 3) and (3, 2)"),
-        (lambda: IntervalMask([[[1]]], [[[2]]]), "got shape (1, 1, 1)"),
-        (overlapping, "intervals [1, 5] and [4, 6] of query 70001 overlap"),
-        (lambda: check_mask(HashOfNothing(), 9), "a copy is equal to the mask, but its hash"),
-        (lambda: check_mask("causal", 9), "mask must be a Mask, got 'causal'"),
-        (lambda: check_mask(Causal(), 0), "takes 1 to 4096 tokens, got 0 queries and 0 keys"),
-        (lambda: check_mask(THREE, 5), "of 3 queries, but the sequence has 5"),
-        (lambda: balanced(THREE, 5, 2, 2), "of 3 queries, but the sequence has 5"),
-        *[(partial(balanced, Causal(), *x), "need seqlen")
-          for x in ((-1, 1, 1, 1), (4, 0, 1, 1), (4, 1, 0, 1), (4, 1, 1, 0))],
-        (lambda: Distribution("no such", 4, 2), "no such"),
-        (lambda: Distribution("zigzag", -1, 2), "-1"),
-        (lambda: Distribution("zigzag", 4, 0), "4"),
-        (lambda: Distribution("striped", 10, 3).tokens(3), "shard 3"),
-        (lambda: Distribution("triangle", 10, 4, 1), "3 or 6, got 4"),
-        (lambda: Distribution("triangle", 10, 8, 2), "3 or 6, got 4"),
-        (lambda: Distribution("triangle", 10, 2, 1), "1 or 3, got 2"),
-        (lambda: Documents([0, 5, 3]), "document 1 begins at 5 and ends at 3"),
-        (lambda: Documents([2, 5]), "must begin with 0, got 2"),
-        (lambda: Documents([-1, 5]), "must begin with 0, got -1"),
-        (lambda: Documents([]), "got shape (0,) of float64"),
-        (lambda: Documents([[0, 5]]), "got shape (1, 2) of int64"),
-        (lambda: Documents([0, 2.5]), "got shape (2,) of float64"),
-        (lambda: Documents([0, 5], cu_seqlens_kv=[0, 2, 5]), "same length, got 2 and 3"),
-        (lambda: Documents([0, 5], cu_seqlens_kv=[0, 5, 4]), "cu_seqlens_kv must be sorted"),
-        (
-            lambda: Documents([0, 5], True, inside=Full()),
-            "inside must be a Mask, given instead of causal=True, got inside=Full()",
-        ),
-        (lambda: Documents([0, 5], inside="causal"), "must be a Mask"),
-        (lambda: Documents([0, 5]).check(4), "the last document ends at 5, the sequence at 4"),
-        (
-            lambda: Documents(np.array([0, 1 << 63], np.uint64)).check(4),
-            "ends at 9223372036854775807",
-        ),
-        (lambda: PrefixLMDocuments([0, 5], -1), "got shape () of int64, the least -1"),
-        (lambda: PrefixLMDocuments([0, 5], [1, 2]), "or 1 of them"),
-        (lambda: PrefixLMDocuments([0, 5], 0.5), "of float64"),
-        (lambda: BlockCausalDocuments([0, 5], 0), "block must be a whole number of at least 1"),
-        (lambda: SharedQuestion([0, 5], questions=(1,)), "questions must be indices below 1"),
-        (lambda: SlidingWindow(-1), "left must be a whole number of at least 0, got -1"),
-        (lambda: SlidingWindow(1, 0.5), "right must be a whole number of at least 0, got 0.5"),
-        (lambda: PrefixLM(True), "prefix must be a whole number of at least 0, got True"),
-        (lambda: make_mask("causal:3", 9), "mask must be causal, got 'causal:3'"),
-        (lambda: make_mask("sparse", 9), "mask must be one of full, causal, full_document"),
-        (lambda: make_mask("sliding_window:", 9), "mask sliding_window: '' is not a whole number"),
-        (lambda: make_mask("sliding_window:1,2,3", 9), "must be sliding_window[:left,right], got"),
-        (lambda: make_mask("sliding_window:1.5", 9), "'1.5' is not a whole number"),
-        (lambda: make_mask("sliding_window:-2", 9), "left must be a whole number of at least 0"),
-        (
-            lambda: make_mask("sliding_window:left=1,left=2", 9),
-            "'left=2' is one argument too many",
-        ),
-        (
-            lambda: make_mask("full_document:sead=1", 9),
-            "full_document[:cu_seqlens,...,seed=], got",
-        ),
-        (lambda: make_mask("full_document:seed=-1", 9), "seed must be at least 0, got -1"),
-        (
-            lambda: make_mask("full_document:0,4,seed=1", 9),
-            "give documents or a seed, not both, got [0, 4",
-        ),
-        (
-            lambda: make_mask("prefix_lm_causal:3,seed=1", 9),
-            "give a prefix or a seed, not both, got prefix=3",
-        ),
-        (
-            lambda: make_mask("full_document", 9, 12),
-            "of 9 queries and 12 keys needs cu_seqlens_kv",
-        ),
-        (lambda: make_mask("full_document:0,4,12", 9), "ends at 12, the sequence at 9"),
-        (lambda: make_mask("full_document:0,4,3", 9), "begins at 4 and ends at 3"),
-    ],
-)  # fmt: skip
-def test_bad_input(make, text):
+@pytest.mark.parametrize("make, given, text", BAD)
+def test_bad_input(make, given, text):
     with pytest.raises(ValueError) as error:
-        make()
+        make(*given)
     assert text in str(error.value) and "\n" not in str(error.value)
 
 

@@ -4,27 +4,31 @@ import fcntl
 import os
 import platform
 import re
+import socket
 import sys
 import tempfile
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from helpers import ROOT, SAMPLE, execute, launch
+from helpers import ROOT, SAMPLE, assert_all_refused, execute, launch
 
 import a2d_mpi
 from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.experiments import origin
-from a2d_mpi.experiments.hdf5 import read_file
+from a2d_mpi.experiments.hdf5 import extend_file, read_file
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import (
     TICKS,
     Check,
     Result,
+    add_results,
     inspect_input,
+    read_benchmark,
     read_result,
     read_shard,
     write_result,
@@ -33,17 +37,24 @@ from a2d_mpi.experiments.simulate import SCHEMA as SIMULATIONS
 from a2d_mpi.sharding.distribution import FORMULAS, Distribution
 
 SHAPES = {"q": (29, 6, 4), "k": (29, 2, 4), "v": (29, 2, 4), "dout": (29, 6, 4)}
+SHAPE, HUGE = SHAPES["k"], (10**12, 2, 4)
+WHOLE = Distribution("contiguous", 29, 1)
 
 
-def write_input(path, attributes=None, **changes):
-    """Write a small valid input with changed arrays (None: without it) or attributes."""
+def write_input(path, attributes=(), **changes):
+    """Write a small valid input with changed arrays and attributes.
+
+    None: without it; a function of the file and the name writes what it likes.
+    """
     rng = np.random.default_rng(0)
     arrays = {name: rng.standard_normal(shape, "f4") for name, shape in SHAPES.items()}
     with h5py.File(path, "w") as file:
-        attributes = {"schema": "a2d_mpi input", "schema_version": 1, **(attributes or {})}
-        file.attrs.update({key: x for key, x in attributes.items() if x is not None})
+        given = {"schema": "a2d_mpi input", "schema_version": 1, **dict(attributes)}
+        file.attrs.update({key: x for key, x in given.items() if x is not None})
         for name, x in {**arrays, **changes}.items():
-            if x is not None:
+            if callable(x):
+                x(file, name)
+            elif x is not None:
                 file[name] = x
     return arrays
 
@@ -51,13 +62,12 @@ def write_input(path, attributes=None, **changes):
 def make_result(nranks=3, **changes):
     rng = np.random.default_rng(0)
     ticks = {x: rng.integers(0, 1 << 22, (2, nranks)) for x in ("compute", "total")}
-    timings = {f"forward/{part}": x / TICKS for part, x in ticks.items()}
     kinds = ("sent", "received", "predicted_sent", "predicted_received")
     result = Result(
         provenance=provenance("MPICH 4.3", [f"node{rank}" for rank in range(nranks)]),
         config={"method": "ring", "rows": 1, "overlap": True, "softmax_scale": 0.125},
         area=np.arange(nranks),
-        timings=timings,
+        timings={f"forward/{part}": x / TICKS for part, x in ticks.items()},
         traffic={
             key: {kind: np.arange(nranks) * 2**40 for kind in kinds}
             for key in ("forward/row", "forward/col")
@@ -68,17 +78,166 @@ def make_result(nranks=3, **changes):
     return replace(result, **changes)
 
 
-def error_of(action, kind):
-    """Return the one line with which `action` fails."""
-    with pytest.raises(kind) as caught:
-        action()
+def error_of(action, *given):
+    """Return the one line with which a file is refused."""
+    with pytest.raises((OSError, ValueError)) as caught:
+        action(*given)
     text = str(caught.value)
-    assert text
-    assert "\n" not in text
+    assert text and "\n" not in text
     return text
 
 
-# Input files.
+def dataset(shape, written=None, **options):
+    """Return a function that makes a dataset of float32 numbers, of which few are written."""
+
+    def make(file, name):
+        data = file.create_dataset(name, shape, "f4", **options)
+        if written:
+            data.write_direct(np.ones(shape, "f4"), written, written)
+
+    return make
+
+
+def packed_by_nobody(file, name):
+    options = {"chunks": SHAPE, "compression": 999, "allow_unknown_filter": True}
+    data = file.create_dataset(name, SHAPE, "f4", **options)
+    data.id.write_direct_chunk((0, 0, 0), b"packed by a program that nobody has")
+
+
+def ones(*shape, dtype="f4"):
+    return np.ones(shape, dtype)
+
+
+def zeros_of_a_megabyte(file, name):
+    file.create_dataset(name, data=np.zeros((1, 1, 1 << 20), "f4"), compression="gzip")
+
+
+# What is written in place of a good input, and what is said of it.
+BAD = [
+    ({"attributes": {"schema": "other"}}, "must be 'a2d_mpi input' and 1, got 'other' and 1"),
+    ({"attributes": {"schema_version": 2}}, "got 'a2d_mpi input' and 2"),
+    ({"attributes": {"schema": None, "schema_version": None}}, "and 1, got neither"),
+    ({"q": ones(29, 6, 4, dtype="i4")}, "q must be floating-point numbers, got int32"),
+    ({"k": ones(29, 2, 4, dtype="c8")}, "k must be floating-point numbers, got complex64"),
+    ({"q": "text"}, "q must be floating-point numbers, got object"),
+    ({"v": h5py.Empty("f4")}, "v must have shape .*, got \\(\\)"),
+    ({"q": ones(29, 24)}, "q must have shape .*, got \\(29, 24\\)"),
+    ({"q": ones(0, 6, 4)}, "seqlen must be a positive integer, got 0"),
+    ({"k": ones(28, 2, 4)}, "q \\(29, 6, 4\\), k \\(28, 2, 4\\), v \\(29, 2, 4\\)"),
+    ({"v": ones(29, 3, 4)}, "k \\(29, 2, 4\\), v \\(29, 3, 4\\)"),
+    ({"v": ones(29, 2, 5)}, "v \\(29, 2, 5\\)"),
+    ({"dout": ones(29, 2, 4)}, "dout \\(29, 2, 4\\)"),
+    (dict.fromkeys("kv", ones(29, 4, 4)), "nheads_kv"),
+    (dict.fromkeys("qkv", zeros_of_a_megabyte), "headdim must be at most 65536"),
+    ({"k": lambda file, name: file.create_group(name)}, "dataset k is missing"),
+    ({"v": None}, "dataset v is missing"),
+    ({"k": dataset(SHAPE)}, "k has 0 of the 928 bytes of its shape \\(29, 2, 4\\)"),
+    (
+        {"k": dataset(SHAPE, np.s_[8:], chunks=(8, 2, 4))},
+        "k has 3 of the 4 chunks of its shape \\(29, 2, 4\\)",
+    ),
+    ({"k": dataset(HUGE)}, "k has 0 of the 32000000000000 bytes"),
+    ({"k": dataset(HUGE, chunks=(1, 2, 4))}, "k has 0 of the 1000000000000 chunks"),
+    ({"k": packed_by_nobody}, "filter|plugin"),
+]
+
+
+@pytest.mark.parametrize("changes, message", BAD)
+def test_bad_inputs(tmp_path, changes, message):
+    path = tmp_path / "input.h5"
+    write_input(path, **changes)
+    text = error_of(lambda: read_shard(inspect_input(path), "k", WHOLE, 0, "f4"))
+    assert str(path) in text and re.search(message, text)
+
+
+def test_what_is_no_file(tmp_path):
+    """A pipe, a socket, a loop of links: refused before anything is read."""
+    pipe, loop, text_file = (tmp_path / x for x in ("pipe", "loop", "text"))
+    os.mkfifo(pipe)
+    loop.symlink_to("loop")
+    text_file.write_text("q, k, v\n" * 1000)
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(tmp_path / "socket"))
+    for path, reason in {
+        pipe: "it is not a regular file",
+        tmp_path / "socket": "it is not a regular file",
+        "/dev/zero": "it is not a regular file",
+        loop: "Too many levels",
+        tmp_path / "missing.h5": "No such file or directory",
+        tmp_path: "Is a directory",
+        text_file / "input.h5": "Not a directory",
+        text_file: "file signature not found",
+    }.items():
+        for read in (inspect_input, read_result, read_benchmark):
+            text = error_of(read, path)
+            assert text.startswith(f"cannot read {path} as HDF5: ") and reason in text
+    huge = tmp_path / "huge.h5"
+    write_input(huge, k=dataset(HUGE))
+    assert_all_refused("attention.py", 2, [
+        ([pipe], [], f"cannot read {pipe} as HDF5: it is not a regular"),
+        ([huge], [], "k has 0 of the 32000000000000 bytes of its shape"),
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("keep", [0, 7, 8, 95, 96, 2048, 0.1, 0.5, 0.999, -1])
+def test_truncated_input(tmp_path, keep):
+    data = SAMPLE.read_bytes()
+    path = tmp_path / "input.h5"
+    path.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
+    assert str(path) in error_of(inspect_input, path)
+
+
+def test_damaged_numbers_are_found_when_they_are_read(tmp_path):
+    data = bytearray(SAMPLE.read_bytes())
+    with h5py.File(SAMPLE) as file:
+        start = file["k"].id.get_chunk_info(0).byte_offset
+    data[start + 100 : start + 200] = bytes(100)
+    path = tmp_path / "input.h5"
+    path.write_bytes(data)
+    info = inspect_input(path)
+    whole = Distribution("contiguous", info.config.seqlen, 1)
+    assert read_shard(info, "q", whole, 0, "f4").shape == (1536, 12, 32)
+    text = error_of(read_shard, info, "k", whole, 0, "f4")
+    assert text.startswith(f"cannot read {path} as HDF5: ")
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("seqlen, nshards", [(29, 1), (29, 4), (17, 5), (3, 7)])
+def test_shards(tmp_path, name, seqlen, nshards):
+    """Also from a schema that C has written, and from the compressed sample."""
+    nshards = {4: 3, 5: 6, 7: 6}.get(nshards, 1) if name == "triangle" else nshards
+    path, d = tmp_path / "input.h5", Distribution(name, seqlen, nshards)
+    arrays = write_input(path, {"schema": np.bytes_("a2d_mpi input")})
+    with h5py.File(SAMPLE) as file:
+        sample = {"q": file["q"][()]}
+    assert inspect_input(path).has_dout and not inspect_input(SAMPLE).has_dout
+    for info, tensors in ((inspect_input(path), arrays), (inspect_input(SAMPLE), sample)):
+        for tensor, x in tensors.items():
+            for part in range(nshards):
+                for dtype in ("f4", "f8"):
+                    rows = read_shard(info, tensor, d, part, dtype)
+                    assert rows.dtype == dtype and rows.flags.c_contiguous
+                    assert np.array_equal(rows, x[d.tokens(part)].astype("f4"))
+
+
+def test_reading(tmp_path):
+    """Reading takes no lock; a part of too many tokens, or of a file that is gone, is refused."""
+    path = tmp_path / "input.h5"
+    arrays = write_input(path)
+    with open(path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(OSError, match="lock"):  # the test can tell
+            h5py.File(path, "r", locking=True)
+        q = read_shard(inspect_input(path), "q", WHOLE, 0, "f4")
+    assert np.array_equal(q, arrays["q"])
+    read = partial(read_shard, inspect_input(path), "q")
+    text = error_of(read, Distribution("zigzag", 30, 2), 0, "f4")
+    assert text == f"{path} has 29 tokens, must have 30"
+    path.unlink()
+    assert "No such file" in error_of(read, WHOLE, 0, "f4")
+
+
+# Result files.
 
 
 def test_committed_results_name_no_folder_of_a_machine():
@@ -92,248 +251,109 @@ def test_committed_results_name_no_folder_of_a_machine():
             assert not folders.search(column.tobytes()), (path, name)
 
 
-def test_the_sample():
-    info = inspect_input(SAMPLE)
-    config = info.config
-    sizes = (config.seqlen, config.nheads, config.nheads_kv, config.headdim, info.has_dout)
-    assert sizes == (1536, 12, 12, 32, False)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"attributes": {"schema": "other"}}, "must be 'a2d_mpi input' and 1, got 'other' and 1"),
-        ({"attributes": {"schema_version": 2}}, "got 'a2d_mpi input' and 2"),
-        ({"attributes": {"schema": None, "schema_version": None}}, "and 1, got neither"),
-        ({"q": np.ones(SHAPES["q"], "i4")}, "q must be floating-point numbers, got int32"),
-        ({"k": np.ones(SHAPES["k"], "c8")}, "k must be floating-point numbers, got complex64"),
-        ({"q": "text"}, "q must be floating-point numbers, got object"),
-        ({"v": h5py.Empty("f4")}, r"v must have shape .*, got \(\)"),
-        ({"q": np.ones((29, 24), "f4")}, r"q must have shape .*, got \(29, 24\)"),
-        ({"q": np.ones((0, 6, 4), "f4")}, "seqlen must be a positive integer, got 0"),
-        ({"k": np.ones((28, 2, 4), "f4")}, r"q \(29, 6, 4\), k \(28, 2, 4\), v \(29, 2, 4\)"),
-        ({"v": np.ones((29, 3, 4), "f4")}, r"k \(29, 2, 4\), v \(29, 3, 4\)"),
-        ({"v": np.ones((29, 2, 5), "f4")}, r"v \(29, 2, 5\)"),
-        ({"dout": np.ones((29, 2, 4), "f4")}, r"dout \(29, 2, 4\)"),
-        (dict.fromkeys("kv", np.ones((29, 4, 4), "f4")), "nheads_kv"),
-    ],
-)
-def test_refuses_an_input_that_does_not_fit(tmp_path, changes, message):
-    path = tmp_path / "input.h5"
-    write_input(path, **changes)
-    text = error_of(lambda: inspect_input(path), ValueError)
-    assert str(path) in text
-    assert re.search(message, text)
-
-
-def test_refuses_a_group_in_place_of_a_dataset(tmp_path):
-    path = tmp_path / "input.h5"
-    write_input(path, k=None)
-    with h5py.File(path, "a") as file:
-        file.create_group("k")
-    assert "dataset k is missing" in error_of(lambda: inspect_input(path), OSError)
-    write_input(path, v=None)
-    assert "dataset v is missing" in error_of(lambda: inspect_input(path), OSError)
-
-
-def test_takes_a_schema_that_c_has_written(tmp_path):
-    path = tmp_path / "input.h5"
-    write_input(path, attributes={"schema": np.bytes_("a2d_mpi input")})
-    assert inspect_input(path).has_dout
-
-
-def test_refuses_what_is_no_hdf5_file(tmp_path):
-    text_file = tmp_path / "text"
-    text_file.write_text("q, k, v\n" * 1000)
-    reasons = {
-        tmp_path / "missing.h5": "No such file or directory",
-        tmp_path: "Is a directory",
-        text_file / "input.h5": "Not a directory",
-        text_file: "file signature not found",
-    }
-    for path, reason in reasons.items():
-        text = error_of(lambda path=path: inspect_input(path), OSError)
-        assert text.startswith(f"cannot read {path} as HDF5: ")
-        assert reason in text
-
-
-@pytest.mark.parametrize("keep", [0, 7, 8, 95, 96, 2048, 0.1, 0.5, 0.999, -1])
-def test_refuses_a_truncated_input(tmp_path, keep):
-    data = SAMPLE.read_bytes()
-    length = int(keep * len(data)) if isinstance(keep, float) else keep
-    path = tmp_path / "input.h5"
-    path.write_bytes(data[:length])
-    assert str(path) in error_of(lambda: inspect_input(path), OSError)
-
-
-def test_damaged_numbers_are_found_when_they_are_read(tmp_path):
-    data = bytearray(SAMPLE.read_bytes())
-    with h5py.File(SAMPLE) as file:
-        start = file["k"].id.get_chunk_info(0).byte_offset
-    data[start + 100 : start + 200] = bytes(100)
-    path = tmp_path / "input.h5"
-    path.write_bytes(data)
-    info = inspect_input(path)
-    whole = Distribution("contiguous", info.config.seqlen, 1)
-    assert read_shard(info, "q", whole, 0, "f4").shape == (1536, 12, 32)
-    text = error_of(lambda: read_shard(info, "k", whole, 0, "f4"), OSError)
-    assert text.startswith(f"cannot read {path} as HDF5: ")
-
-
-@pytest.mark.parametrize("name", FORMULAS)
-@pytest.mark.parametrize(("seqlen", "nshards"), [(29, 1), (29, 4), (17, 5), (3, 7)])
-@pytest.mark.parametrize("dtype", ["f4", "f8"])
-def test_parts(tmp_path, name, seqlen, nshards, dtype):
-    path = tmp_path / "input.h5"
-    arrays = write_input(path)
-    info = inspect_input(path)
-    assert info.has_dout
-    nshards = {4: 3, 5: 6, 7: 6}.get(nshards, 1) if name == "triangle" else nshards
-    d = Distribution(name, seqlen, nshards)
-    for tensor, x in arrays.items():
-        for part in range(nshards):
-            rows = read_shard(info, tensor, d, part, dtype)
-            assert rows.dtype == dtype
-            assert rows.flags.c_contiguous
-            assert np.array_equal(rows, x[d.tokens(part)])
-
-
-def test_parts_of_the_compressed_sample():
-    info = inspect_input(SAMPLE)
-    with h5py.File(SAMPLE) as file:
-        q = file["q"][()]
-    for name in FORMULAS:
-        d = Distribution(name, 1000, 3)
-        for part in range(3):
-            rows = read_shard(info, "q", d, part, "f4")
-            assert np.array_equal(rows, q[d.tokens(part)])
-
-
-def test_a_part_of_more_tokens_than_there_are(tmp_path):
-    path = tmp_path / "input.h5"
-    write_input(path)
-    d = Distribution("zigzag", 30, 2)
-    text = error_of(lambda: read_shard(inspect_input(path), "q", d, 0, "f4"), ValueError)
-    assert text == f"{path} has 29 tokens, must have 30"
-
-
-def test_a_part_of_a_file_that_is_gone(tmp_path):
-    path = tmp_path / "input.h5"
-    write_input(path)
-    info = inspect_input(path)
-    d = Distribution("zigzag", 29, 2)
-    path.unlink()
-    assert "No such file" in error_of(lambda: read_shard(info, "q", d, 0, "f4"), OSError)
-
-
-def test_reading_takes_no_lock(tmp_path):
-    path = tmp_path / "input.h5"
-    arrays = write_input(path)
-    with open(path, "rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(OSError, match="lock"):  # the test can tell
-            h5py.File(path, "r", locking=True)
-        q = read_shard(inspect_input(path), "q", Distribution("striped", 29, 1), 0, "f4")
-    assert np.array_equal(q, arrays["q"])
-
-
-# Result files.
-
-
 @pytest.mark.parametrize("nranks", [1, 3, 6000])
 def test_round_trip(tmp_path, nranks):
-    path = tmp_path / "result.h5"
-    # 6000 host names are more than an attribute of the first HDF5 format holds.
-    result = make_result(nranks)
+    """Also of 6000 host names, more than an attribute of the first HDF5 format holds."""
+    path, result = tmp_path / "result.h5", make_result(nranks)
     write_result(path, result)
     found = read_result(path)
     assert os.listdir(tmp_path) == ["result.h5"]
     for name in ("provenance", "config", "checks"):
         assert getattr(found, name) == getattr(result, name)
     assert {type(value) for value in found.config.values()} == {str, int, bool, float}
-    np.testing.assert_array_equal(found.area, result.area)
-    flat = [{**r.timings, **r.outputs} for r in (found, result)]
-    assert flat[0].keys() == flat[1].keys()
-    for name, x in flat[1].items():
-        assert flat[0][name].dtype == x.dtype
-        np.testing.assert_array_equal(flat[0][name], x)
+    pairs = [(found.area, result.area)]
+    for one, other in (
+        (found.timings | found.outputs, result.timings | result.outputs),
+        *((found.traffic[x], counts) for x, counts in result.traffic.items()),
+    ):
+        assert one.keys() == other.keys()
+        pairs += [(one[x], other[x]) for x in one]
     assert found.traffic.keys() == result.traffic.keys()
-    for name, counts in result.traffic.items():
-        assert found.traffic[name].keys() == counts.keys()
-        for kind, x in counts.items():
-            np.testing.assert_array_equal(found.traffic[name][kind], x)
+    assert all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
 
 
 def test_layout(tmp_path):
     path = tmp_path / "result.h5"
     write_result(path, make_result(outputs={}))
     with h5py.File(path) as file:
-        assert file.attrs["schema"] == "a2d_mpi result"
-        assert file.attrs["schema_version"] == 1
+        assert (file.attrs["schema"], file.attrs["schema_version"]) == ("a2d_mpi result", 1)
         assert list(file.attrs["hostnames"]) == ["node0", "node1", "node2"]
         assert file["config"].attrs["method"] == "ring"
-        assert file["timings/forward/total"].dtype == np.float64
-        assert file["traffic/forward/row/predicted_sent"].dtype == np.int64
-        assert file["area"].dtype == np.int64
-        assert file["checks/out"].attrs["passed"]
-        assert not file["checks/dq"].attrs["passed"]
+        dtypes = [file[x].dtype for x in (
+            "timings/forward/total", "traffic/forward/row/predicted_sent", "area")]  # fmt: skip
+        assert dtypes == [np.float64, np.int64, np.int64]
+        assert file["checks/out"].attrs["passed"] and not file["checks/dq"].attrs["passed"]
         assert "outputs" not in file
 
 
-@pytest.mark.parametrize(
-    ("error", "bound", "passed"), [(1, 2, True), (2, 2, True), (3, 2, False), (np.nan, 2, False)]
-)
-def test_check(error, bound, passed):
-    assert Check(error, bound, 1).passed is passed
-
-
-def test_text_that_is_not_utf8_does_not_lose_a_result(tmp_path):
+def test_text_that_hdf5_cannot_hold(tmp_path):
+    """Names that are not UTF-8, and the NUL at the end of Open MPI's version, lose no result."""
     path = tmp_path / "result.h5"
-    write_result(path, make_result(config={"input": os.fsdecode(b"caf\xe9 \xc3\xa9.h5")}))
+    result = make_result(config={"input": os.fsdecode(b"caf\xe9 \xc3\xa9.h5")})
+    result.provenance["mpi_library"] = "Open MPI v5\0"
+    write_result(path, result)
     assert read_result(path).config == {"input": "caf\\udce9 é.h5"}
+    assert read_result(path).provenance["mpi_library"] == "Open MPI v5"
 
 
-def test_reads_only_results(tmp_path):
-    text = "must be 'a2d_mpi result' and 1, got 'a2d_mpi input' and 1"
-    assert text in error_of(lambda: read_result(SAMPLE), ValueError)
-    path = tmp_path / "result.h5"
-    write_result(path, make_result())
-    assert "must be 'a2d_mpi input' and 1, got" in error_of(
-        lambda: inspect_input(path), ValueError
+def test_reads_only_whole_results(tmp_path):
+    assert "must be 'a2d_mpi result' and 1, got 'a2d_mpi input' and 1" in error_of(
+        read_result, SAMPLE
     )
-    with h5py.File(path, "a") as file:
-        del file["area"]
-    assert "area" in error_of(lambda: read_result(path), OSError)
+    path, bench = tmp_path / "result.h5", tmp_path / "bench.h5"
+    for gone in ("timings", "checks", "area"):
+        write_result(path, make_result())
+        with h5py.File(path, "a") as file:
+            del file[gone]
+        assert f"{gone} is missing" in error_of(read_result, path)
+    assert "must be 'a2d_mpi input' and 1, got" in error_of(inspect_input, path)
     path.write_bytes(path.read_bytes()[:-1])
-    assert "truncated" in error_of(lambda: read_result(path), OSError)
+    assert "truncated" in error_of(read_result, path)
+    add_results(bench, {}, {"one": make_result()})
+    with h5py.File(bench, "a") as file:
+        del file["runs/one"]["config"]
+    assert "config is missing" in error_of(read_benchmark, bench)
 
 
-def test_provenance(monkeypatch):
+def test_equal_members_are_stored_once(tmp_path):
+    """Runs share their origin, also with later runs; replaced runs leave the others alone."""
+    path, schema, sent = tmp_path / "runs.h5", ("test", 1), np.arange(64.0)
+    # More names than an attribute in the header of a group can hold.
+    origin = {"hostnames": [f"node{i}" for i in range(6000)], "mpi_library": "Open MPI\0"}
+    for names, number in (("ab", 1), ("bc", 2)):
+        runs = {x: {"origin": origin, "sent": sent * number, "number": number} for x in names}
+        extend_file(path, schema, {"settings": {"seed": 0}, "runs": runs})
+    extend_file(path, schema, {"runs": {"d": {"origin": {**origin, "device": "other"}}}})
+    found = read_file(path, schema)
+    numbers = {x: y.get("number") for x, y in found["runs"].items()}
+    assert numbers == {"a": 1, "b": 2, "c": 2, "d": None}
+    assert found["settings"] == {"seed": 0} and len(found["origins"]) == 2
+    assert found["runs"]["a"]["origin"] == {**origin, "mpi_library": "Open MPI"}
+    assert found["runs"]["d"]["origin"]["device"] == "other"
+    for name, number in (("a", 1), ("b", 2), ("c", 2)):
+        np.testing.assert_array_equal(found["runs"][name]["sent"], sent * number)
+    with h5py.File(path) as file:
+        assert file["runs/a/origin"] == file["runs/c/origin"] != file["runs/d/origin"]
+        assert file["runs/b/sent"] == file["runs/c/sent"] != file["runs/a/sent"]
+        assert (file["runs/a/sent"].chunks, file["runs/a/sent"].compression) == ((64,), "gzip")
+
+
+def test_provenance(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["attention.py", "--output", "a b.h5"])
     found = provenance("Open MPI 5", ("n1", "n2"))
-    assert found["package_version"] == a2d_mpi.__version__
+    known = {
+        "package_version": a2d_mpi.__version__, "mpi_library": "Open MPI 5",
+        "command_line": "attention.py --output 'a b.h5'", "hostnames": ["n1", "n2"],
+        "python_version": platform.python_version(), "numpy_version": np.__version__,
+    }  # fmt: skip
+    assert known == {x: found[x] for x in known} and found["device"]
     assert re.fullmatch(r"[0-9a-f]{40,64}(-dirty)?|unknown", found["git_commit"])
-    assert found["command_line"] == "attention.py --output 'a b.h5'"
-    assert found["mpi_library"] == "Open MPI 5"
-    assert found["python_version"] == platform.python_version()
-    assert found["numpy_version"] == np.__version__
     assert re.fullmatch(r"\d+\.\d+.*", found["mpi4py_version"])
     assert re.fullmatch(r"\d+\.\d+.*|none", found["numba_version"])
-    assert found["hostnames"] == ["n1", "n2"]
-    assert found["device"]
     assert datetime.fromisoformat(found["utc_time"]).utcoffset().total_seconds() == 0
-
-
-def test_sha256(tmp_path):
-    path = tmp_path / "x"
-    path.write_bytes(b"abc")
+    (path := tmp_path / "x").write_bytes(b"abc")
     one = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2
     assert origin.sha256(path) == one
-
-
-def run_git(folder, *args):
-    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
-    return execute("git", "-C", folder, *identity, *args, timeout=60).stdout.strip()
 
 
 def test_git_commit(tmp_path, monkeypatch):
@@ -342,17 +362,21 @@ def test_git_commit(tmp_path, monkeypatch):
     source.write_text("1\n")
     monkeypatch.setattr(origin, "__file__", str(source))
 
+    def git(*args):
+        identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+        return execute("git", "-C", tmp_path, *identity, *args, timeout=60).stdout.strip()
+
     def commit():
         return provenance("", [])["git_commit"]
 
     assert commit() == "unknown"
-    run_git(tmp_path, "init")
-    run_git(tmp_path, "commit", "--allow-empty", "-m", "first")
+    git("init")
+    git("commit", "--allow-empty", "-m", "first")
     assert commit() == "unknown"  # the repository does not know the package
-    run_git(tmp_path, "add", ".")
-    run_git(tmp_path, "commit", "-m", "second")
-    run_git(tmp_path, "tag", "-a", "v1", "-m", "tag")
-    head = run_git(tmp_path, "rev-parse", "HEAD")
+    git("add", ".")
+    git("commit", "-m", "second")
+    git("tag", "-a", "v1", "-m", "tag")
+    head = git("rev-parse", "HEAD")
     assert commit() == head
     source.write_text("2\n")
     assert commit() == f"{head}-dirty"
@@ -367,29 +391,6 @@ def write_some_result(path):
     write_result(path, make_result())
 
 
-@pytest.mark.parametrize("action", [check_writable, write_some_result])
-def test_refuses_a_path_that_cannot_be_written(tmp_path, action):
-    file = tmp_path / "file"
-    file.write_text("precious")
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reasons = {
-        tmp_path / "missing" / "result.h5": "No such file or directory",
-        tmp_path: "it is not a regular file",
-        pipe: "it is not a regular file",
-        file / "result.h5": "Not a directory",
-        tmp_path / ("x" * 300): "File name too long",
-    }
-    if sys.platform == "linux":
-        reasons[Path("/proc/result.h5")] = ""  # refused also to root, in various words
-    for path, reason in reasons.items():
-        text = error_of(lambda path=path: action(path), OSError)
-        assert text.startswith(f"cannot write {path}: ")
-        assert reason in text
-    assert file.read_text() == "precious"
-    assert sorted(os.listdir(tmp_path)) == ["file", "pipe"]
-
-
 @pytest.fixture
 def not_root():
     """Become the user nobody for a while, because root may write everywhere."""
@@ -401,34 +402,49 @@ def not_root():
 
 
 @pytest.mark.parametrize("action", [check_writable, write_some_result])
-def test_refuses_what_is_read_only(not_root, action):
-    with tempfile.TemporaryDirectory() as folder:  # tmp_path would be root's
-        path = Path(folder, "result.h5")
-        path.touch(0o444)
-        assert "Permission denied" in error_of(lambda: action(path), OSError)
-        path.chmod(0o644)
-        os.chmod(folder, 0o555)
-        assert "Permission denied" in error_of(lambda: action(path), OSError)
-        os.chmod(folder, 0o755)
-        assert os.listdir(folder) == ["result.h5"]
-        assert path.read_bytes() == b""
+class TestWriting:
+    def test_a_path_that_cannot_be_written(self, tmp_path, action):
+        file, pipe = tmp_path / "file", tmp_path / "pipe"
+        file.write_text("precious")
+        os.mkfifo(pipe)
+        reasons = {
+            tmp_path / "missing" / "result.h5": "No such file or directory",
+            tmp_path: "it is not a regular file",
+            pipe: "it is not a regular file",
+            file / "result.h5": "Not a directory",
+            tmp_path / ("x" * 300): "File name too long",
+        }
+        if sys.platform == "linux":
+            reasons[Path("/proc/result.h5")] = ""  # refused also to root, in various words
+        for path, reason in reasons.items():
+            text = error_of(action, path)
+            assert text.startswith(f"cannot write {path}: ") and reason in text
+        assert file.read_text() == "precious"
+        assert sorted(os.listdir(tmp_path)) == ["file", "pipe"]
+
+    def test_what_is_read_only(self, not_root, action):
+        with tempfile.TemporaryDirectory() as folder:  # tmp_path would be root's
+            path = Path(folder, "result.h5")
+            path.touch(0o444)
+            assert "Permission denied" in error_of(action, path)
+            path.chmod(0o644)
+            os.chmod(folder, 0o555)
+            assert "Permission denied" in error_of(action, path)
+            os.chmod(folder, 0o755)
+            assert os.listdir(folder) == ["result.h5"] and path.read_bytes() == b""
 
 
 def test_check_writable_leaves_no_trace(tmp_path):
     path = tmp_path / "result.h5"
     check_writable(path, 1000)
+    text = error_of(check_writable, path, 1 << 60)
+    assert re.search(f"needs {1 << 60} bytes|File too large", text)
     assert os.listdir(tmp_path) == []
     path.write_text("precious")
     before = path.stat()
     check_writable(path, 1000)
     assert os.listdir(tmp_path) == ["result.h5"]
     assert (path.read_text(), path.stat().st_mtime_ns) == ("precious", before.st_mtime_ns)
-
-
-def test_check_writable_finds_too_little_room(tmp_path):
-    text = error_of(lambda: check_writable(tmp_path / "result.h5", 1 << 60), OSError)
-    assert re.search(f"needs {1 << 60} bytes|File too large", text)
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_link_stays_a_link(tmp_path):
@@ -440,18 +456,9 @@ def test_a_link_stays_a_link(tmp_path):
     assert read_result(tmp_path / "scratch" / "real.h5").config["method"] == "ring"
 
 
-def test_a_result_that_hdf5_cannot_hold_replaces_nothing(tmp_path):
-    path = tmp_path / "result.h5"
-    write_result(path, make_result())
-    before = path.read_bytes()
-    with pytest.raises(TypeError):
-        write_result(path, make_result(outputs={"out": np.array([object()])}))
-    assert os.listdir(tmp_path) == ["result.h5"]
-    assert path.read_bytes() == before
-
-
 FULL_DISK = """
 import resource, sys
+sys.path.append("../support")
 from test_results import make_result
 from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.experiments.results import write_result
@@ -470,24 +477,18 @@ print("no crash", flush=True)
 """
 
 
-def test_full_disk(tmp_path):
-    """A limit on the size of files acts as a full disk does, at whatever byte it fills up.
+def test_a_result_that_cannot_be_written_replaces_nothing(tmp_path):
+    """Nor do numbers that HDF5 cannot hold, nor a full disk, at whatever byte it fills up.
 
-    In a process of its own: HDF5 that cannot close a file may crash when the interpreter exits.
+    A limit on the size of files acts as a full disk does.  In a process of its own: HDF5 that
+    cannot close a file may crash when the interpreter exits.
     """
     path = tmp_path / "result.h5"
     write_result(path, make_result())
     before = path.read_bytes()
+    with pytest.raises(TypeError):
+        write_result(path, make_result(outputs={"out": np.array([object()])}))
     command = "-c", FULL_DISK, path, len(before)
     run = launch(0, *command, timeout=120, cwd=Path(__file__).parent)
     assert (run.stdout, run.stderr) == ("no crash\n", "")
-    assert os.listdir(tmp_path) == ["result.h5"]
-    assert path.read_bytes() == before
-
-
-def test_text_with_a_nul(tmp_path):
-    """HDF5 cannot hold the NUL at the end of Open MPI's version, so it is removed."""
-    result = make_result()
-    result.provenance["mpi_library"] = "Open MPI v5\0"
-    write_result(tmp_path / "result.h5", result)
-    assert read_result(tmp_path / "result.h5").provenance["mpi_library"] == "Open MPI v5"
+    assert os.listdir(tmp_path) == ["result.h5"] and path.read_bytes() == before

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers import parser_of
-from test_model import machine
+from machines import machine
 
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments import simulate as job

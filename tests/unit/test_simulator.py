@@ -5,14 +5,13 @@ import json
 import numpy as np
 import pytest
 from helpers import ROOT
-from test_model import machine
+from machines import A100, machine
 
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning import simulator
 from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.network import Cables, Network
-from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.simulator import PARTS, POST, WAIT, Messages, Operations, simulate
 from a2d_mpi.planning.survey import survey_of
 from a2d_mpi.schedules import problem_of
@@ -154,12 +153,11 @@ def test_ranks_that_wait_for_ever():
 
 @pytest.mark.parametrize("plan", REPLAYED, ids=lambda x: f"{x['method']}-{x['seqlen']}")
 def test_as_simgrid(plan):
-    profile = read_machine(ROOT / "data" / "machines" / "a100-16x4.toml")
     layout = Layout(*plan["layout"])
     work = Workload(plan["seqlen"], 32, 128, 8, mask=Causal(), backward=True)
     problem = problem_of(plan["method"], layout, work, work.mask)
-    cables = Cables(Network(), profile, layout.size)
+    cables = Cables(Network(), A100, layout.size)
     for phase, seconds in plan["seconds"].items():
-        programs = survey_of(profile, plan["method"], layout, work, problem, phase)[:2]
+        programs = survey_of(A100, plan["method"], layout, work, problem, phase)[:2]
         parts = simulate(*programs, cables, layout.world_ranks(), in_order=False)
         assert sum(parts.values()).max() == pytest.approx(seconds, rel=0.02)

@@ -348,7 +348,7 @@ def error_bounds(
     * eps is the machine epsilon of the computation.
     * L is the largest absolute lse.  It stands for the size of logits.  The rounding of a logit is
       a relative error of its exponential, and an absolute error of lse.
-    * T bounds the terms of a gradient before they cancel, by Cauchy-Schwarz.
+    * T bounds the terms of a result before they cancel, by Cauchy-Schwarz; 0 for lse.
     * In float64 there is no second computation, and the first term is ``1e-12 (largest + T)``.
       It is that large because T bounds the terms of one token, and thousands of roundings add up.
     * 16-bit results get another quarter of their eps times `largest`, which is half a rounding.
@@ -384,20 +384,25 @@ def error_bounds(
         Bounds of absolute errors, by result.
     """
     dp = abs(softmax_scale) * norms["v"] * norms.get("dout", 0.0)
-    terms = {"dq": dp * norms["k"], "dk": dp * norms["q"], "dsink": norms.get("dsink", 0.0)}
+    terms = {
+        "out": norms["v"],
+        "dq": dp * norms["k"],
+        "dk": dp * norms["q"],
+        "dv": norms.get("dout", 0.0),
+        "dsink": norms.get("dsink", 0.0),
+    }
     eps = float(np.finfo(compute_dtype(dtype)).eps)
     half_of_digits = math.sqrt(ml_dtypes.finfo(dtype).eps)
     bounds = {}
     for name, value in largest.items():
         size = 1.0 if name == "lse" else value
-        of_terms = terms.get(name, 0.0)
+        term = terms.get(name, 0.0)
         double = dtype == np.float64
-        first = 1e-12 * (value + of_terms) if double else 2 * same_precision[name]
-        bound = first + eps * ((2 + largest["lse"]) * size + of_terms)
+        first = 1e-12 * (value + term) if double else 2 * same_precision[name]
+        bound = first + eps * ((2 + largest["lse"]) * size + term)
         if dtype.itemsize == 2 and name not in ("lse", "dsink"):
             rounding = float(ml_dtypes.finfo(dtype).eps) * size
             bound = max(bound + rounding / 4, rounding * (name == "out"))
-        term = {"out": norms["v"], "dv": norms.get("dout", 0.0), **terms}.get(name, 0.0)
         least = size / 10
         if widening and widening.get(name):
             bound, least = bound + widening[name], size

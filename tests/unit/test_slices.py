@@ -1,33 +1,25 @@
-"""Slices of the heads: results, bytes, memory, the order of execution, and the choice."""
+"""Slices of the heads: memory, the order of execution, and the choice."""
 
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
-from cases import METHODS as PLANS
-from cases import NHEADS, OTHERS, SIZE, TENSORS, accounts, checked, failures, inputs, label, run
-from helpers import ROOT, assert_all
+from machines import H100
 
-from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, RingAttention, TriangleAttention
+from a2d_mpi import Causal
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.mask import IntervalMask
-from a2d_mpi.planning import cost
 from a2d_mpi.planning.model import predict, slowest_seconds
 from a2d_mpi.planning.planner import candidate, candidates
-from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.schedules import drafts_of, problem_of, write
+from a2d_mpi.schedules import problem_of, write
 from a2d_mpi.schedules.problem import Workload
-from a2d_mpi.schedules.slices import SMALLEST, TAKE, cut, default, order
+from a2d_mpi.schedules.slices import SMALLEST, TAKE, default, order
 from a2d_mpi.schedules.steps import KINDS as TENSORS_OF
 from a2d_mpi.schedules.steps import Clear, KernelCall, Message, Receive, Rows, Send, Wait
 
 CAUSAL = Causal()
-H100 = read_machine(ROOT / "data" / "machines" / "h100-64x1.toml")
-KINDS = [*PLANS, *OTHERS] + [(NodeAwareAttention, (1, SIZE))] * (SIZE > 2)
-KINDS += [(TriangleAttention, (SIZE, 1))] * (SIZE == 6)
 EVERY = [  # layouts for which programs are written, without MPI
     ("attention2d", Layout(2, 3)),
     ("attention2d", Layout(1, 1, 4)),
@@ -37,101 +29,6 @@ EVERY = [  # layouts for which programs are written, without MPI
     ("triangle", Layout(6, 1)),
     ("node aware", Layout(2, 4, nodes=(0, 0, 1, 1, 2, 2, 3, 3))),
 ]
-
-
-@pytest.mark.multirank
-@pytest.mark.mpi
-@pytest.mark.parametrize("kind", KINDS, ids=label)
-def test_bits_are_the_same(comm, grid_of, kind):
-    """Slices of whole KV heads change no bit, with and without overlap; and float64 agrees."""
-    make, shape = kind
-    nodes = np.arange(SIZE) // 2 if make is NodeAwareAttention else None
-    grid, bad = grid_of(*shape, nodes=nodes), []
-    masks = (Causal(),) if make is TriangleAttention else (Causal(), Full())
-    for mask, dtype, options in (
-        (masks[0], "float32", {}),
-        (masks[-1], "bfloat16", {"overlap": False}),
-        (masks[0], "float64", {"wire": "mxfp8"}),
-    ):
-        sizes = {"seqlen": 97, "nheads": 2 * NHEADS, "headdim": 16, "dtype": dtype, **options}
-        found = {}
-        for slices in (1, 2, (1, 2), 12 // grid.heads):
-            plan = make(grid, mask, slices=slices, **sizes)
-            found[slices] = run(plan, *inputs(97, 2 * NHEADS, 16, 1.0, dtype, 2 * NHEADS))
-            bad += accounts(plan, True)
-            if "wire" not in options:
-                bad += failures(plan, found[slices], mask, 97, 2 * NHEADS, 16)
-            plan.free()
-        bad += [
-            f"{x} differs with {slices} slices ({mask}, {dtype})"
-            for slices, y in found.items()
-            for x in TENSORS
-            if y[x].tobytes() != found[1][x].tobytes()
-        ]
-    assert_all(comm, not bad, bad)
-
-
-@pytest.mark.multirank
-@pytest.mark.mpi
-@pytest.mark.parametrize("kind", [x for x in KINDS if "Ring" not in x[0].__name__], ids=label)
-def test_slices_share_kv_heads(comm, grid_of, kind):
-    """Query heads are cut: float64 agrees, and the keys travel once."""
-    make, shape = kind
-    nodes = np.arange(SIZE) // 2 if make is NodeAwareAttention else None
-    grid, bad = grid_of(*shape, nodes=nodes), []
-    for nheads_kv, dtype, overlap in ((1, "float32", True), (2, "bfloat16", False)):
-        sizes = {"seqlen": 97, "nheads": 2 * NHEADS, "nheads_kv": nheads_kv, "headdim": 16}
-        plan = partial(make, grid, Causal(), dtype=dtype, overlap=overlap, **sizes)
-        slices = 2 * NHEADS // grid.heads
-        once, several = plan(slices=1), plan(slices=slices)
-        bad += checked(once)[1] + checked(several)[1]
-        if once.traffic.bytes != several.traffic.bytes:
-            bad.append(f"{several.traffic.bytes} bytes, but {once.traffic.bytes} in one slice")
-    assert_all(comm, not bad, bad)
-
-
-@pytest.mark.multirank
-@pytest.mark.mpi
-def test_options(comm, grid_of):
-    """Sinks, dlse, largest logits, soft-caps and cross-attention are the same in slices."""
-    grid, bad = grid_of(1, SIZE), []
-    for options in ({"logit_softcap": 3.0}, {"seqlen_kv": 41}, {"headdim_v": 5}):
-        plan = partial(Attention2D, grid, Causal(), seqlen=53, nheads=4, headdim=8, **options)
-        found = []
-        for slices in (1, 2, 4):
-            x = plan(slices=slices)
-            rng = np.random.default_rng(comm.rank)
-            n, m, e = len(x.tokens), len(x.tokens_kv), x.headdim_v
-            shapes = (n, 4, 8), (m, 4, 8), (m, 4, e), (n, 4, e)
-            q, k, v, dout = (rng.standard_normal(y).astype(np.float32) for y in shapes)
-            sink = np.arange(4, dtype=np.float32)
-            out, lse, most = x.forward(q, k, v, sink, max_logits=True)
-            dlse = rng.standard_normal(lse.shape).astype(np.float32)
-            back = x.backward(dout, q, k, v, out, lse, sink, dlse)
-            found.append([out, lse, most, *back])
-        for other in found[1:]:
-            same = [x.tobytes() == y.tobytes() for x, y in zip(found[0], other)]
-            bad += [f"{options}: {same}"] * (not all(same))
-    assert_all(comm, not bad, bad)
-
-
-@pytest.mark.mpi
-def test_bad_numbers_are_refused(comm, grid_of):
-    make = partial(Attention2D, grid_of(1, SIZE), Causal(), seqlen=9, nheads=6, headdim=4)
-    for slices, says in (
-        (0, "slices must be a positive number, or two, got 0"),
-        ((1, 2, 3), "got (1, 2, 3)"),
-        ("two", "got 'two'"),
-        (4, "cannot cut the 6 heads of a rank: 4 does not divide 6 heads"),
-    ):
-        with pytest.raises(ValueError) as caught:
-            make(slices=slices)
-        assert says in str(caught.value)
-    if comm.size > 1:
-        with pytest.raises(ValueError, match="ranks disagree on slices"):
-            make(slices=1 + (comm.rank > 0))
-        with pytest.raises(ValueError, match="at most as many slices as a rank has KV heads"):
-            RingAttention(make.args[0], Causal(), slices=2, nheads_kv=1, **make.keywords)
 
 
 def programs_of(
@@ -309,41 +206,6 @@ def test_order(heads, positions, stages):
     assert max(map(len, under_way)) == stages
     in_turn = [i for i, *_ in order(Layout(positions, 1, heads), 3, False)]
     assert in_turn == sorted(in_turn)
-
-
-@pytest.mark.parametrize("method, layout", EVERY, ids=str)
-def test_bytes_and_work_do_not_change(method, layout):
-    _, one, problem = programs_of(method, layout, "forward", 1)
-    _, several, _ = programs_of(method, layout, "forward", 4 // layout.heads)
-    for rank in range(layout.size):
-        assert cost.traffic(method, one, problem, rank) == cost.traffic(
-            method, several, problem, rank
-        )
-
-
-def test_keys_are_exchanged_with_the_first_slice_only():
-    """With one KV head: k, v, dk and dv are in the messages of one slice."""
-    for phase, kinds in (("forward", {"kv": {0}}), ("backward", {"kv": {0}, "dkv": {3}})):
-        parts, *_ = programs_of("attention2d", Layout(2, 2), phase, 4, nheads_kv=1)
-        for kind, slices in kinds.items():
-            found = {
-                p.slice
-                for p in parts
-                for x in p.steps
-                if isinstance(x, Message) and p.arrays[x.rows.array].kind == kind
-            }
-            assert found == slices, (phase, kind)
-
-
-def test_cut():
-    """A program computes from its first wait or kernel call to its last kernel call."""
-    layout, config = Layout(2, 2), AttentionConfig(1201, 4, 8)
-    problem = problem_of("attention2d", layout, config, Full())
-    program = drafts_of("attention2d", "forward", layout, problem, 0)[0][0].write()
-    begin, end = cut(program)
-    calls = [i for i, x in enumerate(program.steps) if isinstance(x, KernelCall)]
-    assert begin == calls[0] and calls[-1] < end and isinstance(program.steps[end], Wait)
-    assert not any(isinstance(x, Wait) for x in program.steps[:begin])
 
 
 def test_default():

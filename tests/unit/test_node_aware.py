@@ -1,0 +1,127 @@
+"""Node-aware grids: bytes between nodes by independent counts, memory, layouts, and drivers."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers import SAMPLE, assert_all_refused, drive_each
+from machines import A100, RESULTS, machine
+
+from a2d_mpi import Causal, Full
+from a2d_mpi.core.sizes import Layout, UnlikeRanks
+from a2d_mpi.experiments.results import read_benchmark
+from a2d_mpi.experiments.summary import summarise
+from a2d_mpi.planning.layouts import layouts
+from a2d_mpi.planning.machine import Link
+from a2d_mpi.planning.memory import most_memory, peak_memory
+from a2d_mpi.planning.model import predict
+from a2d_mpi.planning.planner import candidates
+from a2d_mpi.planning.profile import read_machine, write_machine
+from a2d_mpi.schedules import METHODS, problem_of
+from a2d_mpi.schedules.problem import Workload
+
+
+def on_nodes(layout, ranks_per_node):
+    return layout.on_nodes(np.arange(layout.size) // ranks_per_node)
+
+
+def problem(layout, dtype="float32", seqlen=None):
+    work = Workload(seqlen or 20 * layout.size, 12, 16, 4, dtype=dtype, backward=True)
+    return problem_of("node aware", layout, work, work.mask, "contiguous")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape, node", [
+    ((4, 4, 1), np.arange(16) // 4), ((2, 8, 2), np.arange(32) // 4),
+    ((1, 6, 1), (0, 0, 0, 1, 2, 2)), ((3, 4, 1), np.arange(12) // 5),
+    ((4, 2, 2), (0, 0, 1, 0, 2, 2, 1, 1, 1, 0, 0, 2, 2, 1, 0, 0)),
+])  # fmt: skip
+def test_most_memory(shape, node, dtype):
+    """The rank with the most memory need not have the most tokens."""
+    layout = Layout(*shape).on_nodes(node)
+    for seqlen in (97, 1003):
+        sizes = problem(layout, dtype, seqlen)
+        held = [peak_memory("node aware", layout, sizes, rank, True)
+                for rank in range(layout.size)]  # fmt: skip
+        assert most_memory("node aware", layout, sizes, True) == max(held)
+
+
+def test_layouts():
+    """Layouts have nodes of several ranks in a row or column, each once."""
+    work = Workload(1 << 16, 96, 128, mask=Causal())
+    found = list(layouts("node aware", 64, work, 4))
+    assert len({(x.rows, x.cols, x.heads, x.nodes) for x in found}) == len(found) > 40
+    eight = [x for x in found if (x.rows, x.cols, x.heads) == (8, 8, 1)]
+    assert {x.block for x in eight} == {(1, 4), (2, 2), (4, 1)}
+    for x in found:
+        assert set(Counter(x.nodes).values()) == {4}
+        assert x == on_nodes(x, 4)
+        grid = np.reshape(x.nodes, (x.rows, x.cols, x.heads))[..., 0]
+        lines = [Counter(line) for line in (*grid.tolist(), *grid.T.tolist())]
+        assert any(len(line) > 1 and max(line.values()) > 1 for line in lines)
+    for ranks_per_node in (1, 5, 64):
+        assert not list(layouts("node aware", 64, work, ranks_per_node))
+    assert not METHODS["node aware"].suits(Layout(4, 4))
+    uneven = Layout(2, 4).on_nodes([0, 0, 0, 1, 1, 1, 2, 2])
+    assert not METHODS["node aware"].suits(uneven)
+    uneven = Layout(2, 1, 4).on_nodes([0, 0, 1, 1, 0, 1, 0, 1])
+    with pytest.raises(UnlikeRanks, match="context-parallel groups"):
+        uneven.nodes_of_group()
+
+
+def test_seconds_of_uneven_nodes():
+    """Uneven nodes take a time between whole nodes and no nodes."""
+    slow = replace(A100, between=Link(1e6), inside=Link(1e12), ranks_per_node=4)
+    work = Workload(960, 12, 16, mask=Full(), dtype="bfloat16", backward=True)
+    nodes = np.arange(8) // 4, [0, 0, 0, 1, 1, 1, 1, 2], np.arange(8)
+    layouts = [Layout(1, 8).on_nodes(x) for x in nodes]
+    seconds = [
+        sum(x.total.max() for x in predict(slow, "node aware", layout, work).values())
+        for layout in layouts
+    ]
+    assert seconds == sorted(seconds) and seconds[0] < 0.9 * seconds[2]
+
+
+@pytest.mark.thorough
+def test_the_pick_where_the_network_is_slow():
+    """On 16 nodes of 4 the node-aware grid takes about 48/88 of the plain grid's time."""
+    slow = read_machine(RESULTS / "16x4.toml")
+    work = Workload(4096, 8, 64, mask=Causal(), dtype="float32")
+    best = {}
+    methods = "attention2d", "node aware"
+    for x in candidates(slow, 64, work, methods=methods, number=None):
+        best.setdefault(x.method if x.layout.heads == 1 else "heads", x)
+    aware, plain = best["node aware"].seconds, best["attention2d"].seconds
+    assert 48 / 88 < aware / plain < 48 / 88 / 0.9
+
+
+@pytest.mark.launches
+def test_drivers(tmp_path):
+    """Names and options have blocks; predictions are for the job's nodes, not the profile's."""
+    profile, output = (tmp_path / x for x in ("test.toml", "bench.h5"))
+    write_machine(profile, machine(ranks_per_node=2))
+    sizes = ["--seqlens", 61, "--nheads", 4, "--headdim", 8, "--backward", "--trials", 2]
+    plans = ["--plans", "node_aware:2x2/2x1,attention2d:2x2/2x1", "--profile", profile]
+    done, found = drive_each([
+        ("bench.py", ["--output", output, *sizes, *plans], []),
+        ("attention.py",
+         [SAMPLE, "--method", "node_aware", "--rank-block", "1x2", "--seqlen", 99], []),
+    ], 4)  # fmt: skip
+    assert [code for code, _ in found] == [0, 0], done.stderr
+    case = "causal-n61-h4-kv4-d8-float32-backward-overlap"
+    found = read_benchmark(output)
+    assert set(found) == {f"{x}-2x2x1-rcu_2x1-{case}" for x in ("node_aware", "attention2d")}
+    for name, result in found.items():
+        assert (result.config["block"], result.config["nodes"]) == ("2x1", "0 0 0 0")
+        assert result.passed and result.predicted["forward seconds"] > 0
+        assert summarise(result).shape == "2x2x1@rcu/2x1"
+        inside = name.startswith("node") and {"forward/row node", "forward/col node"}
+        assert not inside or inside <= result.traffic.keys()
+    assert_all_refused("attention.py", 4, [
+        ([SAMPLE, "--rank-block", "2"], [], "--rank-block must be ROWSxCOLUMNS, got '2'"),
+        ([SAMPLE, "--rank-block", "3x1"], [], "3x1 blocks do not divide a grid of 2 x 2"),
+        ([SAMPLE, "--rank-block", "2x2"], ["--rank-block", "1x1"], "disagree on --rank-block"),
+        ([SAMPLE, "--grid", "auto", "--profile", profile, "--rank-block", "2x1"], [],
+         "chooses --rows, --cols, --head-ranks, --order and --rank-block"),
+    ])  # fmt: skip
