@@ -13,7 +13,7 @@ import numpy as np
 
 from a2d_mpi.masks.intervals import Runs, members, union
 from a2d_mpi.masks.mask import Causal, Full, Mask
-from a2d_mpi.masks.stairs import cut, stairs_of
+from a2d_mpi.masks.stairs import stairs_of
 from a2d_mpi.sharding.distribution import Distribution
 from a2d_mpi.sharding.progressions import concatenated
 
@@ -97,12 +97,17 @@ def sees(mask: Mask, n: int, m: int, queries: list[range], keys: list[range]) ->
 
 def _keys_seen(mask: Mask, seqlen: int, seqlen_kv: int, queries: np.ndarray) -> Runs:
     """Return the keys that any query in the ascending runs `queries`, (n, 2) int64, sees."""
-    seen, bounds = [], queries.ravel()
+    seen, (first, last) = [], queries.T
     for x in stairs_of(mask, seqlen, seqlen_kv):
-        x = cut(x, bounds, bounds[:0])
-        inside = np.searchsorted(bounds, x.first, side="right") % 2 == 1
-        end = x.end + x.step_end * (x.last - 1 - x.first)
-        seen.append((x.begin[inside], end[inside]))
+        # Find the stairs that contain a query of each run.
+        least = np.searchsorted(x.last, first, side="right")
+        number = np.maximum(np.searchsorted(x.first, last) - least, 0)
+        run = np.repeat(np.arange(len(first)), number)
+        stair = np.arange(len(run)) + np.repeat(least - np.cumsum(number) + number, number)
+        start, begin, end = x.first[stair], x.begin[stair], x.end[stair]
+        begin = begin + x.step_begin[stair] * np.maximum(first[run] - start, 0)
+        final = np.minimum(last[run], x.last[stair]) - 1
+        seen.append((begin, end + x.step_end[stair] * (final - start)))
     return _union(seen)
 
 
