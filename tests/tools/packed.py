@@ -20,7 +20,7 @@ from a2d_mpi.gpt.text import Batch
 from a2d_mpi.gpt.training import Training
 from a2d_mpi.masks.documents import positions_in
 
-TRIALS, STEPS = 15, 50
+TRIALS, STEPS = 9, 50
 
 
 def documents(seqlen, mean, seed, inside=None):

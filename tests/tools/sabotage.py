@@ -32,8 +32,8 @@ from a2d_mpi.comm.transport import HostTransport
 from a2d_mpi.devices.host import Host
 from a2d_mpi.kernels.blocks import Blocker
 from a2d_mpi.kernels.numpy import NumpyKernel
-from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules import passes, slices
+from a2d_mpi.schedules.arrays import ProgramArrays
 from a2d_mpi.schedules.line import Line
 from a2d_mpi.schedules.steps import Add, Copy, Merge, Receive
 
@@ -213,7 +213,7 @@ def mask(rank):
         (begin, end), *others = right(self, q_tokens, k_tokens)
         return (begin, np.minimum(end + 1, len(k_tokens))), *others
 
-    return [around(Mask, "intervals", wrong)]
+    return [around(ProgramArrays, "intervals", wrong)]
 
 
 # Merges and sums.

@@ -127,6 +127,18 @@ def test_stairs(case, data):
     assert np.array_equal(found, seen[np.ix_(q, k)])
 
 
+def test_corners_that_are_left_out():
+    class Halves(Mask):
+        def visible(self, q_tokens):
+            return ((0 * q_tokens, np.where(q_tokens < 4, 2, 1)),)
+
+        def corners(self, seqlen_kv):
+            return np.array([0])
+
+    with pytest.raises(ValueError, match="corners leaves out a query"):
+        check_mask(Halves(), 9)
+
+
 def test_corners_of_a_parent_do_not_count():
     class Late(Documents):
         def visible(self, q_tokens):

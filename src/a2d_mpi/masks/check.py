@@ -107,7 +107,10 @@ def check_mask(mask: Mask, seqlen: int, seqlen_kv: int | None = None) -> None:
     if twin == mask and (hash(twin), twin.digest(n, nk)) != (hash(mask), digest):
         raise ValueError(f"{name}: a copy is equal to the mask, but its hash or digest differs")
     q, k = np.arange(n), np.arange(nk)
-    seen = IntervalMask(*mask.checked(q, nk)).dense(q, k)
+    every = IntervalMask(*mask.checked(q, nk))
+    if every.digest(n, nk) != digest:
+        raise ValueError(f"{name}.corners leaves out a query at which an interval turns")
+    seen = every.dense(q, k)
     random = np.random.default_rng(0)
     subsets = [(q, k), (q, k[:0]), (q[:0], k[:0])]
     for share in (0.1, 0.5, 0.9):  # of the keys, which are sorted; queries may have any order
