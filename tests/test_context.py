@@ -208,6 +208,48 @@ def test_methods(comm, method, name):
     part.Free()
 
 
+def test_autocast(comm, whole):
+    """Under autocast the options name the dtype of attention; the probe runs without it."""
+    ids = sequence(N)
+    exact = step(build(*EQUAL["Llama"]), ids, ids, [0, N])
+    model = build(*EQUAL["Llama"], torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cp = ContextParallel(whole, model, seqlen=N, dtype="bfloat16", distribution="striped")
+        found = spread_step(cp, model, ids)
+        one = step(build(*EQUAL["Llama"], torch.float32), ids, ids, [0, N])
+    far, bound = distance(found, exact), 2 * distance(one, exact)
+    assert_all(comm, far <= bound, f"off by {far}, more than {bound}")
+    plans = [*cp.plans.values()]
+    good = [(x.dtype.name, x.distribution.name) == ("bfloat16", "striped") for x in plans]
+    assert_all(comm, all(good), f"{plans}")
+    cp.free()
+
+
+def test_compiled(comm, whole):
+    """A compiled model has the same results; plans are left out of its graphs."""
+    model, ids = build(*EQUAL["Gemma 3"]), sequence(N)
+    cp = ContextParallel(whole, model, seqlen=N)
+    batch = cp.shard(ids, cu_seqlens=ENDS)
+    expected = model(**batch.inputs).logits
+    out = torch.compile(model, backend="eager")(**batch.inputs).logits
+    assert_all(comm, torch.equal(out, expected), "another result")
+    cp.free()
+
+
+def test_two_models(comm, whole):
+    """A batch belongs to one model: another one may have another distribution."""
+    models = [build(*EQUAL[x]) for x in ("Llama", "Gemma 3")]
+    cps = [ContextParallel(whole, x, seqlen=N) for x in models]
+    batches = [x.shard(sequence(N)) for x in cps]
+    for model, batch in zip(models, batches):
+        model(**batch.inputs)
+    said = message_of(comm, lambda: models[0](**batches[1].inputs))
+    assert_all(comm, "call the model with **batch.inputs" in said, said)
+    for x in cps:
+        x.free()
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")  # its name before 6
 def test_two_batches_with_checkpoints(comm, whole):
     """A layer that is computed again in the backward pass has the plans of its own batch."""
     model, ids = build(*EQUAL["Gemma 3"]), sequence(N)
