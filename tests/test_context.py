@@ -335,6 +335,12 @@ REFUSED = {
         {"d_model": 32},
         "an encoder with a decoder has two sequences",
     ),
+    "a class of the sequence": (
+        "LlamaForSequenceClassification",
+        "LlamaConfig",
+        {},
+        "its output has no row for each token",
+    ),
     "dropout": ("GPT2LMHeadModel", "GPT2Config", GPT2, "transformer.h.0.attn has dropout 0.1"),
     "layerdrop": (
         "OPTForCausalLM",
@@ -453,6 +459,12 @@ def test_calls_that_are_refused(comm, whole):
     # The Trainer calls a model like this, with the whole sequence.
     said = message_of(comm, lambda: model(input_ids=ids, labels=ids))
     assert_all(comm, "call the model with **batch.inputs" in said, said)
+    said = message_of(comm, lambda: model.generate(ids, max_new_tokens=1))
+    assert_all(comm, "call the model with **batch.inputs" in said, said)
+    model.set_attn_implementation("sdpa")
+    said = message_of(comm, lambda: model(**given))
+    assert_all(comm, "has got another attention implementation" in said, said)
+    model.set_attn_implementation(cp._name)
     other = copy.deepcopy(model)
     said = message_of(comm, lambda: other(**given))
     assert_all(comm, "has the model been copied?" in said, said)

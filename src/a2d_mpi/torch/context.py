@@ -179,6 +179,10 @@ class ContextParallel:
             self._use(number)
         else:
             self._refuse("call the model with **batch.inputs of a new batch = cp.shard(...)")
+        if model.config._attn_implementation != self._name:
+            self._refuse(
+                "the model has got another attention implementation: call cp.free() first"
+            )
         if given.get("labels") is not None:
             self._refuse("the model would shift labels on each rank alone: give them to cp.shard")
 

@@ -174,8 +174,10 @@ class _Watch:
         for name, x in poisoned:
             if x[:POISONED].isnan().any() or x[POISONED + 1 :].isnan().any():
                 raise ValueError(f"{name} mixes tokens outside of transformers' attention")
+        if name != type(self.model).__name__:
+            raise ValueError("its output has no row for each token")
         if not x[POISONED].isnan().any():
-            raise ValueError("the output of the model does not depend on its input embeddings")
+            raise ValueError("its output does not depend on its input embeddings")
         if not self.calls:
             raise ValueError("no layer calls transformers' attention functions")
         expected = self.run(whole)
