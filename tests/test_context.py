@@ -326,7 +326,7 @@ REFUSED = {
     "RoBERTa": (
         "RobertaForMaskedLM",
         "RobertaConfig",
-        {"attention_probs_dropout_prob": 0},
+        {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
         "roberta.embeddings.position_embeddings does not count positions 0, 1, 2, ...",
     ),
     "BART": (
@@ -340,6 +340,12 @@ REFUSED = {
         "LlamaConfig",
         {},
         "its output has no row for each token",
+    ),
+    "other dropout": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        GPT2 | {"attn_pdrop": 0, "resid_pdrop": 0.1},
+        "transformer.h.0.attn.resid_dropout is random in training: set its dropout to 0",
     ),
     "dropout": ("GPT2LMHeadModel", "GPT2Config", GPT2, "transformer.h.0.attn has dropout 0.1"),
     "layerdrop": (
@@ -461,6 +467,12 @@ def test_calls_that_are_refused(comm, whole):
     assert_all(comm, "call the model with **batch.inputs" in said, said)
     said = message_of(comm, lambda: model.generate(ids, max_new_tokens=1))
     assert_all(comm, "call the model with **batch.inputs" in said, said)
+    cp._training = False  # as if it had been made of a model that was not training
+    said = message_of(comm, lambda: model(**given))
+    assert_all(comm, "call model.train() before ContextParallel" in said, said)
+    model.eval()(**given)
+    model.train()
+    cp._training = True
     model.set_attn_implementation("sdpa")
     said = message_of(comm, lambda: model(**given))
     assert_all(comm, "has got another attention implementation" in said, said)

@@ -87,7 +87,7 @@ class ContextParallel:
     ----------
     grid : ProcessGrid
     model : transformers.PreTrainedModel
-        The same on all ranks, not in a wrapper.
+        The same on all ranks, not in a wrapper.  If it will be trained, in training mode.
     seqlen : int
         N, tokens of the sequence.
     method : str
@@ -133,7 +133,8 @@ class ContextParallel:
         self._name = register(_weak(self, "_attend"), _weak(self, "_mask"))
         if probe:
             self._probe()
-        self._options, self._before = options, model.config._attn_implementation
+        self._options, self._training = options, model.training
+        self._before = model.config._attn_implementation
         self._plans_of(None)
         model.set_attn_implementation(self._name)
         self._handle = model.register_forward_pre_hook(_weak(self, "_begin"), with_kwargs=True)
@@ -179,6 +180,8 @@ class ContextParallel:
             self._use(number)
         else:
             self._refuse("call the model with **batch.inputs of a new batch = cp.shard(...)")
+        if model.training and not self._training:
+            self._refuse("call model.train() before ContextParallel, which then looks for dropout")
         if model.config._attn_implementation != self._name:
             self._refuse(
                 "the model has got another attention implementation: call cp.free() first"
@@ -316,7 +319,8 @@ class ContextParallel:
         self._plans_of(ends)
         tokens = next(iter(self.plans.values())).tokens
         bounds = np.unique([0, self.seqlen] if ends is None else [*ends, self.seqlen])
-        if self._causal:
+        ahead = [x.mask.dense(np.array([0]), np.array([1])).any() for x in self.layers.values()]
+        if not any(ahead):  # no layer sees the next token
             targets = np.append((ids if targets is None else targets)[1:], IGNORED)
             targets[bounds[1:] - 1] = IGNORED
         elif targets is None:
@@ -337,13 +341,6 @@ class ContextParallel:
     def plans(self) -> Plans:
         """See the attributes of the class."""
         return self._sets[self._current]
-
-    @property
-    def _causal(self) -> bool:
-        """Whether no layer sees later tokens."""
-        first = np.array([0, self.seqlen // 2])
-        ends = (end for x in self.layers.values() for _, end in x.mask.visible(first))
-        return all((end <= first + 1).all() for end in ends)
 
     def _check(self, ids: Any, labels: Any, cu_seqlens: Any) -> None:
         """Raise ValueError if arguments of `shard` are wrong."""

@@ -88,16 +88,21 @@ def layers_of(model: torch.nn.Module, seqlen: int) -> dict[torch.nn.Module, Kind
     for name, value in model.config.to_dict().items():
         if "layerdrop" in name and value:
             raise ValueError(f"{name} must be 0, got {value}: ranks would drop different layers")
+    for name, x in model.named_modules():
+        if isinstance(x, torch.nn.modules.batchnorm._BatchNorm):
+            raise ValueError(f"{name} is a BatchNorm: in training it mixes tokens")
     watch = _Watch(model)
     with attention_of(model, register(watch.attention, watch.mask)) as training:
         try:
             if training:
                 model.train()
-                watch.run(_inputs(model, seqlen))
-                model.eval()
+                few = _inputs(model, seqlen)
+                expected = watch.run(few)
                 for where, *_, others in watch.calls:
                     if dropout := others.get("dropout"):
                         raise ValueError(f"{where} has dropout {dropout} in attention, not 0")
+                watch.compare(few, expected, "is random in training: set its dropout to 0")
+                model.eval()
             watch.check_tokens(seqlen)
             masks = [mask_of(x, seqlen) for x in watch.masks]
             layers: dict[torch.nn.Module, Kind] = {}
@@ -183,18 +188,18 @@ class _Watch:
         expected = self.run(whole)
         calls, masks = self.calls, self.masks
         first = {x: y[:, :FIRST] for x, y in whole.items()}
-        self._compare(first, expected, "depends on the largest position, or on other tokens")
+        self.compare(first, expected, "depends on the largest position, or on other tokens")
         takes = inspect.signature(self.model.forward).parameters
         for name in [x for x in ("cache", "past_key_values") if x in takes][:1]:
             cached = whole | {name: _cache(seqlen)}
-            self._compare(cached, expected, "counts positions by itself")
+            self.compare(cached, expected, "counts positions by itself")
         whole["position_ids"] = torch.arange(FEW, device=self.model.device)[None]
         expected = self.run(whole)
         del whole["position_ids"]
-        self._compare(whole, expected, "does not count positions 0, 1, 2, ...")
+        self.compare(whole, expected, "does not count positions 0, 1, 2, ...")
         self.calls, self.masks = calls, masks
 
-    def _compare(self, inputs: dict[str, Any], expected: Outputs, what: str) -> None:
+    def compare(self, inputs: dict[str, Any], expected: Outputs, what: str) -> None:
         """Raise ValueError at the first thing that differs."""
         rest = iter(expected)
 
