@@ -208,6 +208,48 @@ def test_methods(comm, method, name):
     part.Free()
 
 
+def test_autocast(comm, whole):
+    """Under autocast the options name the dtype of attention; the probe runs without it."""
+    ids = sequence(N)
+    exact = step(build(*EQUAL["Llama"]), ids, ids, [0, N])
+    model = build(*EQUAL["Llama"], torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cp = ContextParallel(whole, model, seqlen=N, dtype="bfloat16", distribution="striped")
+        found = spread_step(cp, model, ids)
+        one = step(build(*EQUAL["Llama"], torch.float32), ids, ids, [0, N])
+    far, bound = distance(found, exact), 2 * distance(one, exact)
+    assert_all(comm, far <= bound, f"off by {far}, more than {bound}")
+    plans = [*cp.plans.values()]
+    good = [(x.dtype.name, x.distribution.name) == ("bfloat16", "striped") for x in plans]
+    assert_all(comm, all(good), f"{plans}")
+    cp.free()
+
+
+def test_compiled(comm, whole):
+    """A compiled model has the same results; plans are left out of its graphs."""
+    model, ids = build(*EQUAL["Gemma 3"]), sequence(N)
+    cp = ContextParallel(whole, model, seqlen=N)
+    batch = cp.shard(ids, cu_seqlens=ENDS)
+    expected = model(**batch.inputs).logits
+    out = torch.compile(model, backend="eager")(**batch.inputs).logits
+    assert_all(comm, torch.equal(out, expected), "another result")
+    cp.free()
+
+
+def test_two_models(comm, whole):
+    """A batch belongs to one model: another one may have another distribution."""
+    models = [build(*EQUAL[x]) for x in ("Llama", "Gemma 3")]
+    cps = [ContextParallel(whole, x, seqlen=N) for x in models]
+    batches = [x.shard(sequence(N)) for x in cps]
+    for model, batch in zip(models, batches):
+        model(**batch.inputs)
+    said = message_of(comm, lambda: models[0](**batches[1].inputs))
+    assert_all(comm, "call the model with **batch.inputs" in said, said)
+    for x in cps:
+        x.free()
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")  # its name before 6
 def test_two_batches_with_checkpoints(comm, whole):
     """A layer that is computed again in the backward pass has the plans of its own batch."""
     model, ids = build(*EQUAL["Gemma 3"]), sequence(N)
@@ -284,7 +326,7 @@ REFUSED = {
     "RoBERTa": (
         "RobertaForMaskedLM",
         "RobertaConfig",
-        {"attention_probs_dropout_prob": 0},
+        {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
         "roberta.embeddings.position_embeddings does not count positions 0, 1, 2, ...",
     ),
     "BART": (
@@ -292,6 +334,18 @@ REFUSED = {
         "BartConfig",
         {"d_model": 32},
         "an encoder with a decoder has two sequences",
+    ),
+    "a class of the sequence": (
+        "LlamaForSequenceClassification",
+        "LlamaConfig",
+        {},
+        "its output has no row for each token",
+    ),
+    "other dropout": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        GPT2 | {"attn_pdrop": 0, "resid_pdrop": 0.1},
+        "transformer.h.0.attn.resid_dropout is random in training: set its dropout to 0",
     ),
     "dropout": ("GPT2LMHeadModel", "GPT2Config", GPT2, "transformer.h.0.attn has dropout 0.1"),
     "layerdrop": (
@@ -411,6 +465,18 @@ def test_calls_that_are_refused(comm, whole):
     # The Trainer calls a model like this, with the whole sequence.
     said = message_of(comm, lambda: model(input_ids=ids, labels=ids))
     assert_all(comm, "call the model with **batch.inputs" in said, said)
+    said = message_of(comm, lambda: model.generate(ids, max_new_tokens=1))
+    assert_all(comm, "call the model with **batch.inputs" in said, said)
+    cp._training = False  # as if it had been made of a model that was not training
+    said = message_of(comm, lambda: model(**given))
+    assert_all(comm, "call model.train() before ContextParallel" in said, said)
+    model.eval()(**given)
+    model.train()
+    cp._training = True
+    model.set_attn_implementation("sdpa")
+    said = message_of(comm, lambda: model(**given))
+    assert_all(comm, "has got another attention implementation" in said, said)
+    model.set_attn_implementation(cp._name)
     other = copy.deepcopy(model)
     said = message_of(comm, lambda: other(**given))
     assert_all(comm, "has the model been copied?" in said, said)

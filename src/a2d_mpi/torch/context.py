@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from a2d_mpi.torch.transformers import PADDING, attend_layer, check_shards, regi
 
 PROBED = 16  # tokens of a rank in the probe
 KEPT = 8  # sets of documents whose plans are kept
+_numbers = count()  # of the plans of a set of documents, of all models of this process
 
 Plans = dict[Kind, AttentionPlan]
 
@@ -85,19 +87,16 @@ class ContextParallel:
     ----------
     grid : ProcessGrid
     model : transformers.PreTrainedModel
-        The same on all ranks, not in a wrapper.  Needs transformers 4.53 or newer.
+        The same on all ranks, not in a wrapper.  If it will be trained, in training mode.
     seqlen : int
         N, tokens of the sequence.
     method : str
         One of `a2d_mpi.schedules.METHODS`.
-    distribution : str, optional
-        As of plans.  Default: the one with the least predicted time for all layers together.
-    dtype : str, optional
-        As of plans.  Default: the dtype of q.
     probe : bool
         Whether to compare the model with its own attention.
     **options
-        Other arguments of plans: `kernel`, `overlap`, `wire`, ...
+        Other arguments of plans.  Default of `distribution`: the one with the least predicted time
+        for all layers together.  Default of `dtype`: the model's; under autocast pass its dtype.
 
     Attributes
     ----------
@@ -119,47 +118,32 @@ class ContextParallel:
         *,
         seqlen: int,
         method: str = "attention2d",
-        distribution: str | None = None,
-        dtype: str | None = None,
         probe: bool = True,
         **options: Any,
     ) -> None:
         self.grid, self.model, self.seqlen, self.method = grid, model, seqlen, method
-        self._distribution, self._dtype, self._options = distribution, dtype, options
         self.layers: dict[torch.nn.Module, Kind] = {}
         call = Call(grid.comm)
         with call.checks(text=lambda x: f"{type(model).__name__}: {x}"):
-            _check_model(model)
             self.layers = layers_of(model, seqlen)
         call.agree({"seqlen": seqlen, "layers": [*self.layers.values()]})
         self._numbers: dict[bytes, int] = {}  # of plans, by their documents
         self._sets: dict[int, Plans] = {}
-        self._current = 0
-        self._name = register(*self._functions())
+        self._current = -1
+        self._name = register(_weak(self, "_attend"), _weak(self, "_mask"))
         if probe:
             self._probe()
-        self._plans_of(None)
+        self._options, self._training = options, model.training
         self._before = model.config._attn_implementation
+        self._plans_of(None)
         model.set_attn_implementation(self._name)
-        me = weakref.ref(self)  # so that copies of the model do not copy plans
-        self._handle = model.register_forward_pre_hook(
-            lambda *given: _alive(me())._begin(*given), with_kwargs=True
-        )
+        self._handle = model.register_forward_pre_hook(_weak(self, "_begin"), with_kwargs=True)
 
-    def _functions(self) -> tuple[Callable, Callable]:
-        """Return the attention function and the mask function of transformers."""
-        me = weakref.ref(self)
-
-        def attention(module: torch.nn.Module, *given: Any, **others: Any) -> tuple:
-            return _alive(me())._attend(module, *given, **others)
-
-        def mask(attention_mask: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
-            self = _alive(me())
-            if attention_mask is not None and not bool(attention_mask.all()):
-                self._refuse(PADDING)
-            return tag(self._current)
-
-        return attention, mask
+    def _mask(self, attention_mask: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
+        """Return the number of the current plans, which goes through the model as a mask."""
+        if attention_mask is not None and not bool(attention_mask.all()):
+            self._refuse(PADDING)
+        return tag(self._current)
 
     def _attend(
         self,
@@ -173,9 +157,7 @@ class ContextParallel:
         """Compute the attention of a layer by its plan."""
         kind, number = self.layers.get(module), self._current
         if kind is None:
-            self._refuse(
-                "a layer is not the model's of ContextParallel; has the model been copied?"
-            )
+            self._refuse("ContextParallel does not know a layer: has the model been copied?")
         if attention_mask is not None:  # not the current ones if a layer is computed again
             number = number_of(attention_mask)
             if number not in self._sets:
@@ -198,6 +180,12 @@ class ContextParallel:
             self._use(number)
         else:
             self._refuse("call the model with **batch.inputs of a new batch = cp.shard(...)")
+        if model.training and not self._training:
+            self._refuse("call model.train() before ContextParallel, which then looks for dropout")
+        if model.config._attn_implementation != self._name:
+            self._refuse(
+                "the model has got another attention implementation: call cp.free() first"
+            )
         if given.get("labels") is not None:
             self._refuse("the model would shift labels on each rank alone: give them to cp.shard")
 
@@ -212,28 +200,25 @@ class ContextParallel:
         """Make or find the plans of documents, and use them.  Collective."""
         key = b"" if cu_seqlens is None else cu_seqlens.tobytes()
         if key not in self._numbers:
-            plans = self._make(self.seqlen, cu_seqlens)
-            self._numbers[key] = number = max(self._sets, default=-1) + 1
+            plans = self._make(self.seqlen, cu_seqlens, **self._options)
+            self._numbers[key] = number = next(_numbers)
             self._sets[number] = plans
             if len(self._numbers) > KEPT:
-                del self._sets[
-                    self._numbers.pop([*self._numbers][1])
-                ]  # the first has no documents
+                oldest = [*self._numbers][1]  # after the one without documents
+                del self._sets[self._numbers.pop(oldest)]
         elif key:  # the latest come last
             self._numbers[key] = self._numbers.pop(key)
         self._use(self._numbers[key])
 
-    def _make(self, seqlen: int, cu_seqlens: np.ndarray | None = None) -> Plans:
+    def _make(self, seqlen: int, cu_seqlens: np.ndarray | None = None, **options: Any) -> Plans:
         """Make a plan for each kind of layer, all on one distribution.  Collective."""
         kinds, plans = Counter(self.layers.values()), {}
         masks = {x: _inside(x.mask, seqlen, cu_seqlens) for x in kinds}
-        name = self._distribution or self._chosen(kinds, masks, seqlen)
+        common = {"seqlen": seqlen, "distribution": self._chosen(kinds, masks, seqlen)} | options
         for kind, mask in masks.items():
-            sizes = kind._asdict() | {"seqlen": seqlen, "dtype": self._dtype or kind.dtype}
+            sizes = kind._asdict() | common
             del sizes["mask"]
-            plans[kind] = make_plan(
-                self.method, self.grid, mask, distribution=name, **sizes | self._options
-            )
+            plans[kind] = make_plan(self.method, self.grid, mask, **sizes)
             check_shards(plans[kind])
         if len({x.distribution for x in plans.values()}) > 1:
             raise ValueError("the layers need plans of one distribution; name another one")
@@ -259,7 +244,8 @@ class ContextParallel:
         """Compare all layers with the model's own attention for a few tokens.  Collective."""
         n = min(self.seqlen, PROBED * self.grid.comm.size)
         positions = torch.from_numpy(np.linspace(0, self.seqlen - 1, n).round().astype(np.int64))
-        plans = self._sets[0] = self._make(n)
+        self._current = next(_numbers)
+        plans = self._sets[self._current] = self._make(n)
         tokens = next(iter(plans.values())).tokens
         whole, expected, problems = inputs_of(self.model, positions[None]), [], []
         call = Call(self.grid.comm)
@@ -281,7 +267,7 @@ class ContextParallel:
         agree(self.grid.comm, next(iter(problems), None))
         for plan in plans.values():
             plan.free()
-        del self._sets[0]
+        del self._sets[self._current]
 
     def shard(
         self,
@@ -322,7 +308,7 @@ class ContextParallel:
         call = Call(comm)
         whole: list[np.ndarray | None] = []
         with call.checks():
-            whole = [None if x is None else _numbers(x) for x in given]
+            whole = [None if x is None else _integers(x) for x in given]
         if root is not None:
             call.problem, whole = comm.bcast((call.problem, whole), root)
         names = "input_ids", "labels", "cu_seqlens"
@@ -333,7 +319,8 @@ class ContextParallel:
         self._plans_of(ends)
         tokens = next(iter(self.plans.values())).tokens
         bounds = np.unique([0, self.seqlen] if ends is None else [*ends, self.seqlen])
-        if self._causal:
+        ahead = [x.mask.dense(np.array([0]), np.array([1])).any() for x in self.layers.values()]
+        if not any(ahead):  # no layer sees the next token
             targets = np.append((ids if targets is None else targets)[1:], IGNORED)
             targets[bounds[1:] - 1] = IGNORED
         elif targets is None:
@@ -354,13 +341,6 @@ class ContextParallel:
     def plans(self) -> Plans:
         """See the attributes of the class."""
         return self._sets[self._current]
-
-    @property
-    def _causal(self) -> bool:
-        """Whether no layer sees later tokens."""
-        first = np.array([0, self.seqlen // 2])
-        ends = (end for x in self.layers.values() for _, end in x.mask.visible(first))
-        return all((end <= first + 1).all() for end in ends)
 
     def _check(self, ids: Any, labels: Any, cu_seqlens: Any) -> None:
         """Raise ValueError if arguments of `shard` are wrong."""
@@ -417,25 +397,20 @@ def _inside(mask: Mask, seqlen: int, cu_seqlens: np.ndarray | None) -> Mask:
     return Documents(np.array([0, seqlen]) if cu_seqlens is None else cu_seqlens, inside=mask)
 
 
-def _alive(cp: ContextParallel | None) -> ContextParallel:
-    if cp is None:
-        raise ValueError("ContextParallel was deleted: keep it as long as the model is used")
-    return cp
+def _weak(cp: ContextParallel, name: str) -> Callable:
+    """Return a method that does not keep its object alive, and that copies of a model share."""
+    reference = weakref.ref(cp)
+
+    def method(*given: Any, **others: Any) -> Any:
+        cp = reference()
+        if cp is None:
+            raise ValueError("ContextParallel was deleted: keep it as long as the model is used")
+        return getattr(cp, name)(*given, **others)
+
+    return method
 
 
-def _check_model(model: torch.nn.Module) -> None:
-    """Raise ValueError if this is not a model of a transformers that has mask functions."""
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError("it is no PreTrainedModel of transformers; pass the model in a wrapper")
-    try:
-        from transformers.masking_utils import AttentionMaskInterface  # noqa: F401
-    except ImportError:
-        raise ValueError("transformers must be 4.53 or newer") from None
-
-
-def _numbers(x: Any) -> np.ndarray:
+def _integers(x: Any) -> np.ndarray:
     """Return an integer tensor or array, (n,) or (1, n), as an array, (n,) int64."""
     x = x.numpy(force=True) if isinstance(x, torch.Tensor) else np.asarray(x)
     if x.dtype.kind not in "iu" or x.ndim not in (1, 2) or x.shape[:-1] not in ((), (1,)):

@@ -52,7 +52,7 @@ class Kind(NamedTuple):
         As of plans.
     """
 
-    mask: Mask
+    mask: Mask | None
     nheads: int
     nheads_kv: int
     headdim: int
@@ -62,15 +62,7 @@ class Kind(NamedTuple):
     dtype: str
 
 
-class Call(NamedTuple):
-    """A call of the attention function, with what it got."""
-
-    where: str
-    module: torch.nn.Module
-    heads: tuple[int, int, int, int]
-    dtype: str
-    mask: torch.Tensor | None
-    others: dict[str, Any]
+Call = tuple[str, torch.nn.Module, Kind, torch.Tensor | None, dict[str, Any]]
 
 
 def layers_of(model: torch.nn.Module, seqlen: int) -> dict[torch.nn.Module, Kind]:
@@ -87,28 +79,37 @@ def layers_of(model: torch.nn.Module, seqlen: int) -> dict[torch.nn.Module, Kind
     ValueError
         If plans cannot compute what the model computes.  The message names the layer.
     """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError("it is no PreTrainedModel of transformers; pass the model in a wrapper")
     if model.config.is_encoder_decoder:
         raise ValueError("an encoder with a decoder has two sequences")
     for name, value in model.config.to_dict().items():
         if "layerdrop" in name and value:
             raise ValueError(f"{name} must be 0, got {value}: ranks would drop different layers")
+    for name, x in model.named_modules():
+        if isinstance(x, torch.nn.modules.batchnorm._BatchNorm):
+            raise ValueError(f"{name} is a BatchNorm: in training it mixes tokens")
     watch = _Watch(model)
     with attention_of(model, register(watch.attention, watch.mask)) as training:
         try:
             if training:
                 model.train()
-                watch.run(_inputs(model, seqlen))
+                few = _inputs(model, seqlen)
+                expected = watch.run(few)
+                for where, *_, others in watch.calls:
+                    if dropout := others.get("dropout"):
+                        raise ValueError(f"{where} has dropout {dropout} in attention, not 0")
+                watch.compare(few, expected, "is random in training: set its dropout to 0")
                 model.eval()
-                for x in watch.calls:
-                    if dropout := x.others.get("dropout"):
-                        raise ValueError(f"{x.where} has dropout {dropout} in attention, not 0")
             watch.check_tokens(seqlen)
             masks = [mask_of(x, seqlen) for x in watch.masks]
             layers: dict[torch.nn.Module, Kind] = {}
-            for call in watch.calls:
-                kind = _kind(call, masks, seqlen)
-                if layers.setdefault(call.module, kind) != kind:
-                    raise ValueError(f"{call.where} attends in two ways")
+            for where, module, kind, *given in watch.calls:
+                kind = kind._replace(mask=_known(where, module, *given, masks, seqlen))
+                if layers.setdefault(module, kind) != kind:
+                    raise ValueError(f"{where} attends in two ways")
         finally:
             watch.clear()  # transformers keeps the functions
     return layers
@@ -133,6 +134,7 @@ class _Watch:
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
+        scaling: float | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         """Note the arguments; return the values of each token."""
@@ -140,8 +142,11 @@ class _Watch:
         (_, nheads, n, headdim), (_, nheads_kv, m, _) = query.shape, key.shape
         if n != m or nheads % nheads_kv or key.shape[:3] != value.shape[:3]:
             raise ValueError(f"{where} attends from {n} tokens to {m}, with {nheads_kv} KV heads")
-        heads, dtype = (nheads, nheads_kv, headdim, value.shape[3]), str(query.dtype)
-        self.calls.append(Call(where, module, heads, dtype, attention_mask, others))
+        scale = headdim**-0.5 if scaling is None else float(scaling)
+        dtype = str(query.dtype).removeprefix("torch.")
+        heads = nheads, nheads_kv, headdim, value.shape[3]
+        kind = Kind(None, *heads, scale, others.get("softcap"), dtype)
+        self.calls.append((where, module, kind, attention_mask, others))
         for name, x in {"q": query, "k": key, "v": value}.items():
             self._note(f"{where} ({name})", x[0].transpose(0, 1).flatten(1))
         return value.repeat_interleave(nheads // nheads_kv, 1).transpose(1, 2).contiguous(), None
@@ -174,25 +179,27 @@ class _Watch:
         for name, x in poisoned:
             if x[:POISONED].isnan().any() or x[POISONED + 1 :].isnan().any():
                 raise ValueError(f"{name} mixes tokens outside of transformers' attention")
+        if name != type(self.model).__name__:
+            raise ValueError("its output has no row for each token")
         if not x[POISONED].isnan().any():
-            raise ValueError("the output of the model does not depend on its input embeddings")
+            raise ValueError("its output does not depend on its input embeddings")
         if not self.calls:
             raise ValueError("no layer calls transformers' attention functions")
         expected = self.run(whole)
         calls, masks = self.calls, self.masks
         first = {x: y[:, :FIRST] for x, y in whole.items()}
-        self._compare(first, expected, "depends on the largest position, or on other tokens")
+        self.compare(first, expected, "depends on the largest position, or on other tokens")
         takes = inspect.signature(self.model.forward).parameters
         for name in [x for x in ("cache", "past_key_values") if x in takes][:1]:
             cached = whole | {name: _cache(seqlen)}
-            self._compare(cached, expected, "counts positions by itself")
+            self.compare(cached, expected, "counts positions by itself")
         whole["position_ids"] = torch.arange(FEW, device=self.model.device)[None]
         expected = self.run(whole)
         del whole["position_ids"]
-        self._compare(whole, expected, "does not count positions 0, 1, 2, ...")
+        self.compare(whole, expected, "does not count positions 0, 1, 2, ...")
         self.calls, self.masks = calls, masks
 
-    def _compare(self, inputs: dict[str, Any], expected: Outputs, what: str) -> None:
+    def compare(self, inputs: dict[str, Any], expected: Outputs, what: str) -> None:
         """Raise ValueError at the first thing that differs."""
         rest = iter(expected)
 
@@ -238,24 +245,26 @@ def _cache(seqlen: int) -> object:
     return Cache()
 
 
-def _kind(call: Call, masks: list[Mask | None], seqlen: int) -> Kind:
-    """Return the kind of a layer; raise ValueError if there is no plan of this kind."""
-    number, scale, mask = number_of(call.mask), call.others.get("scaling"), None
-    if number is not None:
-        mask = masks[number]
-        if mask is None:
-            raise ValueError(f"{call.where} has a mask that is no window, chunk, causal or full")
-    elif call.mask is None and not getattr(call.module, "is_causal", True):
-        mask = Full()
-    else:
-        why = "is causal, but gets no mask" if call.mask is None else "gets a mask of its own"
-        raise ValueError(f"{call.where} {why}")
-    window = call.others.get("sliding_window")
+def _known(
+    where: str,
+    module: torch.nn.Module,
+    given: torch.Tensor | None,
+    others: dict[str, Any],
+    masks: list[Mask | None],
+    seqlen: int,
+) -> Mask:
+    """Return the mask of a layer; raise ValueError if there is no such mask of plans."""
+    number, window = number_of(given), others.get("sliding_window")
+    mask = Full() if number is None else masks[number]
+    if number is None and given is not None:
+        raise ValueError(f"{where} gets a mask of its own")
+    if number is None and getattr(module, "is_causal", True):
+        raise ValueError(f"{where} is causal, but gets no mask")
+    if mask is None:
+        raise ValueError(f"{where} has a mask that is no window, chunk, causal or full")
     if window is not None and window < seqlen and mask in (Causal(), Full()):
-        raise ValueError(f"{call.where} passes sliding_window={window}, but its mask has none")
-    scale = call.heads[2] ** -0.5 if scale is None else float(scale)
-    dtype = call.dtype.removeprefix("torch.")
-    return Kind(mask, *call.heads, scale, call.others.get("softcap"), dtype)
+        raise ValueError(f"{where} passes sliding_window={window}, but its mask has none")
+    return mask
 
 
 def mask_of(mask_function: Callable, seqlen: int) -> Mask | None:
@@ -306,7 +315,7 @@ def number_of(mask: torch.Tensor | None) -> int | None:
 
 @contextmanager
 def attention_of(model: torch.nn.Module, name: str) -> Iterator[bool]:
-    """Let a model use an attention implementation, without dropout and gradients.
+    """Let a model use an attention implementation, without dropout, gradients and autocast.
 
     The context gets whether the model was training.
     """
@@ -317,7 +326,8 @@ def attention_of(model: torch.nn.Module, name: str) -> Iterator[bool]:
         if model.config._attn_implementation != name:
             kind = type(model).__name__
             raise ValueError(f"{kind} does not use transformers' attention functions")
-        with torch.no_grad(), torch.random.fork_rng():
+        exact = torch.autocast(model.device.type, enabled=False)
+        with torch.no_grad(), torch.random.fork_rng(), exact:
             model.eval()
             yield training
     finally:

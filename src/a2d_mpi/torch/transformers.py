@@ -27,28 +27,13 @@ PADDING = "a plan takes no padding mask: pack sequences as documents"
 
 def register(attention: Callable, mask: Callable) -> str:
     """Register an attention and a mask function with transformers under a new name; return it."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
 
     name = f"a2d_mpi_{next(_numbers)}"
-    if hasattr(ALL_ATTENTION_FUNCTIONS, "register"):
-        ALL_ATTENTION_FUNCTIONS.register(name, attention)
-    else:  # before 4.51 it is a dict
-        ALL_ATTENTION_FUNCTIONS[name] = attention
-    # Without an entry here, transformers would silently drop padding masks.
-    if _makes_masks():
-        from transformers.masking_utils import AttentionMaskInterface
-
-        AttentionMaskInterface.register(name, mask)
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)  # or transformers would drop masks of padding
     return name
-
-
-def _makes_masks() -> bool:
-    """Return False before transformers 4.53, whose attention always gets a mask."""
-    try:
-        from transformers.masking_utils import AttentionMaskInterface  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def check_shards(plan: AttentionPlan) -> None:
@@ -163,7 +148,7 @@ def _contradiction(plan: AttentionPlan, mask_function: Callable) -> str | None:
 
 
 def use_in_transformers(plan: AttentionPlan) -> str:
-    """Register a plan with Hugging Face transformers, 4.48 or newer.  Local.
+    """Register a plan with Hugging Face transformers, 4.53 or newer.  Local.
 
     After ``model.set_attn_implementation(use_in_transformers(plan))`` the plan computes all
     attention of a model.  The model then takes one sequence without padding.  Each rank passes its
@@ -198,7 +183,7 @@ def use_in_transformers(plan: AttentionPlan) -> str:
     * no `position_ids`, or `position_ids` that a plan with another distribution has had.
     """
     check_shards(plan)
-    reference, forgotten, makes_masks = weakref.ref(plan), _counted(plan), _makes_masks()
+    reference, forgotten = weakref.ref(plan), _counted(plan)
 
     def plan_of_name() -> AttentionPlan:
         plan = reference()
@@ -218,11 +203,8 @@ def use_in_transformers(plan: AttentionPlan) -> str:
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         plan, positions = plan_of_name(), others.get("position_ids")
-        hidden = attention_mask is not None and (
-            makes_masks or bool((attention_mask[..., -1, : key.shape[2]] != 0).any())
-        )
         problems = {
-            PADDING: hidden,
+            PADDING: attention_mask is not None,
             "position_ids must be given: the model counts them from 0 on every rank": (
                 forgotten is not None
                 and positions is not None

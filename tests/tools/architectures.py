@@ -1,0 +1,102 @@
+"""Many architectures of transformers in `ContextParallel`: equal to one process, or refused.
+
+    mpiexec -n 4 python tests/tools/architectures.py [NAME ...]
+
+Prints a line for each: the error against one process in float64, or why it is refused.  Exit code
+1: one is neither equal nor refused.  Needs the extra `torch`, and is not part of the suite.
+"""
+
+import sys
+
+import transformers
+from mpi4py import MPI
+from test_context import EXPERTS, LOCAL, SIZES, N, build, distance, sequence, spread_step, step
+
+from a2d_mpi import ProcessGrid
+from a2d_mpi.torch import ContextParallel
+
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+BERT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0, "embedding_size": 32}
+MOE = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+MLA = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "head_dim": 4, "v_head_dim": 6, "num_key_value_heads": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+GEMMA4 = LOCAL | {
+    "vocab_size_per_layer_input": SIZES["vocab_size"], "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0, "global_head_dim": 8,
+}  # fmt: skip
+# Options of causal models, by the first part of the names of their classes.
+CAUSAL = {
+    "Phi3": {}, "Phi": {"resid_pdrop": 0, "embd_pdrop": 0}, "Olmo": {}, "Olmo2": {},
+    "Olmo3": LOCAL, "OlmoHybrid": {}, "Granite": {"attention_multiplier": 0.3},
+    "GraniteMoeHybrid": MAMBA | EXPERTS | {"layer_types": ["mamba", "attention"]},
+    "Starcoder2": {"residual_dropout": 0, "embedding_dropout": 0, "sliding_window": 9},
+    "Cohere": {}, "Cohere2": LOCAL, "Exaone4": LOCAL, "SmolLM3": {}, "Glm": {}, "Glm4": {},
+    "Nemotron": {}, "StableLm": {}, "Persimmon": {}, "GPTNeoX": {}, "GPTBigCode": GPT,
+    "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0},
+    "GPTJ": GPT | {"rotary_dim": 4}, "CodeGen": GPT | {"rotary_dim": 4, "n_ctx": 128},
+    "DeepseekV2": MLA, "DeepseekV3": MLA, "DeepseekV32": MLA, "Mixtral": EXPERTS,
+    "Qwen2Moe": MOE, "Qwen3Moe": MOE, "Gemma": {}, "VaultGemma": {}, "Ministral": LOCAL,
+    "Ministral3": {}, "DiffLlama": {}, "BitNet": {}, "Ernie4_5": {}, "HunYuanDenseV1": {},
+    "SeedOss": {"attention_dropout": 0, "residual_dropout": 0}, "Apertus": {}, "Arcee": {},
+    "Helium": {}, "Jais2": {},
+    "NanoChat": {}, "Cwm": {}, "Doge": {}, "BioGpt": BERT, "Mamba": {}, "FalconMamba": {},
+    "Mamba2": {"num_heads": 8, "n_groups": 1, "state_size": 8},
+    "Rwkv": {"attention_hidden_size": 32}, "Jamba": {"mamba_d_state": 4, "mamba_dt_rank": 4},
+    "Bamba": MAMBA | {"attn_layer_indices": [1]}, "FalconH1": MAMBA | {"mamba_d_ssm": 64},
+    "RecurrentGemma": {"lru_width": 32}, "MiniMax": EXPERTS,
+}  # fmt: skip
+OTHERS = [
+    ("Gemma4ForCausalLM", "Gemma4TextConfig", GEMMA4),
+    ("DistilBertForMaskedLM", "DistilBertConfig", {"dim": 32, "n_heads": 4, "n_layers": 2,
+     "hidden_dim": 48, "attention_dropout": 0, "dropout": 0}),
+    *((f"{x}ForMaskedLM", f"{x}Config", BERT) for x in
+      ("Roberta", "Electra", "Albert", "EuroBert", "Deberta", "DebertaV2", "BigBird")),
+    ("T5ForConditionalGeneration", "T5Config", {}),
+    ("BertForSequenceClassification", "BertConfig", BERT),
+]  # fmt: skip
+
+
+def line_of(grid: ProcessGrid, kind: str, config: str, options: dict) -> str:
+    """Return what becomes of a model."""
+    try:
+        model, one = (build(kind, config, options) for _ in range(2))
+    except Exception as error:  # of another version of transformers
+        return f"not built: {type(error).__name__}: {error}"
+    try:
+        cp = ContextParallel(grid, model, seqlen=N)
+    except ValueError as error:
+        return f"refused: {error}"
+    ids, masked = sequence(N), "Causal" not in kind
+    labels = ids.roll(5) if masked else ids
+    found = spread_step(cp, model, ids, labels if masked else None)
+    far = distance(found, step(one, ids, labels, [0, N]))
+    cp.free()
+    return f"{'equal' if far <= 1e-6 else 'WRONG'}: {far:.1e}, {len(cp.plans)} plans"
+
+
+def main(names: list[str]) -> int:
+    """Print all lines."""
+    comm, wrong = MPI.COMM_WORLD, 0
+    transformers.logging.set_verbosity_error()
+    rows = 2 if comm.size % 2 == 0 else 1
+    grid = ProcessGrid(comm, rows, comm.size // rows)
+    cases = [(f"{x}ForCausalLM", f"{x}Config", y) for x, y in CAUSAL.items()] + OTHERS
+    for case in cases:
+        if not names or any(x in case[0] for x in names):
+            line = line_of(grid, *case)
+            wrong += line.startswith("WRONG")
+            if comm.rank == 0:
+                print(f"{case[0]}: {line.splitlines()[0][:200]}", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
