@@ -1,6 +1,6 @@
 """Many architectures of transformers in `ContextParallel`: equal to one process, or refused.
 
-    mpiexec -n 4 python tests/tools/architectures.py [NAME ...]
+    mpiexec -n 4 python tests/torch/architectures.py [NAME ...]
 
 Prints a line for each: the error against one process in float64, or why it is refused.  Exit code
 1: one is neither equal nor refused.  Needs the extra `torch`, and is not part of the suite.
