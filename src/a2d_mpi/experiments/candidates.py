@@ -103,7 +103,7 @@ def _print(
 ) -> None:
     """Print the table, and say which plans are not in it."""
     ranks, memory = args.ranks, machine.memory
-    room = "no limit of memory" if memory is None else f"{_bytes(memory)} per rank"
+    room = f"{_bytes(memory)} per rank" if memory else "no limit: the profile has no memory"
     print(f"{one_line(machine.name)}: {ranks} ranks, {machine.ranks_per_node} per node, {room}"
           + f" ({_bytes(machine.reserved)} reserved)" * bool(machine.reserved))  # fmt: skip
     if machine.computed_by:
