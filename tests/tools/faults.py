@@ -128,8 +128,8 @@ def digest(x):
     return hashlib.sha256(np.ascontiguousarray(x[()]).tobytes()).hexdigest()
 
 
-# What differs between two runs: seconds, where and when a run was, and the bytes since its start.
-TIMES = "^traffic|second|tim[ei]|span|stamp|predicted|provenance|origin|ranges"
+# What differs between two runs: seconds, memory, where and when a run was, bytes since its start.
+TIMES = "^traffic|activations|operator|second|tim[ei]|span|stamp|predicted|provenance|origin|ranges"
 
 
 def contents(path, stamps=False):
@@ -175,7 +175,7 @@ def run_killed(name, folder, moment, kind, choice):
     try:
         with suppress(subprocess.TimeoutExpired):
             job.wait(moment or 200)
-        if job.poll() is None:
+        if killed := job.poll() is None:
             everyone, ranks = family(job)
             if kind == "term":
                 job.send_signal(signal.SIGTERM)
@@ -186,7 +186,7 @@ def run_killed(name, folder, moment, kind, choice):
         kill(family(job)[0] if job.poll() is None else [])
     if job.returncode and (moment is None or "error:" in stderr):
         raise RuntimeError(f"{name} ended with {job.returncode}: {stderr[-2000:]}")
-    return job.returncode != 0, stdout
+    return killed, stdout
 
 
 @cache
