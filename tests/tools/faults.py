@@ -129,7 +129,7 @@ def digest(x):
 
 
 # What differs between two runs: seconds, memory, where and when a run was, bytes since its start.
-TIMES = "^traffic|activations|operator|second|tim[ei]|span|stamp|predicted|provenance|origin|ranges"
+TIMES = "^traffic|activations|operator|second|tim[ei]|span|stamp|predicted|origin|ranges"
 
 
 def contents(path, stamps=False):
