@@ -72,21 +72,22 @@ from a2d_mpi.experiments.checkpoint import latest
 
 TOP = tempfile.TemporaryDirectory()  # of files that several jobs need
 SECONDS = defaultdict(list)  # what is measured, by name
+NUMPY = ["--kernel", "numpy"]  # Numba takes longer to import than most of these jobs
 MODEL = ["--layers", 1, "--width", 8, "--nheads", 2]
 TEXT = [ROOT / "LICENSE", "--separator", "", *MODEL, "--seqlen", 40, "--warmup-steps", 5]
 # Driver, ranks, options, and options for so much work that there is time to kill it.  "{}" is an
 # empty folder, and "{model}" a folder of checkpoints.
 DRIVERS = {
     "train": ("train.py gpt", 2, [*TEXT, "--folder", "{}/run", "--output", "{}/log.h5"],
-              ["--steps", 150, "--every", 1, "--resume"]),
+              ["--steps", 150, "--every", 1, "--resume", *NUMPY]),
     "generate": ("generate.py", 2, ["{model}", "--prompt", "So "],
                  ["--tokens", 30, "--temperature", 0.7]),
     "apart": ("generate.py", 3, ["{model}", "--prompt", "So ", "--prompt", "Or", "--arrive", "0,1",
                                  "--tokens", 3, "--attention-ranks", 2, "--ffn-ranks", 1], []),
     "attention": ("attention.py", 2, [SAMPLE, "--backward", "--output", "{}/out.h5",
-                                      "--save-outputs"], ["--seqlen", 256, "--trials", 3]),
+                                      "--save-outputs"], ["--seqlen", 256, "--trials", 3, *NUMPY]),
     "bench": ("bench.py", 2, ["--output", "{}/bench.h5", "--nheads", 2, "--headdim", 8],
-              ["--trials", 2, "--seqlens", "64,65,66,67", "--plans", "all", "--resume"]),
+              ["--trials", 2, "--seqlens", "64,65,66,67", "--plans", "all", "--resume", *NUMPY]),
     "steps": ("bench.py train", 2, ["--output", "{}/runs.h5", *MODEL, "--vocab", 16],
               ["--seqlen", 64, "--trials", 3, "--plans", "ring,attention2d:1x2,attention2d:2x1",
                "--resume"]),
@@ -127,8 +128,8 @@ def digest(x):
     return hashlib.sha256(np.ascontiguousarray(x[()]).tobytes()).hexdigest()
 
 
-# What differs between two runs: seconds, where and when a run was, and the bytes since its start.
-TIMES = "^traffic|second|tim[ei]|span|stamp|predicted|provenance|origin|ranges"
+# What differs between two runs: seconds, memory, where and when a run was, bytes since its start.
+TIMES = "^traffic|activations|operator|second|tim[ei]|span|stamp|predicted|origin|ranges"
 
 
 def contents(path, stamps=False):
@@ -170,11 +171,11 @@ def run_killed(name, folder, moment, kind, choice):
     """Run a driver that is killed after some seconds; return whether it was, and its stdout."""
     folder.mkdir(exist_ok=True)
     program, *_ = DRIVERS[name]
-    job = start(2, *options_of(name, folder), "--kernel", "numpy", program=program)
+    job = start(2, *options_of(name, folder), program=program)
     try:
         with suppress(subprocess.TimeoutExpired):
             job.wait(moment or 200)
-        if job.poll() is None:
+        if killed := job.poll() is None:
             everyone, ranks = family(job)
             if kind == "term":
                 job.send_signal(signal.SIGTERM)
@@ -185,7 +186,7 @@ def run_killed(name, folder, moment, kind, choice):
         kill(family(job)[0] if job.poll() is None else [])
     if job.returncode and (moment is None or "error:" in stderr):
         raise RuntimeError(f"{name} ended with {job.returncode}: {stderr[-2000:]}")
-    return job.returncode != 0, stdout
+    return killed, stdout
 
 
 @cache
