@@ -2,12 +2,14 @@
 
     bash jobs/emulate.sh 16 1 100mbit -- python tests/tools/refinements.py 4x4x1 8192 3 1,2,4
     bash jobs/emulate.sh 16 1 10mbit -- python tests/tools/refinements.py 4x4x1 2048 5 1,4 all
+    python tests/tools/refinements.py
 
-They take the grid, R x C x U, and the numbers of tokens, trials and slices.  Causal mask,
+The first two take the grid, R x C x U, and the numbers of tokens, trials and slices.  Causal mask,
 8 heads of 64 for each rank of the head axis; medians over the trials of the slowest rank, in
 seconds; the variants take turns.  The second column of seconds is divided by those of the first
 number of slices.  With `all`, the other columns say how much slower the same plan is without a
-refinement (a negative number: how much faster).
+refinement (a negative number: how much faster).  Without arguments: the same in the simulator, for
+H100 and A100.
 """
 
 import sys
@@ -19,8 +21,13 @@ from unittest.mock import patch
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi import Attention2D, Causal, ProcessGrid
+from a2d_mpi import Attention2D, Causal, Full, ProcessGrid
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.planning import survey
+from a2d_mpi.planning.model import predict
+from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.schedules.attention2d import gradients_by_query
+from a2d_mpi.schedules.problem import Workload
 
 SCHEDULES = "a2d_mpi.schedules"
 # What replaces a refinement.
@@ -88,5 +95,43 @@ def measured(
     return {key: float(np.median(x)) for key, x in found.items()}
 
 
+def simulated() -> None:
+    """Print the same in the simulator, with seconds over those of one slice."""
+    names = list(WITHOUT)
+    print(f"{'':<46}slices  phase      over" + "".join(f"{x:>24}" for x in names))
+    cases = product(
+        ("h100-64x1", "a100-16x4"), (Full(), Causal()), (8, 2), ((4, 4), (2, 8)), (15, 17)
+    )
+    gains: dict[tuple[int, str], list[float]] = {}
+    for profile, mask, nheads_kv, shape, exponent in cases:
+        machine = read_machine(f"data/machines/{profile}.toml")
+        job = Workload(1 << exponent, 8, 128, nheads_kv, mask=mask, backward=True)
+        seconds = {}
+        for number, name in product((1, 2, 4), ("all", *names)):
+            with without(name):
+                survey._survey.cache_clear()
+                survey._tape.cache_clear()
+                layout = Layout(*shape, slices=(number, number))
+                for phase, x in predict(machine, "attention2d", layout, job).items():
+                    seconds[number, name, phase] = float(x.total.max())
+        case = f"{profile} {type(mask).__name__} {nheads_kv} KV heads, {shape}, {1 << exponent}"
+        for number, phase in product((1, 2, 4), ("forward", "backward")):
+            t = seconds[number, "all", phase]
+            ratios = [seconds[number, x, phase] / t - 1 for x in names]
+            for x, ratio in zip(names, ratios):
+                gains.setdefault((number, x), []).append(ratio)
+            over = t / seconds[1, "all", phase]
+            print(
+                f"{case:<46}{number:6}  {phase:<9}{over:6.2f}"
+                + "".join(f"{x:24.1%}" for x in ratios)
+            )
+    for (number, name), found in gains.items():
+        quartiles = ", ".join(f"{x:+.1%}" for x in np.quantile(found, (0.25, 0.5, 0.75, 1)))
+        print(f"{number} slices, without {name}: quartiles and largest {quartiles}")
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) > 1:
+        main(*sys.argv[1:])
+    else:
+        simulated()

@@ -92,8 +92,8 @@ class LinearAttention(Caller):
 
     Attributes
     ----------
-    tokens : (n,) int64
-        Sorted global indices of this rank's shard.
+    tokens, tokens_kv : (n,) int64
+        Sorted global indices of this rank's shard, of q and of k and v.
     distribution : Distribution
     traffic : Traffic
         Bytes and messages since the plan was made, by phase and communicator ("all").
@@ -178,7 +178,7 @@ class LinearAttention(Caller):
                 # `chunks.Decay` has two tables: powers, and powers with zeros above the diagonal.
                 check_memory(f"factors of {config.nheads} heads (chunk {chunk})", 2 * table)
                 self._pieces = pieces_of(self.distribution, self._causal)
-                self.tokens = self.distribution.tokens(rank)
+                self.tokens = self.tokens_kv = self.distribution.tokens(rank)
                 sizes = config.headdim, int(nfeatures), seed, config.compute_dtype
                 self._map = make_feature_map(feature_map, self.tokens, *sizes)
             call.agree(arguments)
