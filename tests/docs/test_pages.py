@@ -80,9 +80,8 @@ def test_page_of_results_has_all_names():
 
 @pytest.mark.launches
 def test_arguments_of_the_tutorial(tmp_path):
-    """Its blocks run, the first ones too; that of a mask is a file of its own."""
-    code = [x for x in blocks(START, "python") if "register_mask(" not in x]
-    (tmp_path / "tutorial.py").write_text("\n".join(code))
+    """Its blocks run, the first ones too."""
+    (tmp_path / "tutorial.py").write_text("\n".join(blocks(START, "python")))
     done = launch(4, tmp_path / "tutorial.py", "Attention2D", timeout=60)
     assert done.stdout.count("(256, 8, 32)") == 4
 
@@ -177,18 +176,12 @@ def within_bounds(text):
     return bool(pairs) and all(float(error) <= float(bound) for error, bound in pairs)
 
 
-def steps_of_the_tutorial():
-    """Return the blocks of Python before the arguments: tutorial.py in parts, and my_mask.py."""
-    end = read(START).index("\n## Arguments of a plan\n")
-    return [x[1] for x in found(START, "python") if x.end() < end]
-
-
 @pytest.mark.launches
 def test_tutorial(tmp_path, monkeypatch):
     """A run prints what is shown below its command; the run on a grid prints nothing else."""
-    *code, mask = steps_of_the_tutorial()
+    end = read(START).index("\n## Arguments of a plan\n")
+    code = [x[1] for x in found(START, "python") if x.end() < end]
     (tmp_path / "tutorial.py").write_text("\n".join(code))
-    (tmp_path / "my_mask.py").write_text(mask)
     (tmp_path / "numba.py").write_text("raise ImportError")  # which takes as long as all the rest
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # as the first block does
@@ -204,7 +197,7 @@ def test_tutorial(tmp_path, monkeypatch):
             assert within_bounds(printed)
         if "tutorial.py Attention2D" in command:
             assert steady(printed) == steady(shown) and within_bounds(shown)
-    assert len(commands) == 3 and (tmp_path / "later_half.json").exists()
+    assert len(commands) == 2
 
 
 def test_output_of_plan():
