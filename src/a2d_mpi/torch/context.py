@@ -401,6 +401,7 @@ def _weak(cp: ContextParallel, name: str) -> Callable:
     """Return a method that does not keep its object alive, and that copies of a model share."""
     reference = weakref.ref(cp)
 
+    @torch._disable_dynamo
     def method(*given: Any, **others: Any) -> Any:
         cp = reference()
         if cp is None:
