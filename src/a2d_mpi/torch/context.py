@@ -129,6 +129,7 @@ class ContextParallel:
         call.agree({"seqlen": seqlen, "layers": [*self.layers.values()]})
         self._numbers: dict[bytes, int] = {}  # of plans, by their documents
         self._sets: dict[int, Plans] = {}
+        self._bases: dict[tuple[str | None, Kind], AttentionPlan] = {}
         self._current = -1
         self._name = register(_weak(self, "_attend"), _weak(self, "_mask"))
         if probe:
@@ -177,7 +178,7 @@ class ContextParallel:
         given = dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
         number = getattr(given.get("position_ids"), "a2d_mpi", None)
         if number in self._sets:
-            self._use(number)
+            self._current = number
         else:
             self._refuse("call the model with **batch.inputs of a new batch = cp.shard(...)")
         if model.training and not self._training:
@@ -189,18 +190,11 @@ class ContextParallel:
         if given.get("labels") is not None:
             self._refuse("the model would shift labels on each rank alone: give them to cp.shard")
 
-    def _use(self, number: int) -> None:
-        """Make plans the current ones, and free the buffers of the others."""
-        if number != self._current:
-            for plan in self._sets.get(self._current, {}).values():
-                plan.free()
-        self._current = number
-
     def _plans_of(self, cu_seqlens: np.ndarray | None) -> None:
         """Make or find the plans of documents, and use them.  Collective."""
         key = b"" if cu_seqlens is None else cu_seqlens.tobytes()
         if key not in self._numbers:
-            plans = self._make(self.seqlen, cu_seqlens, **self._options)
+            plans = self._make(self.seqlen, cu_seqlens, self._bases, **self._options)
             self._numbers[key] = number = next(_numbers)
             self._sets[number] = plans
             if len(self._numbers) > KEPT:
@@ -208,17 +202,29 @@ class ContextParallel:
                 del self._sets[self._numbers.pop(oldest)]
         elif key:  # the latest come last
             self._numbers[key] = self._numbers.pop(key)
-        self._use(self._numbers[key])
+        self._current = self._numbers[key]
 
-    def _make(self, seqlen: int, cu_seqlens: np.ndarray | None = None, **options: Any) -> Plans:
-        """Make a plan for each kind of layer, all on one distribution.  Collective."""
-        kinds, plans = Counter(self.layers.values()), {}
+    def _make(
+        self,
+        seqlen: int,
+        cu_seqlens: np.ndarray | None = None,
+        bases: dict[tuple[str | None, Kind], AttentionPlan] | None = None,
+        **options: Any,
+    ) -> Plans:
+        """Make a plan for each kind of layer, all on one distribution.  Collective.
+
+        `bases` has the first plan of each distribution and kind; later ones share its buffers.
+        """
+        kinds, plans, bases = Counter(self.layers.values()), {}, {} if bases is None else bases
         masks = {x: _inside(x.mask, seqlen, cu_seqlens) for x in kinds}
-        common = {"seqlen": seqlen, "distribution": self._chosen(kinds, masks, seqlen)} | options
+        name = self._chosen(kinds, masks, seqlen)
         for kind, mask in masks.items():
-            sizes = kind._asdict() | common
-            del sizes["mask"]
-            plans[kind] = make_plan(self.method, self.grid, mask, **sizes)
+            if base := bases.get((name, kind)):
+                plans[kind] = base.with_mask(mask)
+            else:
+                sizes = kind._asdict() | {"seqlen": seqlen, "distribution": name} | options
+                del sizes["mask"]
+                plans[kind] = bases[name, kind] = make_plan(self.method, self.grid, mask, **sizes)
             check_shards(plans[kind])
         if len({x.distribution for x in plans.values()}) > 1:
             raise ValueError("the layers need plans of one distribution; name another one")
@@ -401,6 +407,7 @@ def _weak(cp: ContextParallel, name: str) -> Callable:
     """Return a method that does not keep its object alive, and that copies of a model share."""
     reference = weakref.ref(cp)
 
+    @torch._disable_dynamo
     def method(*given: Any, **others: Any) -> Any:
         cp = reference()
         if cp is None:

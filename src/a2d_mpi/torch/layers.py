@@ -315,11 +315,12 @@ def number_of(mask: torch.Tensor | None) -> int | None:
 
 @contextmanager
 def attention_of(model: torch.nn.Module, name: str) -> Iterator[bool]:
-    """Let a model use an attention implementation, without dropout, gradients and autocast.
+    """Let a model use an attention implementation, without dropout, gradients, autocast and cache.
 
     The context gets whether the model was training.
     """
     before, training = model.config._attn_implementation, model.training
+    cached = getattr(model.config, "use_cache", None)
     trained = [x for x in model.modules() if x.training]
     try:
         model.set_attn_implementation(name)
@@ -329,8 +330,12 @@ def attention_of(model: torch.nn.Module, name: str) -> Iterator[bool]:
         exact = torch.autocast(model.device.type, enabled=False)
         with torch.no_grad(), torch.random.fork_rng(), exact:
             model.eval()
+            if cached:
+                model.config.use_cache = False
             yield training
     finally:
+        if cached:
+            model.config.use_cache = True
         model.set_attn_implementation(before)
         model.eval()
         for x in trained:

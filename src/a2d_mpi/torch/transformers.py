@@ -219,6 +219,7 @@ def use_in_transformers(plan: AttentionPlan) -> str:
         }
         return attend_layer(plan, module, (query, key, value), problems, **others)
 
+    @torch._disable_dynamo
     def mask(
         attention_mask: torch.Tensor | None = None,
         mask_function: Callable | None = None,
