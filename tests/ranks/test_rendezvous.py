@@ -184,7 +184,7 @@ STALLS = {
     "kernel": (3, "1", "0", rf"rank.* {FORWARD}for messages \(row\).*; of 3 ranks, {LATE}", 1),
     "grid": (3, "1", "0",
              r"rank 0 in ProcessGrid\(1 x 3 x 1\), for all ranks to call it \(3 ranks\)", 2),
-    "nobody": (3, "1", "1", rf".*{LATE}; aborting the job", 1),
+    "nobody": (3, "1", "1", rf".*{LATE}; aborting the job \(A2D_MPI_STALL_ABORT\)", 1),
     "silent": (2, "0", "0", "", 0),
     "unread": (2, "soon", "0", "", 0),
 }  # fmt: skip
