@@ -91,10 +91,6 @@ class AttentionPlan(Caller):
     threads : int, optional
         BLAS threads of a rank's kernels on the host.  Default: the value of the first environment
         variable of `a2d_mpi.kernels.threads.VARIABLES` that is set; without one, ``grid.cores``.
-    check_finite : bool
-        Refuse NaN and infinite elements (on a GPU, by a copy to the host).  False: a NaN or an
-        infinite element spoils the results of the queries and keys that see it.  On a GPU it may
-        also spoil other results of the same kernel block.
 
     Attributes
     ----------
@@ -160,10 +156,9 @@ class AttentionPlan(Caller):
         slices: int | tuple[int, int] | None = None,
         transfers: str = "auto",
         threads: int | None = None,
-        check_finite: bool = False,
     ) -> None:
         check_grid(grid)
-        self.grid, self._check_finite, self._others = grid, check_finite, []
+        self.grid, self._others = grid, []
         self._asked = {"kernel": kernel, "overlap": overlap, "transfers": transfers}
         self._cuts = slices
         self._named = distribution if isinstance(distribution, tuple) else (distribution, None)
@@ -641,7 +636,7 @@ class AttentionPlan(Caller):
                 max_logits = bool(max_logits)
                 lengths = len(self.tokens), len(self.tokens_kv)
                 engine.move_to(check_tensors(arrays, lengths, self.config))
-                tensors, finite = engine.prepared(arrays, self._check_finite)
+                tensors, finite = engine.prepared(arrays)
                 if max_logits and not getattr(engine.kernel, "max_logits", False):
                     name = engine.kernel.name
                     raise ValueError(f"kernel {name!r} gives no max_logits, 'numpy' does")

@@ -23,7 +23,6 @@ except ImportError as error:
 
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
 from a2d_mpi.core.wire import FORMATS
-from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array
 
 LANES, WARPS, BLOCK_ROWS = 32, 4, 16  # as in kernels.cu
@@ -81,9 +80,6 @@ class Cuda:
 
     def download(self, x: Array) -> np.ndarray:
         return cupy.asnumpy(x)
-
-    def finite(self, x: Array, lowest: bool = False) -> bool:
-        return HOST.finite(self.download(x), lowest)
 
     def zero(self, x: Array) -> None:
         x.data.memset_async(0, x.nbytes, cupy.cuda.get_current_stream())

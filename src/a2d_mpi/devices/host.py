@@ -36,6 +36,7 @@ class Host:
         return x
 
     def finite(self, x: Array, lowest: bool = False) -> bool:
+        """Return True if no element is NaN or infinite.  With `lowest`, -inf is allowed."""
         return bool(x.max(initial=-math.inf) < math.inf if lowest else np.isfinite(x).all())
 
     def zero(self, x: Array) -> None:

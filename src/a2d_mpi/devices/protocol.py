@@ -37,9 +37,6 @@ class Device(Protocol):
     def download(self, x: Array) -> np.ndarray:
         """Copy an array of this device to a NumPy array."""
 
-    def finite(self, x: Array, lowest: bool = False) -> bool:
-        """Return True if no element is NaN or infinite.  With `lowest`, -inf is allowed."""
-
     def zero(self, x: Array) -> None:
         """Fill an array with zeros."""
 

@@ -24,9 +24,6 @@ class Method(NamedTuple):
     suits : callable
         Takes a layout of more than one rank.  Returns True if the planner should try it.  Layouts
         with equal programs are tried once.
-    tiles : callable
-        Takes a layout.  Returns the rows and columns of tiles that its ranks compute.  The
-        balanced distribution makes these tiles even.
     most_positions : callable
         Takes a number of ranks.  Returns the largest number of positions, up to this one, that a
         context-parallel group can have.
@@ -43,7 +40,6 @@ class Method(NamedTuple):
     shape: Callable[[Layout], tuple[int, int]] = lambda layout: (layout.rows, layout.cols)
     distribution: str | None = None
     suits: Callable[[Layout], bool] = lambda layout: True
-    tiles: Callable[[Layout], tuple[int, int]] = lambda layout: (layout.rows, layout.cols)
     most_positions: Callable[[int], int] = lambda positions: positions
     knows_nodes: bool = False
     ring: bool = False
@@ -52,6 +48,13 @@ class Method(NamedTuple):
     def causal(self) -> bool:
         """True if the method is for the causal mask only, as the triangle distribution is."""
         return self.distribution == "triangle"
+
+    def tiles(self, layout: Layout) -> tuple[int, int]:
+        """Return the rows and columns of tiles that ranks compute, which are to be even.
+
+        A rank of a ring computes its queries against all keys.
+        """
+        return (layout.positions, 1) if self.ring else (layout.rows, layout.cols)
 
     def is_ring(self, layout: Layout) -> bool:
         """Return True if context-parallel groups of a layout are rings of several ranks."""

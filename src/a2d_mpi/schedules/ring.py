@@ -235,11 +235,6 @@ class GradientRing(Ring):
         self._leaving = self.shift("outer", total, self._total)
 
 
-def _tiles(layout: Layout) -> tuple[int, int]:
-    """Return the rows and columns of tiles: a rank computes its queries against all keys."""
-    return layout.positions, 1
-
-
 def _double(layout: Layout) -> tuple[int, int]:
     if layout.cols == 1:  # groups of one rank form a single ring
         return 1, layout.positions
@@ -260,7 +255,6 @@ RING = Method(
     backward,
     shape=lambda layout: (1, layout.positions),
     suits=lambda layout: layout.cols == 1 < layout.rows,
-    tiles=_tiles,
     ring=True,
 )
 STRIPED_RING = RING._replace(distribution="striped")
