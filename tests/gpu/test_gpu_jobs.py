@@ -93,7 +93,7 @@ def test_jobs_take_a_folder_of_wheels(machine):
     machine.command("mpiexec", 'echo mpiexec "$@"')
     more = {"A2D_MPI_WHEELS": str(wheels), "MPIEXEC": "mpiexec"}
     done = machine("jobs/run.py", "gpu", "bench", "--trials", "3", **more)
-    found = re.findall(r"(?m)^mpiexec -n (\d) python \w+/(\w+)", done.stdout)
+    found = re.findall(r"(?m)^mpiexec -n (\d) python [\w/]+/(\w+)", done.stdout)
     kinds = [("1", "bench"), ("4", "bench"), ("1", "bench"), ("4", "gpu_transfers")]
     assert found == kinds, done.stderr
     done = machine("jobs/run.py", "gpu", "test", "-k", "no_such_test", **more, code=None)

@@ -371,8 +371,7 @@ def main(argv=None) -> int:
         0,
     )
     for number in range(args.jobs):
-        folder = Path(TOP.name, f"job-{number}")
-        folder.mkdir()
+        folder = Path(tempfile.mkdtemp(prefix=f"job-{number}-", dir=TOP.name))
         try:
             labels, problem = trial(random.Random(f"{args.seed} {number}"), folder)
         except subprocess.TimeoutExpired as error:

@@ -348,7 +348,7 @@ def error_bounds(
     * eps is the machine epsilon of the computation.
     * L is the largest absolute lse.  It stands for the size of logits.  The rounding of a logit is
       a relative error of its exponential, and an absolute error of lse.
-    * T bounds the terms of a result before they cancel, by Cauchy-Schwarz; 0 for lse.
+    * T bounds the terms of a result before they cancel, by Cauchy-Schwarz; of lse, of a logit.
     * In float64 there is no second computation, and the first term is ``1e-12 (largest + T)``.
       It is that large because T bounds the terms of one token, and thousands of roundings add up.
     * 16-bit results get another quarter of their eps times `largest`, which is half a rounding.
@@ -385,6 +385,7 @@ def error_bounds(
     """
     dp = abs(softmax_scale) * norms["v"] * norms.get("dout", 0.0)
     terms = {
+        "lse": abs(softmax_scale) * norms["q"] * norms["k"],
         "out": norms["v"],
         "dq": dp * norms["k"],
         "dk": dp * norms["q"],
@@ -406,7 +407,8 @@ def error_bounds(
         least = size / 10
         if widening and widening.get(name):
             bound, least = bound + widening[name], size
-        proves = math.isfinite(bound) and bound <= max(least, half_of_digits * term)
+        of_terms = 0.0 if name == "lse" else half_of_digits * term
+        proves = math.isfinite(bound) and bound <= max(least, of_terms)
         bounds[name] = bound if proves else math.nan
     return bounds
 
