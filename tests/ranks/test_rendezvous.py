@@ -56,14 +56,14 @@ def test_other_calls(comm, grid, what):
     right = f"ranks disagree on the call: {forward} on {rest}; {told} on {name_ranks(few)}"
     assert_all(comm, text == right, f"{text}, not {right}")
     for again in (plan, other, Attention2D(grid, Full(), **GOOD)):
-        assert_all(comm, np.isfinite(again.forward(*x)[0]).all(), "a plan is spoilt")
+        assert_all(comm, np.isfinite(again.forward(*inputs(again))[0]).all(), "a plan is spoilt")
 
 
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.multirank
 def test_other_kept_plans(comm, grid):
     """Masks of kept plans are not compared again; the plans' calls are."""
-    plan = Attention2D(grid, Causal(), **GOOD)
+    plan = Attention2D(grid, Causal(), distribution="contiguous", **GOOD)
     other = plan.with_mask(Full())
     x = inputs(plan)
     mine = [plan, other][comm.rank % 2]
@@ -121,7 +121,7 @@ def _slow(forward):
 
 @mpi
 def test_plan_is_no_cyclic_garbage(comm, grid):
-    plan = Attention2D(grid, Causal(), **GOOD)
+    plan = Attention2D(grid, Causal(), distribution="contiguous", **GOOD)
     q, k, v = inputs(plan)
     plan.backward(q, q, k, v, *plan.forward(q, k, v))
     plan.with_mask(Full()).forward(q, k, v)
