@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama import LlamaConfig
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from a2d_mpi import Attention2D, Causal, ProcessGrid
 from a2d_mpi.torch import (
+    ContextParallel,
     GradientHooks,
     attend,
     init_process_group,
@@ -239,6 +240,37 @@ def test_checkpointing_and_a_compiled_mlp(comm, world, plan, way):
 
     far = distance(train(plan, comm, way, prepare=prepare), one_process(plan.replicas))
     assert_all(comm, far < 1e-9, f"{far}")
+
+
+@ranks
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_context_parallel(comm, world, way):
+    """Averaged gradients are those of one process, if the loss says so; it must say it."""
+
+    def llama():
+        torch.manual_seed(0)
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+        sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24}
+        return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False)).double()
+
+    whole, model, tokens = llama(), llama(), sequence(0)[0]
+    logits = whole(input_ids=tokens[None]).logits[0, :-1]
+    F.cross_entropy(logits, tokens[1:]).backward()
+    grid = ProcessGrid(comm, 2, comm.size // 2)
+    cp = ContextParallel(grid, model, seqlen=SEQLEN)
+    batch = cp.shard(tokens)
+    if way == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (comm.size,)))
+    wrapped = DistributedDataParallel(model) if way == "ddp" else model
+    logits = wrapped(**batch.inputs).logits
+    with pytest.raises(ValueError, match="give averaged_over="):
+        cp.loss(logits, batch)
+    cp.loss(logits, batch, averaged_over=comm.size).backward()
+    for x, y in zip(model.parameters(), whole.parameters()):
+        found = x.grad.full_tensor() if way == "fsdp" else x.grad
+        far = float((found - y.grad).norm() / y.grad.norm())
+        assert_all(comm, far < 1e-9, f"off by {far}")
+    cp.free(), grid.free()
 
 
 @ranks

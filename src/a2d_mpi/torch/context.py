@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
@@ -358,7 +359,9 @@ class ContextParallel:
         if cu_seqlens is not None:
             Documents(cu_seqlens).check(self.seqlen)
 
-    def loss(self, logits: torch.Tensor, batch: Batch, averaged_over: int = 1) -> torch.Tensor:
+    def loss(
+        self, logits: torch.Tensor, batch: Batch, averaged_over: int | None = None
+    ) -> torch.Tensor:
         """Return this rank's part of the cross-entropy.
 
         The sum over ranks is the mean over the labels of all ranks.
@@ -368,10 +371,21 @@ class ContextParallel:
         logits : (1, n, vocabulary) tensor
             Of the model, for `batch`.  Computed in float32 or wider.
         batch : Batch
-        averaged_over : int
+        averaged_over : int, optional
             Number of ranks of ``grid.comm`` if something averages gradients over them, as DDP and
             FSDP do: the loss is that many times as large.  Leave out `sum_gradients` then.
+            Default: 1, if torch.distributed is not set up.
+
+        Raises
+        ------
+        ValueError
+            If the logits are not those of a batch, or `averaged_over` must be said.
         """
+        if averaged_over is None and dist.is_available() and dist.is_initialized():
+            raise ValueError(
+                "torch.distributed is set up: give averaged_over=, the number of ranks over which "
+                "DDP or FSDP averages gradients, or 1 if nothing does"
+            )
         if logits.shape[:2] != batch.labels.shape:
             raise ValueError(
                 f"logits must be (1, {len(batch.tokens)}, vocabulary), got {tuple(logits.shape)}"
@@ -381,7 +395,7 @@ class ContextParallel:
         total = torch.nn.functional.cross_entropy(
             logits, labels, ignore_index=IGNORED, reduction="sum"
         )
-        return total * (averaged_over / max(1, batch.nlabels))
+        return total * ((averaged_over or 1) / max(1, batch.nlabels))
 
     def sum_gradients(self) -> None:
         """Sum the gradients of the model over the ranks of the grid.  Collective."""
