@@ -106,13 +106,8 @@ class Engine:
     def twin(self) -> Engine:
         """Return an engine that shares the buffers, with a kernel and clocks of its own."""
         twin = copy(self)
-        twin.device, twin.kernel, twin.transport, twin.waits, twin._spans = (
-            None,
-            None,
-            None,
-            {},
-            {},
-        )
+        twin.device = twin.kernel = twin.transport = None
+        twin.waits, twin._spans = {}, {}
         return twin
 
     def move_to(self, device: Device) -> None:

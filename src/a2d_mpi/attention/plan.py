@@ -657,11 +657,10 @@ class AttentionPlan(Caller):
             options = {"careful": any_rank.not_finite}
             if phase == "backward":
                 options["any_delta"] = any_rank.dlse
-            largest = np.full(self.nheads // self.grid.heads, -np.inf, self.compute_dtype)
-            of_slices = [
-                options | ({"largest": x} if max_logits else {})
-                for x in np.split(largest, pipeline.slices)
-            ]
+            of_slices = [options] * pipeline.slices
+            if max_logits:
+                largest = np.full(self.nheads // self.grid.heads, -np.inf, self.compute_dtype)
+                of_slices = [options | {"largest": x} for x in np.split(largest, pipeline.slices)]
             with engine.running(phase):
                 hooks.round_tensors(engine, self.config, tensors)
                 if phase == "backward":

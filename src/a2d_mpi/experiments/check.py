@@ -143,9 +143,8 @@ def wire_errors(plan: AttentionPlan, terms: Mapping[str, float]) -> dict[str, fl
     -------
     dict of str to float
         ``((1 + u + f)^h - 1) terms``, where h is the number of roundings of a result on its way
-        (`roundings`).  One rounding adds at most u + f times the size
-        of the partial result to the error, and these sizes add up to at most `terms`.  0 for lse,
-        which is not rounded.
+        (`roundings`).  One rounding adds at most u + f times the size of the partial result to the
+        error, and these sizes add up to at most `terms`.  0 for lse, which is not rounded.
     """
     config, errors, form = plan.config, {}, FORMATS[plan.config.wire]
     number: Counter[str] = Counter()
@@ -407,8 +406,9 @@ def error_bounds(
         least = size / 10
         if widening and widening.get(name):
             bound, least = bound + widening[name], size
-        of_terms = 0.0 if name == "lse" else half_of_digits * term
-        proves = math.isfinite(bound) and bound <= max(least, of_terms)
+        if name != "lse":  # it is no sum of its terms, which are those of a logit
+            least = max(least, half_of_digits * term)
+        proves = math.isfinite(bound) and bound <= least
         bounds[name] = bound if proves else math.nan
     return bounds
 

@@ -437,12 +437,13 @@ def random_rows(
 
 def random_inputs(plan: AttentionPlan, backward: bool, seed: int = 0) -> dict[str, np.ndarray]:
     """Draw this rank's shards of q, k, v and, with `backward`, dout; see `random_rows`."""
-    tokens = {name: plan.tokens_kv if name in OF_KEYS else plan.tokens for name in TENSORS}
-    return {
-        name: random_rows(tokens[name].tolist(), plan.config.shape(name), plan.dtype, seed, stream)
-        for stream, name in enumerate(("dout", "q", "k", "v"))
-        if name != "dout" or backward
-    }
+    drawn = {}
+    for stream, name in enumerate(("dout", "q", "k", "v")):
+        if name != "dout" or backward:
+            tokens = (plan.tokens_kv if name in OF_KEYS else plan.tokens).tolist()
+            shape = plan.config.shape(name)
+            drawn[name] = random_rows(tokens, shape, plan.dtype, seed, stream)
+    return drawn
 
 
 def refuse_nan(comm: MPI.Intracomm, tensors: Mapping[str, np.ndarray]) -> None:

@@ -208,15 +208,15 @@ class ContextParallel:
     def _make(
         self,
         seqlen: int,
-        cu_seqlens: np.ndarray | None = None,
-        bases: dict[tuple[str | None, Kind], AttentionPlan] | None = None,
+        cu_seqlens: np.ndarray | None,
+        bases: dict[tuple[str | None, Kind], AttentionPlan],
         **options: Any,
     ) -> Plans:
         """Make a plan for each kind of layer, all on one distribution.  Collective.
 
         `bases` has the first plan of each distribution and kind; later ones share its buffers.
         """
-        kinds, plans, bases = Counter(self.layers.values()), {}, {} if bases is None else bases
+        kinds, plans = Counter(self.layers.values()), {}
         masks = {x: _inside(x.mask, seqlen, cu_seqlens) for x in kinds}
         name = self._chosen(kinds, masks, seqlen)
         for kind, mask in masks.items():
@@ -252,7 +252,7 @@ class ContextParallel:
         n = min(self.seqlen, PROBED * self.grid.comm.size)
         positions = torch.from_numpy(np.linspace(0, self.seqlen - 1, n).round().astype(np.int64))
         self._current = next(_numbers)
-        plans = self._sets[self._current] = self._make(n)
+        plans = self._sets[self._current] = self._make(n, None, {})
         tokens = next(iter(plans.values())).tokens
         whole, expected, problems = inputs_of(self.model, positions[None]), [], []
         call = Call(self.grid.comm)
