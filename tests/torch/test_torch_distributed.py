@@ -269,7 +269,8 @@ def test_context_parallel(comm, world, way):
     for x, y in zip(model.parameters(), whole.parameters()):
         found = x.grad.full_tensor() if way == "fsdp" else x.grad
         far = float((found - y.grad).norm() / y.grad.norm())
-        assert_all(comm, far < 1e-9, f"off by {far}")
+        # Llama's norms and angles are float32 in every dtype of the model.
+        assert_all(comm, far < 1e-6, f"off by {far}")
     cp.free(), grid.free()
 
 
