@@ -48,7 +48,7 @@ def agree(comm: MPI.Intracomm, problem: str | None, config: Mapping[str, object]
         If a rank has a problem, or values differ.  The message has the problem of the first rank
         with a problem, or the first value that differs, and names the ranks.
     """
-    everyone = comm.allgather((problem, {key: str(value) for key, value in config.items()}))
+    everyone = comm.allgather((problem, {key: text_of(value) for key, value in config.items()}))
     problems = [(rank, p) for rank, (p, _) in enumerate(everyone) if p is not None]
     if problems:
         rank, text = problems[0]
@@ -141,6 +141,14 @@ def errors_of(
     problem = comm.bcast(problem, root)
     if problem is not None:
         raise CollectiveError(problem) from cause
+
+
+def text_of(value: object) -> str:
+    """Return the text by which a value is compared with those of other ranks."""
+    try:
+        return str(value)
+    except Exception as error:  # for example a number with too many digits
+        return f"{type(value).__name__} ({error})"
 
 
 class Flags(NamedTuple):
@@ -256,5 +264,5 @@ class PlanCall(Call):
 
 def _digest(same: Mapping[str, object]) -> int:
     """Return a number of 56 bits that says whether values have the same texts."""
-    texts = "\n".join(f"{name} {x}" for name, x in same.items())
+    texts = "\n".join(f"{name} {text_of(x)}" for name, x in same.items())
     return int.from_bytes(blake2b(texts.encode(), digest_size=7).digest(), "big")

@@ -38,6 +38,10 @@ class Methods(UserDict):
             self.data[name] = getattr(imported, constant)
         return self.data[name]
 
+    def get(self, name: str, default: object = None) -> object:
+        """Return a method, or the default if there is none of this name."""
+        return self[name] if name in self.data else default
+
 
 METHODS: Methods = Methods(
     {
