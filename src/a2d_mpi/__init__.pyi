@@ -7,8 +7,8 @@ from a2d_mpi.attention.methods import (
     RingAttention,
     TriangleAttention,
 )
-from a2d_mpi.comm.failures import RanksLost
 from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.comm.survival import RanksLost
 from a2d_mpi.devices.merging import merge
 from a2d_mpi.experiments.autotune import autotune
 from a2d_mpi.kernels import register_kernel

@@ -26,8 +26,8 @@ from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidate
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.simulator import PARTS
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import problem_of
-from a2d_mpi.schedules.problem import Workload
 
 pytestmark = pytest.mark.thorough
 DOCS, START = ROOT / "docs", "docs/tutorial.md"

@@ -11,8 +11,8 @@ from a2d_mpi.masks.mask import Causal, Full, IntervalMask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.profile import read_machine
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import METHODS, problem_of
-from a2d_mpi.schedules.problem import Workload
 
 MACHINE = ROOT / "data" / "machines" / "a100-16x4.toml"
 PROBLEM = ["--profile", MACHINE, "--seqlen", "1000", "--nheads", "4", "--mask", "causal"]

@@ -35,8 +35,8 @@ from a2d_mpi import (
     make_mask,
 )
 from a2d_mpi.planning.planner import best_candidate, best_layout
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import attention2d
-from a2d_mpi.schedules.problem import Workload
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.sharding import distribution as distributions
 

@@ -11,7 +11,7 @@ from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.experiments import autotune as module
 from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.schedules.problem import Workload
+from a2d_mpi.planning.workload import Workload
 
 pytestmark = [pytest.mark.mpi, pytest.mark.one_mpi]
 

@@ -134,10 +134,6 @@ WRONG = [
     ({"slices": (1, 2, 3)}, "got (1, 2, 3)"),
     ({"slices": "two"}, "got 'two'"),
     ({"slices": 3}, "cannot cut the 4 heads of a rank: 3 does not divide 4 heads"),
-    *[
-        ({"method": "double ring", "inner": x}, f"inner must divide the {SIZE} ranks of the ring")
-        for x in (0, -1, 7, 1.0, "1")
-    ],
     ({"mask": "causal"}, "mask must be a Mask such as Causal(), got 'causal'"),
     ({"mask": np.ones((40, 40), bool)}, "got array([[ True...hape=(40, 40))"),
     (
@@ -180,7 +176,7 @@ LONGER = IntervalMask(np.zeros(40, int), np.arange(40) + 1 + (np.arange(40) == 7
     ("seqlen", 41, 40), ("nheads", 8, 4), ("headdim", 16, 8), ("nheads_kv", 2, 4),
     ("dtype", "float64", "float32"), ("distribution", "striped", "contiguous"),
     ("softmax_scale", 0.5, 1 / 8**0.5), ("kernel", "numpy", "auto"), ("overlap", False, True),
-    ("logit_softcap", 2.0, 3.0), ("wire", "mxfp4", "mxfp8"), ("inner", 1, SIZE),
+    ("logit_softcap", 2.0, 3.0), ("wire", "mxfp4", "mxfp8"),
     ("slices", (2, 2), (1, 1)), ("rows", 1, SIZE), ("nodes", tuple(range(SIZE)), (0,) * SIZE),
     ("mask", LONGER, IntervalMask(LONGER.begin, np.arange(40) + 1)),
 ])  # fmt: skip

@@ -13,13 +13,6 @@ pytestmark = pytest.mark.mpi
 SIZES = {"seqlen": 130, "nheads": NHEADS, "headdim": 16}
 
 
-@pytest.fixture(scope="module")
-def grid(comm):
-    grid = ProcessGrid(comm, comm.size, 1)
-    yield grid
-    grid.free()
-
-
 @pytest.fixture
 def flights(monkeypatch):
     """Return the (direction, peer, tag) of two messages in flight at the same time."""
@@ -50,40 +43,43 @@ def flights(monkeypatch):
     assert not any(flying.values())  # all were waited for
 
 
+def grids(comm):
+    """Yield grids of all shapes."""
+    for cols in (n for n in range(1, comm.size + 1) if comm.size % n == 0):
+        grid = ProcessGrid(comm, comm.size // cols, cols)
+        yield grid
+        grid.free()
+
+
 @pytest.mark.parametrize("seqlen", [3, 130])
-def test_every_divisor(comm, grid, flights, seqlen):
+def test_every_shape(comm, flights, seqlen):
     """Results are right, and at most one message of a tag is in flight between ranks."""
     bad = []
-    for inner in (n for n in range(1, comm.size + 1) if comm.size % n == 0):
-        plan = DoubleRingAttention(grid, Causal(), inner=inner, **{**SIZES, "seqlen": seqlen})
+    for grid in grids(comm):
+        plan = DoubleRingAttention(grid, Causal(), **{**SIZES, "seqlen": seqlen})
         bad += wrong_with(plan)
         names = {name for _, name in plan.traffic.bytes}
-        single = inner in (1, comm.size)  # all ranks form one ring
+        single = 1 in (grid.rows, grid.cols)  # all ranks form one ring
         hops = ({"ring"} if single else {"inner", "outer"}) if comm.size > 1 else set()
         if seqlen == 130 and names != hops:
-            bad.append(f"inner {inner}: messages on {names}")
+            bad.append(f"{grid}: messages on {names}")
     bad += [f"two on their way: {x}" for x in flights]
     assert_all(comm, not bad, "; ".join(bad))
 
 
-def test_single_rings(comm, grid):
+def test_single_rings(comm):
     """With one group, or groups of one rank, the double ring is the ring, bit for bit."""
-    ring, bad = RingAttention(grid, Causal(), **SIZES), []
-    given = problem_for(ring)
-    expected = results_of(ring, given)
-    for inner in (1, comm.size):
-        plan = DoubleRingAttention(grid, Causal(), inner=inner, **SIZES)
-        bad += [f"inner {inner}: {x}" for x in differing(expected, results_of(plan, given))]
+    bad = []
+    for grid in grids(comm):
+        if 1 not in (grid.rows, grid.cols):
+            continue
+        ring = RingAttention(grid, Causal(), **SIZES)
+        given = problem_for(ring)
+        expected = results_of(ring, given)
+        plan = DoubleRingAttention(grid, Causal(), **SIZES)
+        bad += [f"{grid}: {x}" for x in differing(expected, results_of(plan, given))]
         for counted in ("bytes", "messages"):
             a, b = (list(getattr(p.traffic, counted).values()) for p in (ring, plan))
             if a != b:
-                bad.append(f"{counted} with inner {inner}: {b}, the ring {a}")
+                bad.append(f"{counted} on {grid}: {b}, the ring {a}")
     assert_all(comm, not bad, "; ".join(bad))
-
-
-def test_default(comm, grid_of):
-    """By default the rows of the grid are the inner rings."""
-    heads = 2 if comm.size % 2 == 0 else 1
-    grid = grid_of(1, comm.size // heads, heads)
-    plan = DoubleRingAttention(grid, Causal(), **SIZES)
-    assert_all(comm, plan.inner == comm.size // heads, f"inner {plan.inner}")

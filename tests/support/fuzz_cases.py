@@ -156,8 +156,6 @@ def draw(seed: int, ranks: int, wire: str | None = None) -> Case:
         options["softmax_scale"] = 0.0
     if method in ("striped ring", "triangle"):
         del options["distribution"]
-    if method == "double ring":
-        options["inner"] = pick(None, *(x for x in range(1, cells + 1) if cells % x == 0))
     name = "causal" if method == "triangle" else pick(*MASKS)
     if lengths and name in LISTS:
         name = "random"

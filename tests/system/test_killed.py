@@ -303,7 +303,7 @@ def test_training_goes_on(tmp_path, stages, ranks):
             "self.state.step == 3",
         ),
         (  # only some have sent to their column, and the smaller grid has none
-            "from a2d_mpi.comm.rendezvous import PlanCall as owner",
+            "from a2d_mpi.comm.agreement import PlanCall as owner",
             "agree",
             "self.action == 'backward'",
         ),

@@ -23,8 +23,8 @@ from a2d_mpi.experiments.trace import Trace, events_of, predicted, read_trace
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.profile import read_machine
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import problem_of, write
-from a2d_mpi.schedules.problem import Workload
 from a2d_mpi.schedules.steps import Attend, Differentiate
 
 TEXT = ROOT / "LICENSE"

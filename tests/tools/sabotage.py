@@ -33,8 +33,8 @@ from a2d_mpi.devices.host import Host
 from a2d_mpi.kernels.blocks import Blocker
 from a2d_mpi.kernels.numpy import NumpyKernel
 from a2d_mpi.schedules import passes, slices
-from a2d_mpi.schedules.arrays import ProgramArrays
 from a2d_mpi.schedules.line import Line
+from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Add, Copy, Merge, Receive
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -213,7 +213,7 @@ def mask(rank):
         (begin, end), *others = right(self, q_tokens, k_tokens)
         return (begin, np.minimum(end + 1, len(k_tokens))), *others
 
-    return [around(ProgramArrays, "intervals", wrong)]
+    return [around(Program, "intervals", wrong)]
 
 
 # Merges and sums.
@@ -309,9 +309,9 @@ def a_slice_repeated(rank):
     """The second slice of the heads takes the heads of the first one."""
 
     def wrong(right, self, rows, head):
-        self._slice -= (second := self._slice == 1)
+        self.slice -= (second := self.slice == 1)
         first = right(self, rows, head)
-        self._slice += second
+        self.slice += second
         return first
 
     return [around(Executor, "_first_heads", wrong)]

@@ -10,7 +10,7 @@ from refused import message_of
 from torch.utils.checkpoint import checkpoint
 
 from a2d_mpi import Attention2D, Causal, Documents, ProcessGrid, RingAttention
-from a2d_mpi.comm.rendezvous import PlanCall
+from a2d_mpi.comm.agreement import PlanCall
 from a2d_mpi.torch import (
     GradientHooks,
     attend,

@@ -9,8 +9,8 @@ from a2d_mpi.experiments.mask_table import partition_cost
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning.model import predict, slowest_seconds
 from a2d_mpi.planning.planner import best_candidate, candidates
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import problem_of
-from a2d_mpi.schedules.problem import Workload
 from a2d_mpi.sharding.choice import CHOICES, choose
 
 MASKS = ("full_document", "causal_document", "share_question", "prefix_lm_causal")

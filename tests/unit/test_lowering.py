@@ -7,7 +7,6 @@ from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.accounts import nbytes
 from a2d_mpi.schedules import drafts_of, passes, problem_of
-from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import (
     PARTIALS,
     Add,
@@ -39,7 +38,7 @@ def written(plan, phase, mask=None, seqlen=601, **options):
     problem, found = problem_of(method, layout, config, mask or Causal()), []
     for rank in range(layout.size):
         ((draft,),) = drafts_of(method, phase, layout, problem, rank)
-        program = Program(draft.rank, draft.group)
+        program = draft.empty()
         draft.writer(program)
         found.append(program)
     return found

@@ -44,8 +44,8 @@ from a2d_mpi.planning.profile import (
     write_machine,
 )
 from a2d_mpi.planning.simulator import PARTS
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import METHODS, problem_of
-from a2d_mpi.schedules.problem import Workload
 
 PROFILES = sorted(MACHINES.glob("*.toml"))
 

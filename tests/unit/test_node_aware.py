@@ -18,8 +18,8 @@ from a2d_mpi.planning.memory import most_memory, peak_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import candidates
 from a2d_mpi.planning.profile import read_machine, write_machine
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import METHODS, problem_of
-from a2d_mpi.schedules.problem import Workload
 
 
 def on_nodes(layout, ranks_per_node):

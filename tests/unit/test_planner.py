@@ -24,8 +24,8 @@ from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidate, candidate, candidates, why_not
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.survey import essence
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import METHODS, problem_of
-from a2d_mpi.schedules.problem import Workload
 
 CAUSAL = Causal()
 

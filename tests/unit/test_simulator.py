@@ -14,8 +14,8 @@ from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.network import Cables, Network
 from a2d_mpi.planning.simulator import PARTS, POST, WAIT, Messages, Operations, simulate
 from a2d_mpi.planning.survey import survey_of
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import problem_of
-from a2d_mpi.schedules.problem import Workload
 
 MB = 10**6
 # Plans on 16 ranks of four A100 a node, seconds of each phase by SimGrid 3.32:

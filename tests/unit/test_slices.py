@@ -13,8 +13,8 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.mask import IntervalMask
 from a2d_mpi.planning.model import predict, slowest_seconds
 from a2d_mpi.planning.planner import candidate, candidates
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import problem_of, write
-from a2d_mpi.schedules.problem import Workload
 from a2d_mpi.schedules.slices import SMALLEST, TAKE, default, order
 from a2d_mpi.schedules.steps import KINDS as TENSORS_OF
 from a2d_mpi.schedules.steps import Clear, KernelCall, Message, Receive, Rows, Send, Wait
@@ -145,7 +145,7 @@ def stuck(ranks):
             for step in p.steps:
                 if isinstance(step, Message):
                     kind = p.arrays[step.rows.array].kind
-                    between = (rank, p.grid_rank(step.peer))
+                    between = (rank, p.ranks[step.peer])
                     pair = between if isinstance(step, Send) else between[::-1]
                     # In a triangle, the column of one rank is the row of another.
                     line = {step.channel, *p.channels[step.channel]} - {"row", "col"}

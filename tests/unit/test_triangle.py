@@ -9,8 +9,8 @@ from a2d_mpi import Causal
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.accounts import area
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import problem_of, write
-from a2d_mpi.schedules.problem import Workload
 
 
 def busiest(method, layout, work, distribution):

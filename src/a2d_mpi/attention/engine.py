@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from a2d_mpi.comm.gpus import gpu_aware
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.transport import HostTransport, Transport
-from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.config import TRANSFERS, AttentionConfig
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.devices.workspace import Workspace
@@ -88,7 +87,8 @@ class Engine:
         check_kernel(kernel, config.dtype_of("q"), config.logit_softcap, self._widths)
         if overlap not in (True, False):
             raise ValueError(f"overlap must be true or false, got {overlap!r}")
-        gpu_aware(transfers)
+        if transfers not in TRANSFERS:
+            raise ValueError(f"transfers must be one of {TRANSFERS}, got {transfers!r}")
         self._name, self._transfers = kernel, transfers
         self._threads = BlasThreads(threads, grid.cores)
         self._polled = grid.comm if overlap and grid.comm.size > 1 else None
@@ -157,7 +157,11 @@ class Engine:
     @property
     def staged(self) -> bool:
         """True if tensors of this rank go through host memory, because MPI cannot read them."""
-        return self.device is not HOST and not gpu_aware(self._transfers)[0]
+        if self.device is HOST:
+            return False
+        from a2d_mpi.comm.gpus import gpu_aware
+
+        return not gpu_aware(self._transfers)[0]
 
     def choose_transport(self, staged: bool) -> None:
         """Take a transport for device arrays, through host memory if `staged`.

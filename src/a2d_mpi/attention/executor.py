@@ -12,29 +12,10 @@ from a2d_mpi.comm.channel import Channel
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Constant, Workspace
 from a2d_mpi.masks.intervals import Intervals
-from a2d_mpi.schedules.arrays import common_rows, index_of
-from a2d_mpi.schedules.program import Program
+from a2d_mpi.schedules import steps
+from a2d_mpi.schedules.program import Program, common_rows, index_of
 from a2d_mpi.schedules.slices import ALIVE, ATTEND
-from a2d_mpi.schedules.steps import (
-    KINDS,
-    Add,
-    Attend,
-    Clear,
-    Copy,
-    Decode,
-    Differentiate,
-    Encode,
-    KernelCall,
-    Merge,
-    Message,
-    PutHeads,
-    Receive,
-    Rows,
-    Send,
-    TakeHeads,
-    TokenArray,
-    Wait,
-)
+from a2d_mpi.schedules.steps import KINDS, Rows, TokenArray
 
 _TENSORS = 4  # most tensors of a kind that is no parcel; each tensor has a tag of its own
 _TAGS = {kind: _TENSORS * i for i, kind in enumerate(KINDS)}
@@ -58,30 +39,30 @@ class Pipeline:
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self.channels = {name: x for p in programs for name, x in p.channels.items()}
-        self._programs: dict[tuple[int, int], Executor] = {}
-        self._parts: list[tuple[int, int, list[tuple], bool, bool]] = []
+        self.slices = 1 + max(p.slice for p in programs)
+        executors: dict[tuple[int, int], Executor] = {}
+        # Each part: executor, compiled steps, and whether its program begins and ends with it.
+        self._parts: list[tuple[Executor, list[tuple], bool, bool]] = []
         compiled: dict[int, tuple] = {}  # slices have the same steps
-        keys = [(p.slice, p.number) for p in programs]
-        last = {key: i for i, key in enumerate(keys)}
-        slice_, self._last = max(keys)
-        self.slices, self._attends = slice_ + 1, min(ATTEND, self._last)
-        for i, (key, p) in enumerate(zip(keys, programs)):
-            begins = key not in self._programs
-            if begins:
-                self._programs[key] = Executor(p, self.slices)
+        last = {(p.slice, p.number): i for i, p in enumerate(programs)}
+        for i, p in enumerate(programs):
+            key = p.slice, p.number
+            if begins := key not in executors:
+                executors[key] = Executor(p, self.slices)
             for step in p.steps:
                 if id(step) not in compiled:
                     compiled[id(step)] = _COMPILED[type(step)](step, p)
-            steps = [compiled[id(step)] for step in p.steps]
-            self._parts.append((*key, steps, begins, last[key] == i))
+            ready = [compiled[id(step)] for step in p.steps]
+            self._parts.append((executors[key], ready, begins, last[key] == i))
         put = programs[-1]
-        self._config, self._in_buffers = put.group.problem.config, bool(put.copied)
+        self._last, self._in_buffers = put.number, bool(put.copied)
+        self._config = put.group.problem.config
 
     def run(
         self,
         engine: Engine,
         channels: Mapping[str, Channel],
-        given: Mapping[str, Array],
+        given: dict[str, Array],
         options: Sequence[Mapping[str, Any]],
         sink: Array | None = None,
     ) -> dict[str, Array]:
@@ -92,7 +73,7 @@ class Pipeline:
         engine : Engine
         channels : mapping of str to Channel
             By the names of the programs.
-        given : mapping of str to arrays
+        given : dict of str to arrays
             This rank's shard of the tensors that the programs read.
         options : sequence of mapping
             Arguments of the kernel, such as `careful`, by slice.
@@ -107,14 +88,14 @@ class Pipeline:
         tensors: dict[int, dict[str, Array]] = {}  # of each slice
         whole: dict[str, dict[str, Array]] = {}  # arrays of results, to which all slices write
         keys: dict[str, Array] = {}  # of the KV heads that were taken last
-        for slice_, number, steps, begins, ends in self._parts:
-            program, attends = self._programs[slice_, number], number == self._attends
+        for program, ready, begins, ends in self._parts:
+            slice_, attends = program.slice, program.number == ATTEND
             if begins:
-                read = tensors.pop(slice_) if number else given
-                new = whole if number == self._last else {}
+                read = keys | tensors.pop(slice_, given)
+                new = whole if program.number == self._last else {}
                 rounds = sink is None or not attends
-                program.begin(engine, channels, {**keys, **read}, options[slice_], new, rounds)
-            program.run(steps)
+                program.begin(engine, channels, read, options[slice_], new, rounds)
+            program.run(ready)
             if ends:
                 tensors[slice_] = program.end()
                 if attends and sink is not None:
@@ -145,7 +126,7 @@ class Executor:
 
     def __init__(self, program: Program, slices: int) -> None:
         self._arrays, self._results = program.arrays, program.results
-        self._slice, self._slices = program.slice, slices
+        self.slice, self.number, self._slices = program.slice, program.number, slices
         # Sizes with all heads of the problem, and with the heads that this rank computes.
         self._config, self._group = program.group.problem.config, program.group.config
         self._messages = program.messages
@@ -157,7 +138,7 @@ class Executor:
         self,
         engine: Engine,
         channels: Mapping[str, Channel],
-        given: Mapping[str, Array],
+        given: dict[str, Array],
         options: Mapping[str, Any],
         new: dict[str, dict[str, Array]],
         rounds: bool,
@@ -177,9 +158,9 @@ class Executor:
             if array.role == "result" and name not in new:
                 new[name] = self._result(array, rounds)
 
-    def run(self, steps: list[tuple]) -> None:
+    def run(self, ready: list[tuple]) -> None:
         """Run compiled steps."""
-        for do, *operands in self._engine.clocked(steps):
+        for do, *operands in self._engine.clocked(ready):
             do(self, *operands)
 
     def end(self) -> dict[str, Array]:
@@ -228,7 +209,7 @@ class Executor:
 
     def _first_heads(self, rows: Rows, head: int) -> list[int]:
         """Return, for each tensor, the first head of this slice on rank `head` of its group."""
-        first = (head * self._slices + self._slice) * self._group.nheads
+        first = (head * self._slices + self.slice) * self._group.nheads
         names = KINDS[self._kind(rows)]
         return [first * self._config.shape(x)[0] // self._config.nheads for x in names]
 
@@ -262,13 +243,13 @@ class Executor:
             for x in KINDS[array.kind]
         }
 
-    def _post(self, message: Message, peer: int, tag: int) -> None:
+    def _post(self, message: steps.Message, peer: int, tag: int) -> None:
         channel = self._channels[message.channel]
-        start = channel.isend if isinstance(message, Send) else channel.irecv
+        start = channel.isend if isinstance(message, steps.Send) else channel.irecv
         tensors = self._travelling(message.rows)
         self._pending[message.index] = start(tensors, peer, self._tags + tag)
 
-    def _wait(self, step: Wait) -> None:
+    def _wait(self, step: steps.Wait) -> None:
         requests = [x for index in step.messages for x in self._pending[index]]
         if requests:
             self._channels[step.channel].wait(requests)
@@ -277,7 +258,7 @@ class Executor:
         for x in self._tensors(rows):
             self._engine.device.zero(x)
 
-    def _attend(self, step: Attend, intervals: Intervals) -> None:
+    def _attend(self, step: steps.Attend, intervals: Intervals) -> None:
         tensors = self._tensors
         (q,) = tensors(step.queries)  # (queries, nheads, headdim)
         k, v = tensors(step.keys)  # (keys, nheads_kv, headdim)
@@ -285,7 +266,7 @@ class Executor:
         with self._engine.clock("compute"):
             self._engine.kernel.forward(q, k, v, intervals, out, lse, **self._options)
 
-    def _differentiate(self, step: Differentiate, intervals: Intervals) -> None:
+    def _differentiate(self, step: steps.Differentiate, intervals: Intervals) -> None:
         tensors, kernel = self._tensors, self._engine.kernel
         dout, q, lse, delta = tensors(step.queries)  # q: (queries, nheads, headdim)
         k, v = tensors(step.keys)  # (keys, nheads_kv, headdim)
@@ -324,14 +305,14 @@ class Executor:
                     else:
                         getattr(device, how)(y, x, self._group.wire)
 
-    def _take_heads(self, step: TakeHeads) -> None:
+    def _take_heads(self, step: steps.TakeHeads) -> None:
         tensors, device = self._tensors, self._engine.device
         first = self._first_heads(step.source, step.head)
         with self._engine.clock("merge"):
             for x, y, head in zip(tensors(step.source), tensors(step.target), first):
                 device.take_heads(_three(y), _three(x), head)
 
-    def _put_heads(self, step: PutHeads) -> None:
+    def _put_heads(self, step: steps.PutHeads) -> None:
         device, names = self._engine.device, KINDS[self._kind(step.target)]
         tensors = self._tensors(step.source), self._tensors(step.target)
         first = self._first_heads(step.target, step.head)
@@ -340,20 +321,20 @@ class Executor:
                 device.put_heads(_three(y), _three(x), head, name in step.sums)
 
 
-def _posted(step: Message, program: Program) -> tuple:
+def _posted(step: steps.Message, program: Program) -> tuple:
     peer = program.channels[step.channel].index(step.peer)
     return Executor._post, step, peer, _tag(step, program)
 
 
-def _merging(step: Merge, program: Program) -> tuple:
+def _merging(step: steps.Merge, program: Program) -> tuple:
     compensation = (x for _, x in common_rows(step.source, step.compensation))
     pairs = common_rows(step.source, step.target)
     return Executor._merge, [(*both, x) for both, x in zip(pairs, compensation)]
 
 
-def _moved(step: Copy | Add, program: Program) -> tuple:
+def _moved(step: steps.Copy | steps.Add, program: Program) -> tuple:
     """Move rows run by run; between an order by piece and an order by token, by index."""
-    (source, target), add = step, isinstance(step, Add)
+    (source, target), add = step, isinstance(step, steps.Add)
     by_token, into_by_token = (program.arrays[x.array].by_token for x in step)
     if by_token == into_by_token:
         return Executor._put, common_rows(source, target), add
@@ -372,27 +353,27 @@ def _moved(step: Copy | Add, program: Program) -> tuple:
 # Functions that compile a step to a function of the executor with its operands.  They are plain
 # functions, because bound methods would refer back to the executor.
 _COMPILED: dict[type, Callable[[Any, Program], tuple]] = {
-    Send: _posted,
-    Receive: _posted,
-    Wait: lambda step, program: (Executor._wait, step),
-    Clear: lambda step, program: (Executor._clear, step.rows),
-    Attend: lambda step, program: (Executor._attend, step, _intervals(step, program)),
-    Differentiate: lambda step, program: (
+    steps.Send: _posted,
+    steps.Receive: _posted,
+    steps.Wait: lambda step, program: (Executor._wait, step),
+    steps.Clear: lambda step, program: (Executor._clear, step.rows),
+    steps.Attend: lambda step, program: (Executor._attend, step, _intervals(step, program)),
+    steps.Differentiate: lambda step, program: (
         Executor._differentiate,
         step,
         _intervals(step, program),
     ),
-    Merge: _merging,
-    Copy: _moved,
-    Add: _moved,
-    Encode: lambda step, program: (Executor._code, "encode", common_rows(*step)),
-    Decode: lambda step, program: (Executor._code, "decode", common_rows(*step)),
-    TakeHeads: lambda step, program: (Executor._take_heads, step),
-    PutHeads: lambda step, program: (Executor._put_heads, step),
+    steps.Merge: _merging,
+    steps.Copy: _moved,
+    steps.Add: _moved,
+    steps.Encode: lambda step, program: (Executor._code, "encode", common_rows(*step)),
+    steps.Decode: lambda step, program: (Executor._code, "decode", common_rows(*step)),
+    steps.TakeHeads: lambda step, program: (Executor._take_heads, step),
+    steps.PutHeads: lambda step, program: (Executor._put_heads, step),
 }
 
 
-def _intervals(step: KernelCall, program: Program) -> Intervals:
+def _intervals(step: steps.KernelCall, program: Program) -> Intervals:
     """Return the visible keys of a kernel call; refuse rows that a kernel cannot take."""
     for rows in (x for x in step if isinstance(x, Rows)):
         if len(rows.runs) > 1:
@@ -413,7 +394,7 @@ def _three(x: Array) -> Array:
     return x if x.ndim == 3 else x.reshape(*x.shape, 1)
 
 
-def _tag(message: Message, program: Program) -> int:
+def _tag(message: steps.Message, program: Program) -> int:
     """Return the MPI tag of a message's first tensor."""
     # Messages with other tags or turns may overtake this one.
     turn = (message.tag + 8 * message.turn) % _TURNS

@@ -13,7 +13,6 @@ from a2d_mpi.attention.engine import Engine
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.watch import Watch
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.wire import FORMATS
 from a2d_mpi.devices.protocol import Array, Device
 
 ROUNDED = ("q", "k", "v", "dout")  # the caller's tensors that travel
@@ -24,11 +23,13 @@ def round_tensors(engine: Engine, config: AttentionConfig, tensors: dict[str, Ar
     for name in filter(tensors.__contains__, ROUNDED if config.wire else ()):
         if config.rounds(name):
             with engine.clock("merge"):
-                tensors[name] = rounded(engine.device, tensors[name], config.wire)
+                tensors[name] = _as_sent(engine.device, tensors[name], config.wire)
 
 
-def rounded(device: Device, x: Array, wire: str) -> Array:
+def _as_sent(device: Device, x: Array, wire: str) -> Array:
     """Return a tensor, (n, heads, headdim), rounded to a narrow format, in a new array."""
+    from a2d_mpi.core.wire import FORMATS
+
     encoded = device.empty((*x.shape[:2], FORMATS[wire].width(x.shape[2])), np.uint8)
     result = device.empty(x.shape, x.dtype)
     device.encode(encoded, x, wire)

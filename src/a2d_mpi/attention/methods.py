@@ -1,15 +1,11 @@
-"""Plans by method: one class for each method with arguments of its own."""
+"""Plans by method: a class for each of the package's methods."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from a2d_mpi.attention.checks import check_grid
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.mask import Mask
 
 
@@ -50,45 +46,14 @@ class RingAttention(AttentionPlan):
 
 
 class DoubleRingAttention(AttentionPlan):
-    """Baseline: rings of `inner` consecutive ranks, and a ring of these rings.
+    """Baseline: the rows of the grid are rings, and a ring of these rings joins them.
 
-    It adds one parameter to `AttentionPlan`.  With a head axis every context-parallel group is a
-    double ring.  See `a2d_mpi.schedules.ring`.
-
-    Parameters
-    ----------
-    inner : int, optional
-        Ranks of an inner ring, a divisor of the size of a context-parallel group.  A single ring
-        results from 1 and from the size of the group.  Default: the number of grid columns, so
-        that each grid row is an inner ring.
-
-    Attributes
-    ----------
-    inner : int
-        Ranks of an inner ring.
+    It has the interface of `AttentionPlan`.  A grid of one row or one column is a single ring.
+    With a head axis every context-parallel group is a double ring.  See
+    `a2d_mpi.schedules.ring`.
     """
 
     method = "double ring"
-
-    def __init__(
-        self, grid: ProcessGrid, mask: Mask, *, inner: int | None = None, **others: Any
-    ) -> None:
-        check_grid(grid)
-        self.inner = grid.cols if inner is None else inner
-        super().__init__(grid, mask, **others)
-
-    @property
-    def _options(self) -> dict[str, object]:
-        return {"inner": self.layout.cols}
-
-    @property
-    def _shape(self) -> Layout:
-        grid, size, inner = self.grid, self.grid.group_comm.size, self.inner
-        if not isinstance(inner, (int, np.integer)) or inner < 1 or size % inner:
-            raise ValueError(f"inner must divide the {size} ranks of the ring, got {inner!r}")
-        if inner == grid.cols:
-            return grid.layout
-        return Layout(size // int(inner), int(inner), grid.heads, grid.layout.order)
 
 
 class TriangleAttention(AttentionPlan):
@@ -104,7 +69,7 @@ class TriangleAttention(AttentionPlan):
 def plan_class(method: str) -> type[AttentionPlan]:
     """Return the class of the plans of a method of `a2d_mpi.schedules.METHODS`.
 
-    A method without arguments of its own needs no class in this file: this function makes one.
+    A user's method needs no class in this file: this function makes one.
     """
     classes = {x.method: x for x in AttentionPlan.__subclasses__()}
     name = "".join(word.capitalize() for word in method.split()) + "Attention"

@@ -14,10 +14,9 @@ from a2d_mpi.attention import hooks
 from a2d_mpi.attention.checks import check_grid, check_problem, check_tensors
 from a2d_mpi.attention.engine import Engine, Recorded
 from a2d_mpi.attention.executor import Pipeline
-from a2d_mpi.attention.shards import gather, scatter
+from a2d_mpi.comm.agreement import Caller, Flags
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.comm.rendezvous import Caller, Flags
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.host import HOST
@@ -223,10 +222,12 @@ class AttentionPlan(Caller):
                 prepare()
                 config = self.config
                 check_problem(self.method, mask, config, self.grid, self._named)
-                self._describe(problem_of(self.method, self._shape, config, mask, *self._named))
+                self._describe(
+                    problem_of(self.method, self.grid.layout, config, mask, *self._named)
+                )
                 one = (METHODS[self.method].ring and self.grid.heads == 1) or not self.overlap
-                chosen = slices_of(self._cuts, config, self._shape, one)
-                self.layout = replace(self._shape, slices=chosen)
+                chosen = slices_of(self._cuts, config, self.grid.layout, one)
+                self.layout = replace(self.grid.layout, slices=chosen)
                 self._pipelines = {
                     phase: Pipeline(
                         write(self.method, phase, self.layout, self.problem, rank, self.overlap)
@@ -242,7 +243,6 @@ class AttentionPlan(Caller):
                     "distribution of the keys": self.problem.keys.name,
                     **self._asked,
                     "slices": self.slices,
-                    **self._options,
                 }
             call.agree(arguments)
             self._channels = self._connected()
@@ -389,6 +389,8 @@ class AttentionPlan(Caller):
             On all ranks, if `x` has the wrong number of rows, or `root` is not a rank or is not
             the same on all ranks.
         """
+        from a2d_mpi.attention.shards import scatter
+
         return scatter(self, self.distribution, x, root)
 
     def scatter_kv(self, x: Array | None, root: int = 0) -> Array:
@@ -410,6 +412,8 @@ class AttentionPlan(Caller):
         ValueError
             As in `scatter`.
         """
+        from a2d_mpi.attention.shards import scatter
+
         return scatter(self, self.problem.keys, x, root)
 
     def gather(self, x: Array, root: int = 0) -> Array | None:
@@ -433,6 +437,8 @@ class AttentionPlan(Caller):
             On all ranks, if `x` has the wrong number of rows on any rank, or ranks disagree on
             `root`, the dtype or the shape of a row.
         """
+        from a2d_mpi.attention.shards import gather
+
         return gather(self, self.distribution, x, root)
 
     def refuse(self, problem: str, phase: str = "forward") -> NoReturn:
@@ -584,16 +590,6 @@ class AttentionPlan(Caller):
         """Return what predictions take; the default rank is this rank."""
         rank = self.grid.comm.rank if rank is None else rank
         return self.method, self.layout, self.problem, rank
-
-    @property
-    def _shape(self) -> Layout:
-        """Layout of the ranks of this method, before slices are chosen."""
-        return self.grid.layout
-
-    @property
-    def _options(self) -> dict[str, object]:
-        """Arguments that only this method has, by name; all ranks must agree on them."""
-        return {}
 
     def _call(
         self,

@@ -1,11 +1,28 @@
-"""Errors that all ranks raise together."""
+"""What all ranks do together: they agree on it, or all raise the same error.
+
+A rank checks its arguments, and then agrees with all other ranks.  Only then it sends messages of
+the call.  So an error of one rank is an error of all ranks, and no rank waits for another rank
+that has failed.  A call of a plan reserves the grid first.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpi4py import MPI
+
+from a2d_mpi.comm.watch import by_text
+
+if TYPE_CHECKING:
+    from a2d_mpi.comm.grid import ProcessGrid
+
+ACTIONS = ("making", "forward", "backward", "scatter", "gather")
+TWO_THREADS = "two threads called plans of one grid at once: give each thread a grid of its own"
+INTERRUPTED = "an earlier call was interrupted: make a new grid and a new plan"
 
 
 class CollectiveError(ValueError):
@@ -132,3 +149,120 @@ def text_of(value: object) -> str:
         return str(value)
     except Exception as error:  # for example a number with too many digits
         return f"{type(value).__name__} ({error})"
+
+
+class Flags(NamedTuple):
+    """Facts about the arrays and arguments of a rank, which it tells the others.
+
+    Attributes
+    ----------
+    on_host : bool
+        The arrays are NumPy arrays.  The same on all ranks.
+    sink, dlse, max_logits, recorded : bool
+        The call has this optional argument, and torch records gradients.  The same on all ranks.
+    staged : bool
+        Device arrays go through host memory.
+    not_finite : bool
+        An element is NaN or infinite.
+    """
+
+    on_host: bool = False
+    sink: bool = False
+    dlse: bool = False
+    max_logits: bool = False
+    recorded: bool = False
+    staged: bool = False
+    not_finite: bool = False
+
+
+NO_FLAGS = Flags()
+# The first flags must be the same on all ranks; they are called so in messages.
+_SAME = (
+    "the arrays: some ranks pass NumPy arrays, others CuPy arrays",
+    *(f"{name}: some ranks pass it, others do not" for name in ("the sink", "dlse", "max_logits")),
+    "gradients (torch.no_grad, requires_grad): some ranks pass it, others do not",
+)
+
+
+class Caller:
+    """The base class of plans: their calls are collective over the ranks of a grid."""
+
+    _number = 0  # of the plan, counted from 1 in the order in which a grid's plans are made
+    _calls = -1  # number of the latest call; making the plan is call 0
+    _interrupted = False  # an exception has left messages under way
+
+
+class PlanCall(Call):
+    """A collective call of a plan; see `ProcessGrid.call`.
+
+    Attributes
+    ----------
+    watch : Watch
+        Reports of ranks that wait for a long time.
+    action, text : str
+        One of `ACTIONS`; the call in messages.
+    stamp : (int, int, int)
+        Number of the action, of the plan and of its call, the same on all ranks.
+    """
+
+    def __init__(self, grid: ProcessGrid, action: str, plan: Caller, alone: bool) -> None:
+        super().__init__(grid.comm)
+        # Two threads that take turns are an error: their order may differ between ranks.
+        if plan._interrupted or not alone:
+            self.problem = INTERRUPTED if alone else TWO_THREADS
+        self._grid, self._plan, self.watch = grid, plan, grid.watch
+        number, call = plan._number or grid.plans + 1, plan._calls + 1
+        self.action, self.stamp = action, (ACTIONS.index(action), number, call)
+        self.text = f"{action} of plan {number} ({type(plan).__name__})"
+        self.text += f", call {call}" * (call > 0)
+
+    def agree(self, same: Mapping[str, object] = {}, flags: Flags = NO_FLAGS) -> Flags:
+        """Wait until all ranks make this call, and raise the error of any rank on all of them.
+
+        Parameters
+        ----------
+        same : mapping
+            Values that must be the same on all ranks, by name; their texts are compared.
+        flags : Flags
+
+        Returns
+        -------
+        Flags
+            Whether a flag is true on any rank.
+
+        Raises
+        ------
+        CollectiveError
+            If ranks make different calls, a rank has a problem, or values or flags differ.  If
+            calls differ, the message has the call of each rank.
+        """
+        self.watch.doing = self.text  # not the call, which would keep the plan alive
+        # Reduce a buffer, not an object.  mpi4py would reduce objects up a tree and send the
+        # result down again, and the ranks would begin the call one after the other.
+        own = [*self.stamp, _digest(same), self.problem is not None, *flags]
+        reduced = array("q", [*own, *(-1 - x for x in own)])
+        with self.watch.waiting("to begin"):
+            self.comm.Allreduce(MPI.IN_PLACE, reduced, MPI.BOR)
+        self.watch.calls += 1
+        said = reduced[: len(own)]
+        # If ranks differ in a bit, the bit is set in a number and in its complement.
+        differ = [x & y for x, y in zip(said, reduced[len(own) :])]
+        if any(differ[:3]):
+            calls = by_text(enumerate(self.comm.allgather(self.text)))
+            listed = "; ".join(f"{text} on {ranks}" for text, ranks in calls.items())
+            raise CollectiveError(f"ranks disagree on the call: {listed}")
+        if differ[3] or said[4]:
+            with self.watch.waiting("to agree"):
+                super().agree(same)
+        if others := [text for text, differs in zip(_SAME, differ[5:]) if differs]:
+            raise CollectiveError(f"ranks disagree on {others[0]}")
+        _, self._plan._number, self._plan._calls = self.stamp
+        self._plan._interrupted = True  # an exception from here on leaves messages under way
+        self._grid.plans = max(self._grid.plans, self._plan._number)
+        return Flags(*map(bool, said[5:]))
+
+
+def _digest(same: Mapping[str, object]) -> int:
+    """Return a number of 56 bits that says whether values have the same texts."""
+    texts = "\n".join(f"{name} {text_of(x)}" for name, x in same.items())
+    return int.from_bytes(blake2b(texts.encode(), digest_size=7).digest(), "big")

@@ -12,7 +12,6 @@ The rest of the package calls two hooks: `Failures.translated` makes errors of M
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import CollectiveError
-from a2d_mpi.comm.watch import name_ranks
+from a2d_mpi.comm.survival import NoFailures, RanksLost, ranks_in, survives
 from a2d_mpi.core.sizes import squarest
 from a2d_mpi.schedules import METHODS
 
@@ -35,32 +34,7 @@ _PAUSE = 0.1  # seconds without a report, after which the list of dead ranks is 
 _LOSSES = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED}
 
 
-class RanksLost(RuntimeError):
-    """Ranks of a grid died.  All survivors raise this; `ProcessGrid.shrink` makes their new grid.
-
-    Attributes
-    ----------
-    ranks : tuple of int
-        Ranks that this rank knows to be dead.  The numbers are ranks of the communicator from
-        which the grid was made.  After `shrink` they are ranks of the communicator of the first
-        grid.
-    """
-
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        super().__init__(f"{name_ranks(ranks) if ranks else 'a rank'} died")
-        self.ranks = ranks
-
-
-def survives() -> bool:
-    """Return True if this job continues when ranks die: Open MPI under ``mpiexec --with-ft ulfm``.
-
-    MPI has no function for this question.  Open MPI always has the functions of ULFM, but it ends
-    the job unless this parameter is set.  MPICH does not have these functions.
-    """
-    return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"  # noqa: SIM112
-
-
-class Failures:
+class Failures(NoFailures):
     """Detection of ranks of a grid that died, and the reports to all other ranks.
 
     Parameters
@@ -82,7 +56,7 @@ class Failures:
     """
 
     def __init__(self, comm: MPI.Intracomm, comms: list[MPI.Intracomm]) -> None:
-        self.comm, self.comms, self.numbers = comm, comms, range(comm.size)
+        super().__init__(comm, comms)
         self.others: list[MPI.Intracomm] = []
         # Whether all ranks have agreed that one died, and the dead ranks of the latest error.
         self._over, self._reported = False, ()
@@ -253,12 +227,3 @@ def _grid_on(left: MPI.Intracomm, old: ProcessGrid, method: str) -> ProcessGrid 
         for comm in failures.comms:
             comm.Free()
     return grid
-
-
-def ranks_in(comm: MPI.Intracomm, group: MPI.Group) -> list[int]:
-    """Return the ranks in a communicator of the members of a group; free the group."""
-    everyone = comm.Get_group()
-    ranks = MPI.Group.Translate_ranks(group, None, everyone)
-    group.Free()
-    everyone.Free()
-    return ranks

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import Call
+from a2d_mpi.core.config import TRANSFERS
 
 if TYPE_CHECKING:
     from a2d_mpi.devices.cuda import Cuda
-
-TRANSFERS = ("auto", "device", "host")
 
 
 def bind_gpu(comm: MPI.Intracomm) -> tuple[Cuda, int]:

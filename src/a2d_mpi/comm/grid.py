@@ -12,9 +12,8 @@ from dataclasses import replace
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.comm.agreement import Call, CollectiveError
-from a2d_mpi.comm.failures import Failures, ranks_in, shrunk, survives
-from a2d_mpi.comm.rendezvous import INTERRUPTED, TWO_THREADS, Caller, PlanCall
+from a2d_mpi.comm.agreement import Call, Caller, CollectiveError, PlanCall
+from a2d_mpi.comm.survival import NoFailures, ranks_in, survives
 from a2d_mpi.comm.watch import Watch
 from a2d_mpi.core.sizes import Layout
 
@@ -73,7 +72,7 @@ class ProcessGrid:
         Reports of ranks that wait for a long time.
     plans : int
         Number of plans made so far on this grid.
-    failures : Failures
+    failures : NoFailures or Failures
         Detection of ranks that died, if MPI continues without them.
 
     Raises
@@ -110,7 +109,7 @@ class ProcessGrid:
             # The watch must not talk: only the caller sends messages on `comm`.
             watch = Watch(comm, f"ProcessGrid({rows} x {cols} x {heads})", talks=False)
             waiting = watch.waiting("for all ranks to call it")
-        self.failures = Failures(comm, [])
+        self.failures = _failures(comm)
         with self.failures.making():
             with waiting:
                 arguments = {"rows": rows, "cols": cols, "heads": heads, "order": order}
@@ -222,7 +221,7 @@ class ProcessGrid:
         Parameters
         ----------
         action : str
-            One of `a2d_mpi.comm.rendezvous.ACTIONS`.
+            One of `a2d_mpi.comm.agreement.ACTIONS`.
         plan : Caller
         settle : callable
             Completes the messages under way, if a rank dies in the call.
@@ -240,14 +239,10 @@ class ProcessGrid:
         """
         if self.comm == MPI.COMM_NULL:
             raise CollectiveError("the grid was freed")
-        free = self._lock.acquire(blocking=False) or not self._lock.acquire()
+        alone = self._lock.acquire(blocking=False) or not self._lock.acquire()
         try:
             with self.failures.translated(settle):
-                call = PlanCall(self, action, plan)
-                # Two threads that take turns are an error: their order may differ between ranks.
-                if plan._interrupted or not free:
-                    call.problem = INTERRUPTED if free else TWO_THREADS
-                yield call
+                yield PlanCall(self, action, plan, alone)
                 plan._interrupted = False
         finally:
             self._lock.release()
@@ -281,6 +276,8 @@ class ProcessGrid:
                 "a grid can shrink only if MPI continues when a rank dies: use Open MPI and start "
                 "the job by mpiexec --with-ft ulfm"
             )
+        from a2d_mpi.comm.failures import shrunk
+
         return shrunk(self, method)
 
     def free(self) -> None:
@@ -304,6 +301,15 @@ class ProcessGrid:
     def __repr__(self) -> str:
         shape = (self.rows, self.cols, self.heads)[: 2 + (self.heads > 1)]
         return f"ProcessGrid({' x '.join(map(str, shape))})"
+
+
+def _failures(comm: MPI.Intracomm) -> NoFailures:
+    """Return the hooks for ranks that die."""
+    if not survives():
+        return NoFailures(comm, [])
+    from a2d_mpi.comm.failures import Failures
+
+    return Failures(comm, [])
 
 
 def _integers(name: str, values: Sequence[int], length: int) -> tuple[int, ...]:

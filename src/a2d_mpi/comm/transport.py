@@ -9,7 +9,6 @@ from typing import Any
 
 from mpi4py import MPI
 
-from a2d_mpi.comm.failures import survives
 from a2d_mpi.core.sizes import MAX_MESSAGE
 from a2d_mpi.devices.protocol import Array
 
@@ -76,12 +75,9 @@ class HostTransport(Transport):
         return [self._post(comm.Irecv, piece, peer, tag) for piece in pieces(x, self.limit)]
 
     def wait(self, messages: list[Any]) -> None:
-        if survives():
-            # Waitall frees failed sends.  Open MPI 5.0.11 ends a process that frees one.
-            for request in messages:
-                request.Wait()
-        else:
-            MPI.Request.Waitall(messages)
+        # Not Waitall: it frees failed sends, and Open MPI 5.0.11 ends a process that frees one.
+        for request in messages:
+            request.Wait()
         super().wait(messages)
 
     def poll(self, comm: MPI.Intracomm) -> None:

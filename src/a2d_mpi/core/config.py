@@ -11,11 +11,12 @@ import numpy as np
 
 from a2d_mpi.core.dtypes import DTYPES, as_dtype, compute_dtype
 from a2d_mpi.core.sizes import check_memory, misfit
-from a2d_mpi.core.wire import FORMATS
 
 PHASES = ("forward", "backward")
 # `a2d_mpi.sharding.distribution` explains them.
 DISTRIBUTIONS = ("contiguous", "zigzag", "striped", "triangle", "balanced")
+WIRES = ("bfloat16", "mxfp8", "mxfp4")  # formats of messages, see `a2d_mpi.core.wire`
+TRANSFERS = ("auto", "device", "host")  # see `a2d_mpi.comm.gpus.gpu_aware`
 # With larger sizes, the number of pairs of a sequence or the bytes of a tensor exceed 64 bits.
 LARGEST = {
     "seqlen": 1 << 31,
@@ -57,7 +58,7 @@ class AttentionConfig:
     headdim_v : int, optional
         Elements of a head of v, out and their gradients.  Default: headdim.
     wire : str, optional
-        Format of messages, one of `a2d_mpi.core.wire.FORMATS`.  A tensor is encoded if the format
+        Format of messages, one of `WIRES`.  A tensor is encoded if the format
         makes it smaller.  Default: no tensor is encoded.
 
     Raises
@@ -97,8 +98,8 @@ class AttentionConfig:
         checked["softmax_scale"] = 1 / math.sqrt(self.headdim) if scale is None else float(scale)
         if not math.isfinite(checked["softmax_scale"]):
             raise ValueError(f"softmax_scale must be finite, got {scale!r}")
-        if self.wire not in (None, *FORMATS):
-            raise ValueError(f"wire must be None or one of {tuple(FORMATS)}, got {self.wire!r}")
+        if self.wire not in (None, *WIRES):
+            raise ValueError(f"wire must be None or one of {WIRES}, got {self.wire!r}")
         checked["logit_softcap"] = None if cap is None else float(cap)
         if cap is not None and not 1e-30 <= checked["logit_softcap"] <= 1e30:
             raise ValueError(f"logit_softcap must be between 1e-30 and 1e30, got {cap!r}")
@@ -152,6 +153,8 @@ class AttentionConfig:
         """
         shape, dtype = self.shape(name), self.dtype_of(name, accumulated)
         if wire and self.wire and name not in _STATISTICS:
+            from a2d_mpi.core.wire import FORMATS
+
             heads, elements = shape
             width = FORMATS[self.wire].width(elements)
             if width < elements * dtype.itemsize:

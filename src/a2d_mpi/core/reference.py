@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from a2d_mpi.core.wire import BLOCK, FORMATS
-
 
 def attention(
     q: np.ndarray,
@@ -165,6 +163,8 @@ def rounded(x: np.ndarray, wire: str) -> np.ndarray:
     -------
     (tokens, heads, headdim), dtype of x
     """
+    from a2d_mpi.core.wire import BLOCK, FORMATS
+
     form, result = FORMATS[wire], np.empty_like(x)
     exact = x.astype(np.float32).astype(np.float64)
     for first in range(0, x.shape[2], BLOCK if form.blocks else x.shape[2]):

@@ -120,8 +120,8 @@ class Layout:
         Parameters
         ----------
         head : int, optional
-            Number of the group.  Default: the nodes that all groups have in common, with the
-            nodes of a group numbered from its first rank on.
+            Number of the group, whose nodes are numbered from 0.  Default: the nodes that all
+            groups have in common, with the nodes of a group numbered from its first rank on.
 
         Raises
         ------
@@ -132,7 +132,7 @@ class Layout:
             return None
         groups = np.reshape(self.nodes, (-1, self.heads)).T  # (heads, positions)
         if head is not None:
-            return tuple(groups[head].tolist())
+            return tuple(np.unique(groups[head], return_inverse=True)[1].tolist())
         names = [np.unique(x, return_index=True, return_inverse=True)[1:] for x in groups]
         divisions = {tuple(first[inverse].tolist()) for first, inverse in names}
         if len(divisions) > 1:
@@ -141,6 +141,22 @@ class Layout:
             )
         return divisions.pop()
 
+    @property
+    def in_equal_nodes(self) -> bool:
+        """True if nodes divide all rows, and all columns, into equal groups of several ranks.
+
+        Rows or columns, not both, may lie inside nodes or have one rank per node.
+        """
+        try:
+            nodes = self.nodes_of_group()
+        except UnlikeRanks:
+            return False
+        if nodes is None:
+            return False
+        grid = np.reshape(nodes, (self.rows, self.cols))
+        shares, lengths = (_equal_share(grid), _equal_share(grid.T)), (self.cols, self.rows)
+        return min(shares) > 0 and any(1 < b < n for b, n in zip(shares, lengths))
+
     def on_nodes(self, node: Sequence[int] | np.ndarray) -> Layout:
         """Return the layout with nodes, from a number for the node of every world rank."""
         _, first, names = np.unique(
@@ -148,6 +164,16 @@ class Layout:
         )
         nodes = None if len(first) == self.size else tuple(first[names].tolist())
         return replace(self, nodes=nodes)
+
+
+def _equal_share(node: np.ndarray) -> int:
+    """Return how many ranks of a line each of its nodes has; 0 if the numbers differ.
+
+    `node` is (lines, ranks of a line) int.
+    """
+    lines = np.arange(len(node))[:, None] * (node.max() + 1)
+    _, counts = np.unique(lines + node, return_counts=True)
+    return int(counts[0]) if (counts == counts[0]).all() else 0
 
 
 def squarest(ranks: int) -> tuple[int, int]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from a2d_mpi.core import wire as formats
 from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.core.merge import add_sink, merge, sink_gradient
 from a2d_mpi.devices.protocol import Array
@@ -49,10 +48,14 @@ class Host:
             to[...] = x
 
     def encode(self, to: Array, x: Array, wire: str) -> None:
-        formats.encode(to, x, wire)
+        from a2d_mpi.core.wire import encode
+
+        encode(to, x, wire)
 
     def decode(self, to: Array, x: Array, wire: str) -> None:
-        formats.decode(to, x, wire)
+        from a2d_mpi.core.wire import decode
+
+        decode(to, x, wire)
 
     def take(self, to: Array, x: Array, order: Array) -> None:
         # With the default mode, "raise", NumPy fills a copy of `to` first.

@@ -24,7 +24,7 @@ from a2d_mpi.experiments.measure import Measurement, open_device, random_inputs
 from a2d_mpi.experiments.streams import aligned
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.planner import best_candidates, duration
-from a2d_mpi.schedules.problem import Workload
+from a2d_mpi.planning.workload import Workload
 
 CALIBRATION = 5.0  # s to measure a machine of which there is no profile
 

@@ -35,7 +35,7 @@ from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning.calibration import Sample, fit_kernel, fit_link, fit_steps, steadiness
 from a2d_mpi.planning.machine import KernelModel, Link, Machine
 from a2d_mpi.planning.profile import read_machine, write_machine
-from a2d_mpi.schedules.problem import Workload
+from a2d_mpi.planning.workload import Workload
 
 # Queries, keys, nheads, nheads_kv, headdim, mask: small and large values of each.
 SHAPES = (

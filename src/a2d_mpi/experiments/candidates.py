@@ -18,8 +18,8 @@ from a2d_mpi.planning.planner import candidates, duration, why_not
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.planning.trial import Candidate
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import METHODS
-from a2d_mpi.schedules.problem import Workload
 
 # Share of ranks that may be idle, and most ranks for that: the search takes long for more.
 IDLE, IDLE_RANKS = 0.1, 256

@@ -24,14 +24,12 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.core import reference
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.dtypes import compute_dtype
-from a2d_mpi.core.wire import FORMATS
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import Check
 from a2d_mpi.experiments.streams import aligned
 from a2d_mpi.schedules import write
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import KINDS, Encode, Merge, Message, Move, Send
-from a2d_mpi.sharding.triangle import segment_begins
 
 STEP_BOUNDS = {"float32": 1e-5, "float64": 1e-10}  # largest relative errors of training steps
 ROWS = 64  # rows that are checked together
@@ -146,6 +144,8 @@ def wire_errors(plan: AttentionPlan, terms: Mapping[str, float]) -> dict[str, fl
         (`roundings`).  One rounding adds at most u + f times the size of the partial result to the
         error, and these sizes add up to at most `terms`.  0 for lse, which is not rounded.
     """
+    from a2d_mpi.core.wire import FORMATS
+
     config, errors, form = plan.config, {}, FORMATS[plan.config.wire]
     number: Counter[str] = Counter()
     for phase in PHASES if "dq" in terms else PHASES[:1]:
@@ -188,7 +188,7 @@ def _depths(
             depth.update({(name, x): given[x] for x in kinds[name]})
     for step in program.steps:
         if isinstance(step, Message):
-            ends, name = (rank, program.grid_rank(step.peer)), step.rows.array
+            ends, name = (rank, program.ranks[step.peer]), step.rows.array
             for x in kinds[name]:
                 key = number, step.tag, step.turn, x
                 if isinstance(step, Send):
@@ -246,12 +246,16 @@ def _reference(
     # A plan with `wire` may have partial results of these pieces of this rank's tokens.
     pieces, group = [slice(None)], 1
     if widens:
+        from a2d_mpi.sharding.triangle import segment_begins
+
         cuts = segment_begins(plan.problem.queries)
         ends = [0, *np.searchsorted(plan.tokens, cuts).tolist(), len(plan.tokens)]
         pieces, group = [slice(a, b) for a, b in pairwise(ends)], plan.nheads // plan.nheads_kv
 
     def size(contribution: np.ndarray) -> np.ndarray:
         """Return the size of a contribution, as `wire_errors` defines it."""
+        from a2d_mpi.core.wire import FORMATS
+
         form, absolute = FORMATS[plan.config.wire], np.abs(contribution)
         largest = absolute.max(axis=-1, keepdims=True)
         return (form.error * absolute + form.floor * largest) / (form.error + form.floor)

@@ -22,11 +22,11 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import Call, CollectiveError, agree
-from a2d_mpi.comm.failures import RanksLost, survives
-from a2d_mpi.comm.gpus import TRANSFERS
 from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.comm.survival import RanksLost, survives
 from a2d_mpi.comm.watch import name_ranks
 from a2d_mpi.core.atomic import held
+from a2d_mpi.core.config import TRANSFERS
 from a2d_mpi.core.sizes import check_memory
 from a2d_mpi.experiments.files import check_files, files_written
 from a2d_mpi.experiments.options import BAD_INPUT, INTERRUPTED, Parser, add_options

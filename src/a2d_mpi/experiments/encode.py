@@ -28,7 +28,7 @@ from a2d_mpi.experiments.origin import sha256
 from a2d_mpi.gpt.encoder import Encoder
 from a2d_mpi.gpt.gradients import total
 from a2d_mpi.masks.documents import Documents, positions_in
-from a2d_mpi.schedules.problem import Workload
+from a2d_mpi.planning.workload import Workload
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

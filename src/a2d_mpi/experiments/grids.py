@@ -14,7 +14,7 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import Layout, squarest
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.options import Parser, add_options, pair
-from a2d_mpi.schedules.problem import Workload
+from a2d_mpi.planning.workload import Workload
 
 if TYPE_CHECKING:
     from a2d_mpi.experiments.sweep import Configuration

@@ -18,7 +18,6 @@ from a2d_mpi.core.sizes import flops
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.grids import open_grid
 from a2d_mpi.experiments.hdf5 import check_output
-from a2d_mpi.experiments.mask_file import FILE, mask_of
 from a2d_mpi.experiments.measure import (
     RESULTS,
     Measurement,
@@ -40,7 +39,8 @@ from a2d_mpi.experiments.results import (
 )
 from a2d_mpi.experiments.streams import aligned, progress
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.schedules.problem import Workload
+from a2d_mpi.masks.patterns import make_mask
+from a2d_mpi.planning.workload import Workload
 
 
 def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
@@ -116,8 +116,11 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
     config = replace(info.config, seqlen=args.seqlen, seqlen_kv=args.seqlen, **options)
     config.check_room(ranks)
     if args.mask_file:
+        from a2d_mpi.experiments.mask_file import FILE, mask_of
+
         args.mask = f"{FILE}{args.mask_file}"  # the name in reports and results
-    return info, config, mask_of(args.mask, config.seqlen)
+        return info, config, mask_of(args.mask, config.seqlen)
+    return info, config, make_mask(args.mask, config.seqlen)
 
 
 def _digests(args: argparse.Namespace) -> dict[str, str]:

@@ -25,7 +25,6 @@ from mpi4py import MPI
 
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import CollectiveError, agree
-from a2d_mpi.comm.gpus import bind_gpu
 from a2d_mpi.core.config import OF_KEYS, AttentionConfig
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
@@ -50,8 +49,12 @@ def open_device(comm: MPI.Intracomm, name: str) -> Device:
     CollectiveError
         On all ranks, if a rank has no GPU.
     """
+    if name == "cpu":
+        return HOST
+    from a2d_mpi.comm.gpus import bind_gpu
+
     try:
-        return HOST if name == "cpu" else bind_gpu(comm)[0]
+        return bind_gpu(comm)[0]
     except CollectiveError as error:
         raise CollectiveError(f"--device {name}: {error}") from None
 

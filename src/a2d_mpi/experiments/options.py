@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from a2d_mpi import __version__
 from a2d_mpi.core.atomic import held, read_regular
-from a2d_mpi.core.config import DISTRIBUTIONS, LARGEST
+from a2d_mpi.core.config import DISTRIBUTIONS, LARGEST, WIRES
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import parse_count
-from a2d_mpi.core.wire import FORMATS
 from a2d_mpi.experiments.files import check_files, files_written
 from a2d_mpi.experiments.streams import lost_output, open_streams, reason
 from a2d_mpi.masks.patterns import PATTERNS, parse_mask, split_masks
@@ -270,7 +269,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "dtype": {"choices": DTYPES, "default": "float32", "help": "storage dtype"},
     "dtypes": {"type": listed(one_of(DTYPES)), "metavar": "DTYPE,...", "default": "float32",
                "help": f"storage dtypes, from {', '.join(DTYPES)}"},
-    "wire": {"choices": ("none", *FORMATS), "default": "none",
+    "wire": {"choices": ("none", *WIRES), "default": "none",
              "help": "format of tensors in messages, see docs/wire.md; none: the storage dtype"},
     "backward": {"action": "store_true", "help": "also compute the gradients"},
     "separator": {"type": escaped, "metavar": "TEXT",

@@ -20,8 +20,8 @@ from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidates
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import METHODS, problem_of
-from a2d_mpi.schedules.problem import Workload
 from a2d_mpi.schedules.slices import slices_of
 
 # Most ranks for which the planner searches.  With h100-8.toml, 1M causal tokens and gradients,

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from a2d_mpi.core.atomic import check_writable, replacing
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.accounts import nbytes, pairs_of
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import problem_of, write
-from a2d_mpi.schedules.problem import Workload
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import (
     KINDS,
@@ -178,7 +178,7 @@ def measured(
 
 def _arrow(program: Program, step: Message, place: list[int], phase: str) -> Arrow:
     """Make the arrow of a step that posts a message."""
-    source, to = (place[program.grid_rank(x)] for x in (program.rank, step.peer))
+    source, to = (place[program.ranks[x]] for x in (program.rank, step.peer))
     sent, kind = isinstance(step, Send), program.arrays[step.rows.array].kind
     if not sent:
         source, to = to, source

@@ -43,7 +43,7 @@ from a2d_mpi.kernels import make_kernel
 from a2d_mpi.linear.plan import LinearAttention
 from a2d_mpi.masks.documents import Documents
 from a2d_mpi.masks.mask import Causal, Mask
-from a2d_mpi.schedules.problem import Workload
+from a2d_mpi.planning.workload import Workload
 
 LOGGED_PARTS = (*STEP_PARTS, "plan")  # parts of a step's seconds in result files
 # Options that must be the same when a run is resumed.

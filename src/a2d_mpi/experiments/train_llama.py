@@ -31,7 +31,7 @@ from a2d_mpi.experiments.train_gpt import (
 from a2d_mpi.gpt.gradients import total
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
 from a2d_mpi.masks.mask import Causal
-from a2d_mpi.schedules.problem import Workload
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.torch import ContextParallel, GradientHooks
 
 

@@ -22,7 +22,7 @@ from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.model import slowest_seconds
 from a2d_mpi.planning.planner import best_candidate, candidate
 from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.schedules.problem import Workload
+from a2d_mpi.planning.workload import Workload
 
 RANKS = 16
 # The method and the shape of each plan; the planner's pick has none.

@@ -23,8 +23,8 @@ from a2d_mpi.figures.pictures import (
 )
 from a2d_mpi.figures.schedule_panels import who_computes
 from a2d_mpi.masks.patterns import PATTERNS, make_mask
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import default_distribution
-from a2d_mpi.schedules.problem import Workload
 
 RANKS = len(COLOURS)  # at most
 LONGEST = 1024  # tokens: every pair of them is a dot

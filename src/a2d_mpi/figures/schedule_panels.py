@@ -15,8 +15,9 @@ from a2d_mpi.masks.mask import IntervalMask, Mask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.model import predict
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import problem_of, write
-from a2d_mpi.schedules.problem import Problem, Workload
+from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.steps import KernelCall
 
 TOKENS = 72  # drawn, about: with more of them the slices of a rank are not seen

@@ -11,9 +11,9 @@ from zlib import crc32
 import numpy as np
 
 from a2d_mpi.attention.checks import check_grid, check_tensors
+from a2d_mpi.comm.agreement import Caller
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.comm.rendezvous import Caller
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.sizes import check_memory
 from a2d_mpi.devices.host import HOST

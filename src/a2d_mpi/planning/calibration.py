@@ -10,7 +10,7 @@ import numpy as np
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.machine import KernelModel, Link, Machine, kernel_terms
 from a2d_mpi.planning.model import predict
-from a2d_mpi.schedules.problem import Workload
+from a2d_mpi.planning.workload import Workload
 
 STEADY = 0.2  # a measurement is called disturbed if repeated calls differ by a larger share
 

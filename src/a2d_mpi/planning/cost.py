@@ -85,7 +85,7 @@ def moves(
                         nbytes(program, step.rows),
                         mpi_messages(program, step.rows),
                         own,
-                        program.grid_rank(step.peer),
+                        program.ranks[step.peer],
                     )
 
 

@@ -9,8 +9,8 @@ from itertools import permutations, product
 import numpy as np
 
 from a2d_mpi.core.sizes import Layout, misfit
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import METHODS
-from a2d_mpi.schedules.problem import Workload
 
 
 def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Iterator[Layout]:

@@ -17,8 +17,8 @@ from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.network import Cables, Network
 from a2d_mpi.planning.simulator import Spans, simulate
 from a2d_mpi.planning.survey import Survey, survey_of
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import problem_of
-from a2d_mpi.schedules.problem import Workload
 
 
 @dataclass(frozen=True)

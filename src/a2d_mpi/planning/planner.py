@@ -35,8 +35,8 @@ from a2d_mpi.planning.layouts import fewer_ranks, layouts
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.planning.trial import Candidate, Trial
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import METHODS
-from a2d_mpi.schedules.problem import Workload
 
 SLICED, SMALL = 8, 256  # candidates that try slices of the heads, on so many ranks at most
 

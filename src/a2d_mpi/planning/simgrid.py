@@ -25,8 +25,8 @@ from a2d_mpi.planning.model import Phase, slowest_seconds
 from a2d_mpi.planning.network import Cables, Network
 from a2d_mpi.planning.simulator import WAIT, Messages, Operations, spent
 from a2d_mpi.planning.survey import survey_of
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import problem_of
-from a2d_mpi.schedules.problem import Workload
 
 NEEDS = (
     "simulations need SimGrid and a compiler: apt-get install g++ libsimgrid-dev (Debian, Ubuntu)"

@@ -6,6 +6,7 @@ A program is read once, into a `Tape`, for all ranks that run it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,10 +18,11 @@ from a2d_mpi.planning.accounts import mpi_messages, nbytes, pairs_of
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import NOTHING, Held, held_by, held_by_slices
 from a2d_mpi.planning.simulator import COMPUTE, MERGE, OTHER, POST, WAIT, Messages, Operations
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import METHODS, Draft, drafts_of
-from a2d_mpi.schedules.problem import Problem, Workload
+from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.slices import cut, order, sharing
+from a2d_mpi.schedules.slices import borders, order, sharing
 from a2d_mpi.schedules.steps import (
     KINDS,
     Clear,
@@ -29,6 +31,7 @@ from a2d_mpi.schedules.steps import (
     Message,
     Receive,
     Send,
+    Step,
     TakeHeads,
     Wait,
 )
@@ -51,7 +54,7 @@ class Tape(NamedTuple):
         Peer, whether it is received, kind of rows, tag, turn, bytes, tensors, MPI messages.
     cuts : tuple of (int, int)
         Number of operations, and of entries of `numbers`, before each part of the program and at
-        the end; see `a2d_mpi.schedules.slices.cut`.
+        the end; see `a2d_mpi.schedules.slices.borders`.
     held : Held
     """
 
@@ -148,8 +151,8 @@ def _survey(
             programs = len(of_slice)
             of_slices.append(range(len(tapes), len(tapes) + programs))
             for k, x in enumerate(of_slice):
-                tapes.append(_tape(x.anywhere, phase, machine, k == programs - 1, steps))
-                places.append((rank, i * programs + k, x.stride, x.offset))
+                tapes.append(_tape(x, phase, machine, k == programs - 1, steps))
+                places.append((rank, i * programs + k, x.ranks.step, x.ranks.start))
         shared = sharing(problem.config.cp_group(layout.heads), len(drafts))
         held.append(
             held_by_slices([[tapes[k].held for k in x] for x in of_slices], shared, layout)
@@ -283,16 +286,16 @@ def _opening(machine: Machine, nbytes: int) -> Tape:
 
 
 @lru_cache(maxsize=4096)
-def _tape(part: Draft, phase: str, machine: Machine, last: bool, steps: int | None) -> Tape:
+def _tape(draft: Draft, phase: str, machine: Machine, last: bool, steps: int | None) -> Tape:
     """Read one program, or its first steps; `last`: its results are for the caller."""
-    program, backward = part.write(steps), phase == PHASES[1]
+    program, backward = _written(draft, steps), phase == PHASES[1]
     calls, config = iter(_kernel_seconds(program, machine, phase)), program.group.config
     awaited = _awaited_sends(program)
     operations: list[tuple[int, float, Sequence[int]]] = []
     messages: list[tuple[int, ...]] = []
     numbers: dict[int, int] = {}  # messages of the tape, by index of the program's
     posted: list[int] = []
-    bounds, cuts = cut(program), []
+    bounds, cuts = borders(program), []
 
     def spend(kind: int, seconds: float) -> None:
         if seconds:
@@ -336,6 +339,33 @@ def _tape(part: Draft, phase: str, machine: Machine, last: bool, steps: int | No
         spend(OTHER, machine.copying(nbytes(program, rows)))
     held = held_by(program, backward, machine.host_kernel(config.dtype))
     return _tape_of(operations, messages, held, cuts)
+
+
+class _Beginning(list):
+    """The first steps of a program; the last one that is wanted raises `_Enough`."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def append(self, step: Step) -> None:
+        super().append(step)
+        if len(self) == self.most:
+            raise _Enough
+
+
+class _Enough(Exception):
+    pass
+
+
+def _written(draft: Draft, steps: int | None) -> Program:
+    """Write a program, or its first steps and the waits for their messages."""
+    program = draft.empty()
+    if steps is not None:
+        program.steps = _Beginning(steps)
+    with suppress(_Enough):
+        draft.writer(program)
+    return draft.complete(program)
 
 
 def _message(program: Program, step: Message) -> tuple[int, ...]:

@@ -19,13 +19,14 @@ from a2d_mpi.planning.memory import Held, peak_memory, peak_of
 from a2d_mpi.planning.model import Phase, simulated, slowest_seconds
 from a2d_mpi.planning.simulator import PARTS, WAIT
 from a2d_mpi.planning.survey import Survey, survey_of
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import (
     METHODS,
     default_distribution,
     leaves_open,
     problem_of,
 )
-from a2d_mpi.schedules.problem import Problem, Workload
+from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.slices import sharing
 from a2d_mpi.sharding.choice import CHOICES
 from a2d_mpi.sharding.pairs import pairs_of_runs

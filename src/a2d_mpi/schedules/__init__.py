@@ -8,22 +8,20 @@ from __future__ import annotations
 import re
 from collections import UserDict
 from collections.abc import Callable
-from contextlib import suppress
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from importlib import import_module
 from itertools import chain
-from typing import NamedTuple
 
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.masks.check import check_visible
-from a2d_mpi.masks.mask import Full, Mask
+from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.schedules.group import Group
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.passes import lowered
 from a2d_mpi.schedules.problem import Problem
-from a2d_mpi.schedules.program import Program, StepLimit
-from a2d_mpi.schedules.slices import pipelined, renamed, sharing, with_shared_keys
+from a2d_mpi.schedules.program import Program
+from a2d_mpi.schedules.slices import ATTEND, PUT, TAKE, pipelined, sharing, with_shared_keys
 from a2d_mpi.sharding.distribution import distribute
 
 
@@ -31,12 +29,18 @@ class Methods(UserDict):
     """Methods by name.  The module of a method is imported when the method is first used."""
 
     def __getitem__(self, name: str) -> Method:
-        """Return a method."""
+        """Return a method; raise ValueError if there is none of this name."""
+        if name not in self.data:
+            raise ValueError(f"method must be one of {tuple(self.data)}, got {name!r}")
         if isinstance(where := self.data[name], str):
             module, constant = where.split(":")
             imported = import_module(f"a2d_mpi.schedules.{module}")
             self.data[name] = getattr(imported, constant)
         return self.data[name]
+
+    def get(self, name: str, default: object = None) -> object:
+        """Return a method, or the default if there is none of this name."""
+        return self[name] if name in self.data else default
 
 
 METHODS: Methods = Methods(
@@ -76,7 +80,7 @@ def register_method(name: str, method: Method) -> None:
 
 def leaves_open(method: str, layout: Layout, config: AttentionConfig, mask: Mask) -> bool:
     """Return True if neither the method nor the layout nor the mask fixes the distribution."""
-    if _lookup(method).distribution or layout.distribution:
+    if METHODS[method].distribution or layout.distribution:
         return False
     return mask.default_distribution == "balanced" and config.seqlen == config.seqlen_kv
 
@@ -104,7 +108,7 @@ def default_distribution(
     -------
     name, why : str
     """
-    chosen = _lookup(method)
+    chosen = METHODS[method]
     if leaves_open(method, layout, config, mask):
         from a2d_mpi.sharding.choice import choose
 
@@ -147,8 +151,11 @@ def problem_of(
         `visible` returns invalid intervals.
     """
     n, m = config.seqlen, config.seqlen_kv
-    chosen, keys, aligned = _lookup(method), None, mask.aligned(n, m)
-    check_visible(aligned, n, m)
+    chosen, keys, aligned = METHODS[method], None, mask.aligned(n, m)
+    if type(aligned) not in (Causal, Full):
+        from a2d_mpi.masks.check import check_visible
+
+        check_visible(aligned, n, m)
     name, why = distribution, "asked for"
     if name is None:
         name, why = default_distribution(method, layout, config, mask)
@@ -156,18 +163,13 @@ def problem_of(
     shards = distribute(name, mask if n == m else Full(), n, *sizes, why)
     if n != m or distribution_kv not in (None, name):
         keys = distribute(distribution_kv or name, Full(), m, *sizes)
-    plain = AttentionConfig(**config.arguments)  # the config may be a `Workload`
+    plain = AttentionConfig(**config.arguments)  # without the fields of a subclass
     return Problem(plain, shards, aligned, keys)
 
 
-def _lookup(method: str) -> Method:
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {tuple(METHODS)}, got {method!r}")
-    return METHODS[method]
-
-
-class Draft(NamedTuple):
-    """A program that is not written yet.  Equal drafts give equal programs.
+@dataclass(frozen=True)
+class Draft:
+    """A program that is not written yet.  Equal drafts give programs with equal steps.
 
     Attributes
     ----------
@@ -176,35 +178,40 @@ class Draft(NamedTuple):
     group : Group
     rank : int
         Rank in the group.
+    ranks : range
+        Rank in the layout of every rank of the group.  Drafts may be equal if these differ.
     overlap : bool
         Whether to compute while messages travel.
-    stride, offset : int
-        The rank p of the group is the rank ``p stride + offset`` of the layout.
+    number : int
+        As of a `Program`.
     first, last : bool
-        Whether its slice is the first, and the last, of those that share KV heads.
+        As of a `Program`.
     """
 
     writer: Callable[[Program], None]
     group: Group
     rank: int
-    overlap: bool = True
-    stride: int = 1
-    offset: int = 0
+    ranks: range = field(compare=False)
+    overlap: bool
+    number: int = ATTEND
     first: bool = True
     last: bool = True
 
-    @property
-    def anywhere(self) -> Draft:
-        """Draft without the place in the layout: equal for all ranks with the same program."""
-        return self._replace(stride=1, offset=0)
+    def empty(self) -> Program:
+        """Return the program without steps."""
+        program = Program(self.group, self.rank, self.ranks)
+        program.number, program.first, program.last = self.number, self.first, self.last
+        return program
 
-    def write(self, steps: int | None = None) -> Program:
-        """Write the program, or its first `steps` steps and the waits for their messages."""
-        program = Program(self.rank, self.group, self.stride, self.offset, steps)
-        program.first, program.last = self.first, self.last
-        with suppress(StepLimit):
-            self.writer(program)
+    def complete(self, program: Program) -> Program:
+        """Apply all passes to the steps that the method has written."""
         return with_shared_keys(lowered(program, self.overlap))
+
+    def write(self) -> Program:
+        """Write the program."""
+        program = self.empty()
+        self.writer(program)
+        return self.complete(program)
 
 
 def write(
@@ -221,16 +228,11 @@ def write(
     """
     drafts = drafts_of(method, phase, layout, problem, rank, overlap)
     written = {x: x.write() for x in set(chain.from_iterable(drafts))}
-    if len(drafts) == 1:
-        for number, x in enumerate(drafts[0]):
-            written[x].number = number
-        return [written[x] for x in drafts[0]]
-    shared = sharing(problem.config.cp_group(layout.heads), len(drafts))
-    programs = [
-        [renamed(written[x], k, i, i // shared, layout) for k, x in enumerate(of_slice)]
-        for i, of_slice in enumerate(drafts)
-    ]
-    return pipelined(programs, layout, overlap)
+    programs = [[written[x] for x in of_slice] for of_slice in drafts]
+    if len(programs) == 1:
+        return programs[0]
+    shared = sharing(problem.config.cp_group(layout.heads), len(programs))
+    return pipelined(programs, shared, layout, overlap)
 
 
 def drafts_of(
@@ -267,69 +269,55 @@ def drafts_of(
     ValueError
         If there is no method of this name, or the problem does not fit the layout.
     """
-    slices = (layout.slices or (1, 1))[PHASES.index(phase)]
-    groups, u = _groups(method, layout, problem, slices), layout.heads
+    slices, u = (layout.slices or (1, 1))[PHASES.index(phase)], layout.heads
+    cp_groups, ulysses_group = _groups(method, layout, problem, slices)
     position, head = divmod(rank, u)
-    write_phase = getattr(_lookup(method), phase)
-    attention = Draft(write_phase, groups.inside[head], position, overlap, u, head)
+    attend = getattr(METHODS[method], phase)
+    across = cp_groups[head], position, range(head, layout.size, u), overlap
     if u == slices == 1:
-        return [[attention]]
-    from a2d_mpi.schedules import heads
+        return [[Draft(attend, *across)]]
+    from a2d_mpi.schedules.heads import EXCHANGES
 
-    ulysses, drafts = (groups.ulysses(position), head, overlap, 1, position * u), []
+    take, put = EXCHANGES[phase]
+    here = ulysses_group(position), head, range(position * u, (position + 1) * u), overlap
+    shared, drafts = sharing(problem.config.cp_group(u), slices), []
     for i in range(slices):
-        first, last = i % groups.sharing == 0, (i + 1) % groups.sharing == 0
-        before, after = (Draft(x, *ulysses) for x in heads.exchanges(phase, first, last))
-        drafts.append([before, attention._replace(first=first, last=last), after])
+        ends = i % shared == 0, (i + 1) % shared == 0
+        three = (take, here, TAKE), (attend, across, ATTEND), (put, here, PUT)
+        drafts.append([Draft(writer, *place, number, *ends) for writer, place, number in three])
     return drafts
 
 
-class _Groups:
-    """All context-parallel groups and Ulysses groups of a layout, for a slice of their heads."""
+@lru_cache(maxsize=4)  # the programs of all ranks share the caches of groups
+def _groups(
+    method: str, layout: Layout, problem: Problem, slices: int
+) -> tuple[list[Group], Callable[[int], Group]]:
+    """Return the context-parallel groups, and a function from a position to its Ulysses group.
 
-    def __init__(self, method: str, layout: Layout, problem: Problem, slices: int) -> None:
-        if problem.queries.nshards != layout.size:
-            raise ValueError(
-                f"need a shard for each of {layout.size} ranks, got {problem.queries.nshards}"
-            )
-        chosen, u, config = _lookup(method), layout.heads, problem.config
-        rows, cols = chosen.shape(layout)
-        group, self._shares_kv = problem.cp_group(u), config.nheads_kv < u
-        self.sharing = sharing(group.config, slices)
-        nodes = [layout.nodes_of_group(x) if chosen.knows_nodes else None for x in range(u)]
-        self._config = group.config.cp_group(slices)
-        self.inside = [
-            Group(
-                rows,
-                cols,
-                group,
-                self._config,
-                shares_kv=self._shares_kv,
-                nodes=_renamed(x),
-                ring=chosen.is_ring(layout),
-            )
-            for x in nodes
-        ]
-        self._heads, self._problem = u, problem
-        self._ulysses: dict[int, Group] = {}
+    Programs compute the heads of one slice.
+    """
+    if problem.queries.nshards != layout.size:
+        raise ValueError(
+            f"need a shard for each of {layout.size} ranks, got {problem.queries.nshards}"
+        )
+    chosen, u = METHODS[method], layout.heads
+    whole, shares_kv = problem.cp_group(u), problem.config.nheads_kv < u
+    config = whole.config.cp_group(slices)
 
-    def ulysses(self, position: int) -> Group:
-        """Return the Ulysses group of a position; its tokens are numbered from 0."""
-        if position not in self._ulysses:
-            u = self._heads
-            members = range(position * u, (position + 1) * u)
-            self._ulysses[position] = Group(
-                1, u, self._problem.of(members), self._config, self._shares_kv
-            )
-        return self._ulysses[position]
+    @cache
+    def ulysses_group(position: int) -> Group:
+        members = problem.of(range(position * u, (position + 1) * u))
+        return Group(1, u, members, config, shares_kv)
 
-
-_groups = lru_cache(maxsize=4)(_Groups)  # the programs of all ranks share the caches of groups
-
-
-def _renamed(nodes: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Return the nodes numbered from 0 in the same order, so that equal divisions are equal."""
-    if nodes is None:
-        return None
-    names = {x: i for i, x in enumerate(sorted(set(nodes)))}
-    return tuple(names[x] for x in nodes)
+    cp_groups = [
+        Group(
+            *chosen.shape(layout),
+            whole,
+            config,
+            shares_kv,
+            layout.nodes_of_group(head) if chosen.knows_nodes else None,
+            chosen.is_ring(layout),
+        )
+        for head in range(u)
+    ]
+    return cp_groups, ulysses_group

@@ -20,12 +20,9 @@ from collections.abc import Collection
 from functools import partial
 from itertools import chain
 
-import numpy as np
-
-from a2d_mpi.core.sizes import Layout, UnlikeRanks
 from a2d_mpi.masks.intervals import Runs, cut, size
 from a2d_mpi.schedules.group import Group
-from a2d_mpi.schedules.line import Line, by_node, from_here, star
+from a2d_mpi.schedules.line import Line, by_node, from_here
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Rows
@@ -99,7 +96,7 @@ def lines(p: Program, kind: str) -> tuple[Line, Line]:
 
         ordered = from_here(p.rank, ranks, nodes)
         near = [x for x in ordered[1:] if nodes[x] == nodes[p.rank]]
-        trees = star(ranks) if group.nodes is None else by_node(ranks, nodes)
+        trees = by_node(p.rank, ranks, nodes) if group.nodes else None
         chunks = partial(chunked, ranks=len(ranks))
         return Line(p, name, own.array, ordered, required, trees, near=near, chunks=chunks)
 
@@ -130,31 +127,5 @@ def gradients_by_query(group: Group) -> bool:
     return (group.cols - 1) * group.elements("dq") >= of_keys
 
 
-def _in_equal_nodes(layout: Layout) -> bool:
-    """Return True if nodes divide all rows, and all columns, into equal groups of several ranks.
-
-    Rows or columns, not both, may lie inside nodes or have one rank per node.
-    """
-    try:
-        nodes = layout.nodes_of_group()
-    except UnlikeRanks:
-        return False
-    if nodes is None:
-        return False
-    grid = np.reshape(nodes, (layout.rows, layout.cols))
-    shares, lengths = (_equal_share(grid), _equal_share(grid.T)), (layout.cols, layout.rows)
-    return min(shares) > 0 and any(1 < b < n for b, n in zip(shares, lengths))
-
-
-def _equal_share(node: np.ndarray) -> int:
-    """Return how many ranks of a line each of its nodes has; 0 if the numbers differ.
-
-    `node` is (lines, ranks of a line) int.
-    """
-    lines = np.arange(len(node))[:, None] * (node.max() + 1)
-    _, counts = np.unique(lines + node, return_counts=True)
-    return int(counts[0]) if (counts == counts[0]).all() else 0
-
-
 METHOD = Method(forward, backward)
-NODE_AWARE = Method(forward, backward, suits=_in_equal_nodes, knows_nodes=True)
+NODE_AWARE = METHOD._replace(suits=lambda layout: layout.in_equal_nodes, knows_nodes=True)

@@ -42,7 +42,6 @@ class Group:
     shares_kv: bool = False
     nodes: tuple[int, ...] | None = None
     ring: bool = False
-    _sets: dict[tuple, frozenset[int]] = field(default_factory=dict, repr=False, compare=False)
     _bytes: dict[tuple, list[int]] = field(default_factory=dict, repr=False, compare=False)
 
     def __hash__(self) -> int:
@@ -60,17 +59,6 @@ class Group:
     def column_of(self, rank: int) -> range:
         """Return the ranks of a rank's column: the owners of its tile's keys."""
         return range(rank % self.cols, self.rows * self.cols, self.cols)
-
-    def ring_of(self, first: int, number: int, size: int) -> Collection[int]:
-        """Return `number` ranks from `first` on, around its ring of `size` consecutive ranks."""
-        begin = first // size * size
-        if first + number <= begin + size:
-            return range(first, first + number)
-        key = first, number, size
-        if key not in self._sets:  # all ranks get the same object, which caches its hash
-            members = (begin + (first + i) % size for i in range(number))
-            self._sets[key] = frozenset(members)
-        return self._sets[key]
 
     def row_bytes(self, array: TokenArray) -> list[int]:
         """Return the bytes of a row in each tensor of an array; one sum if it is a parcel."""

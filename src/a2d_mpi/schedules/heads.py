@@ -11,10 +11,9 @@ Slices of the heads are taken and put in the same way.  A single rank only copie
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
+from typing import Any
 
-from a2d_mpi.core.config import PHASES
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import KINDS_OF_KEYS, SUMS, PutHeads, Receive, Rows, TakeHeads
 
@@ -28,13 +27,12 @@ class Ulysses:
     def __init__(
         self, p: Program, kind: str, number: int, accumulated: tuple[str, ...] = SUMS
     ) -> None:
-        self.p, self.kind, self.accumulated = p, kind, accumulated
-        self._number = number
+        self.p, self.kind, self._number, self.accumulated = p, kind, number, accumulated
         size = p.group.cols
         p.channels["head"] = tuple(range(size))
         # Every rank begins with the next rank.
         self.peers = [(p.rank + u) % size for u in range(1, size)]
-        self._coming: dict[int, Receive | None] = {}
+        self._coming: dict[int, tuple[Rows, Receive | None]] = {}
 
     def parcel(self, name: str, owner: int) -> Rows:
         """Declare an array with all rows of an owner, for one message; return its rows."""
@@ -44,81 +42,67 @@ class Ulysses:
         array = self.p.array(f"{name} {self.kind}", self.kind, [(owner, places)], **options)
         return self.p.rows(array)
 
-    def together(
-        self, name: str, role: str = "buffer", accumulated: tuple[str, ...] | None = None
-    ) -> str:
+    def together(self, name: str, **options: Any) -> str:
         """Declare an array with all rows of the Ulysses group, by token; return its name."""
-        p, memory = self.p, f"{name} {self._number}"
-        of_keys = self.kind in KINDS_OF_KEYS
+        p, of_keys = self.p, self.kind in KINDS_OF_KEYS
         pieces = [(x, p.group.all_places(of_keys, x)) for x in p.channels["head"]]
-        accumulated = self.accumulated if accumulated is None else accumulated
-        options = {"by_token": True, "memory": memory}
-        return p.array(f"{name} {self.kind}", self.kind, pieces, role, accumulated, **options)
+        options = {"accumulated": self.accumulated, "by_token": True, **options}
+        options["memory"] = f"{name} {self._number}"
+        return p.array(f"{name} {self.kind}", self.kind, pieces, **options)
 
     def receive(self, owner: int | None = None) -> None:
         """Post the receives, of rows of an owner; by default each peer sends rows of its own."""
-        for i, peer in enumerate(self.peers, 1):
+        for i, peer in enumerate((self.p.rank, *self.peers)):
             rows = self.parcel(f"in {i}", peer if owner is None else owner)
-            self._coming[peer] = self.p.receive("head", peer, rows)
+            # A rank gets its own rows without a message.
+            self._coming[peer] = rows, self.p.receive("head", peer, rows) if i else None
 
-    def arrived(self, peer: int, owner: int) -> Rows:
-        """Wait for the rows from a peer; a rank gets its own rows without a message."""
-        if peer == self.p.rank:
-            return self.parcel("in 0", owner)
-        self.p.wait([self._coming[peer]])
-        return self.parcel(f"in {1 + self.peers.index(peer)}", owner)
+    def arrived(self, peer: int) -> Rows:
+        """Wait for the rows from a peer."""
+        rows, message = self._coming[peer]
+        self.p.wait([message])
+        return rows
 
 
-def _kinds(p: Program, first: bool, last: bool, together: str, *apart: str) -> tuple[str, ...]:
+def _kinds(p: Program, together: str, *apart: str) -> tuple[str, ...]:
     """Return the kinds of rows to exchange; one kind if queries and keys are the same tokens.
 
     Slices that share KV heads take them once, and put their gradients once.
     """
-    if first and last and p.group.problem.other_keys is None:
+    if p.first and p.last and p.group.problem.other_keys is None:
         return (together,)
-    return apart
+    return tuple(x for x in apart if (x != "kv" or p.first) and (x != "dkv" or p.last))
 
 
-def _add(p: Program, step: TakeHeads | PutHeads) -> None:
-    if step.source.runs:
-        p.add(step)
-
-
-def share(p: Program, backward: bool, first: bool, last: bool) -> None:
+def share(p: Program, kinds: tuple[str, ...]) -> None:
     """Write the exchange before attention: a rank receives its heads of all tokens."""
-    kinds = ("qkvd", "qd", "kv") if backward else ("qkv", "q", "kv")
     exchanges = []
-    for number, kind in enumerate(_kinds(p, first, last, *kinds)):
-        if kind == "kv" and not first:
-            continue
+    for number, kind in enumerate(_kinds(p, *kinds)):
         ulysses = Ulysses(p, kind, number)
         own, group = p.own(f"own {kind}", kind, "given", all_heads=True), ulysses.together("group")
         p.results[kind] = p.rows(group)
         if not ulysses.peers:
-            _add(p, TakeHeads(own, p.results[kind], p.rank))
+            p.add(TakeHeads(own, p.results[kind], p.rank))
             continue
         exchanges.append((ulysses, group))
         ulysses.receive()
         for i, peer in enumerate(ulysses.peers, 1):
             leaving = ulysses.parcel(f"out {i}", p.rank)
-            _add(p, TakeHeads(own, leaving, peer))
+            p.add(TakeHeads(own, leaving, peer))
             p.send("head", peer, leaving)
-        _add(p, TakeHeads(own, ulysses.parcel("in 0", p.rank), p.rank))
+        p.add(TakeHeads(own, ulysses.parcel("in 0", p.rank), p.rank))
     for ulysses, group in exchanges:
         for peer in (p.rank, *ulysses.peers):
-            p.copy(ulysses.arrived(peer, peer), p.rows(group, peer))
+            p.copy(ulysses.arrived(peer), p.rows(group, peer))
 
 
-def collect(p: Program, backward: bool, first: bool, last: bool) -> None:
+def collect(p: Program, kinds: tuple[str, ...]) -> None:
     """Write the exchange after attention: a rank receives all heads of its tokens' results."""
-    kinds = ("gradients", "dq", "dkv") if backward else ("out", "out")
     exchanges = []
-    for number, kind in enumerate(_kinds(p, first, last, *kinds)):
-        if kind == "dkv" and not last:
-            continue
+    for number, kind in enumerate(_kinds(p, *kinds)):
         sums = ("dk", "dv") if kind in ("gradients", "dkv") and p.group.shares_kv else ()
         ulysses = Ulysses(p, kind, number, ("lse", *sums))
-        group = ulysses.together("group", "given", SUMS)
+        group = ulysses.together("group", role="given", accumulated=SUMS)
         if p.group.config.mixed_precision:  # results travel in the storage dtype, except sums
             rounded = ulysses.together("rounded")
             p.copy(p.rows(group), p.rows(rounded))
@@ -126,7 +110,7 @@ def collect(p: Program, backward: bool, first: bool, last: bool) -> None:
         own = p.own(f"own {kind}", kind, "result", accumulated=ulysses.accumulated, all_heads=True)
         p.results[kind] = own
         if not ulysses.peers:
-            _add(p, PutHeads(p.rows(group), own, p.rank, ()))
+            p.add(PutHeads(p.rows(group), own, p.rank, ()))
             continue
         exchanges.append((ulysses, own, sums))
         if sums:
@@ -139,16 +123,14 @@ def collect(p: Program, backward: bool, first: bool, last: bool) -> None:
         p.copy(p.rows(group, p.rank), ulysses.parcel("in 0", p.rank))
     for ulysses, own, sums in exchanges:
         for peer in sorted([p.rank, *ulysses.peers]):  # so that sums repeat bit for bit
-            _add(p, PutHeads(ulysses.arrived(peer, p.rank), own, peer, sums))
+            p.add(PutHeads(ulysses.arrived(peer), own, peer, sums))
 
 
-@cache  # equal drafts have the same functions
-def exchanges(
-    phase: str, first: bool = True, last: bool = True
-) -> tuple[Callable[[Program], None], Callable[[Program], None]]:
-    """Return the functions that write the exchanges before and after attention.
-
-    `first`, `last`: whether a slice is the first, and the last, of those that share KV heads.
-    """
-    options = {"backward": phase == PHASES[1], "first": first, "last": last}
-    return partial(share, **options), partial(collect, **options)
+# The functions that write the exchanges before and after attention, by phase.
+EXCHANGES = {
+    "forward": (partial(share, kinds=("qkv", "q", "kv")), partial(collect, kinds=("out", "out"))),
+    "backward": (
+        partial(share, kinds=("qkvd", "qd", "kv")),
+        partial(collect, kinds=("gradients", "dq", "dkv")),
+    ),
+}

@@ -12,7 +12,7 @@ straight from their owner, and results to which no other rank adds.  Both come f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
@@ -26,31 +26,32 @@ Required = Callable[[int, Collection[int]], Runs]
 
 
 class Trees(NamedTuple):
-    """The trees of all owners of a line.
+    """The place of one rank in the trees of all owners of a line.
 
     Attributes
     ----------
-    parent, children : callable
-        Take an owner and a rank.  They return the parent of the rank in the owner's tree (None: it
-        takes no part, or is the owner), and its children in any order.
+    parents : dict of int to int
+        By owner, the rank from which this rank gets the owner's rows.  Without an owner of which
+        it needs nothing.
+    branches : dict of int to dict of int to tuple of int
+        By owner, the children of this rank.  Each child comes with the ranks of its branch: the
+        child and all ranks below it.  Without owners for which this rank has no children.
     """
 
-    parent: Callable[[int, int], int | None]
-    children: Callable[[int, int], Collection[int]]
+    parents: dict[int, int]
+    branches: dict[int, dict[int, tuple[int, ...]]]
 
 
-def star(ranks: Collection[int]) -> Trees:
+def star(rank: int, ranks: Iterable[int]) -> Trees:
     """Make stars: every rank gets an owner's rows from the owner, and returns its results there.
 
     So nobody passes rows on, and nobody but the owner adds results of others.
     """
-    return Trees(
-        lambda owner, rank: None if rank == owner else owner,
-        lambda owner, rank: [x for x in ranks if x != owner] if rank == owner else (),
-    )
+    others = [x for x in ranks if x != rank]
+    return Trees({x: x for x in others}, {rank: {x: (x,) for x in others}})
 
 
-def by_node(ranks: Sequence[int], nodes: Sequence[int]) -> Trees:
+def by_node(rank: int, ranks: Sequence[int], nodes: Sequence[int]) -> Trees:
     """Make trees in which one rank of each node fetches an owner's rows and passes them on.
 
     The fetchers of owner k of a node are rank k, modulo their number, of each other node.  So the
@@ -58,6 +59,7 @@ def by_node(ranks: Sequence[int], nodes: Sequence[int]) -> Trees:
 
     Parameters
     ----------
+    rank : int
     ranks : sequence of int
         The ranks of the line.
     nodes : sequence of int
@@ -66,23 +68,34 @@ def by_node(ranks: Sequence[int], nodes: Sequence[int]) -> Trees:
     members = members_of(ranks, nodes)
 
     def fetcher(owner: int, node: int) -> int:
-        if node == nodes[owner]:
-            return owner
         return members[node][members[nodes[owner]].index(owner) % len(members[node])]
 
-    def parent(owner: int, rank: int) -> int | None:
-        if rank == owner:
-            return None
-        first = fetcher(owner, nodes[rank])
-        return owner if rank == first else first
+    near = {x: (x,) for x in members[nodes[rank]] if x != rank}
+    parents, branches = {}, {rank: {**near}}
+    for owner in (x for x in ranks if x != rank):
+        first = owner if owner in near else fetcher(owner, nodes[rank])
+        parents[owner] = owner if first == rank else first
+        if first == rank and near:
+            branches[owner] = near
+    for node in (x for x in members if x != nodes[rank]):
+        first = fetcher(rank, node)
+        branches[rank][first] = (first, *(x for x in members[node] if x != first))
+    return Trees(parents, branches)
 
-    def children(owner: int, rank: int) -> list[int]:
-        if rank != fetcher(owner, nodes[rank]):
-            return []
-        far = [fetcher(owner, x) for x in members] if rank == owner else []
-        return [x for x in {*members[nodes[rank]], *far} if x != rank]
 
-    return Trees(parent, children)
+def seen_from(rank: int, parents: Mapping[int, Mapping[int, int]]) -> Trees:
+    """Return the place of a rank in trees given by the parents of all ranks, by owner.
+
+    Rows pass through at most one rank on their way.
+    """
+    branches = {
+        owner: {x: (x, *(y for y in tree if tree[y] == x)) for x in tree if tree[x] == rank}
+        for owner, tree in parents.items()
+    }
+    return Trees(
+        {owner: tree[rank] for owner, tree in parents.items() if rank in tree},
+        {owner: children for owner, children in branches.items() if children},
+    )
 
 
 def members_of(ranks: Sequence[int], nodes: Sequence[int]) -> dict[int, list[int]]:
@@ -119,8 +132,8 @@ class Line:
         All ranks of the line.  Rows and results of the first ones arrive first.
     required : callable
         See `Required`.
-    trees : Trees
-        Trees of the rows.
+    trees : Trees, optional
+        Trees of the rows.  Default: stars.
     back : Trees, optional
         Trees of the results, if all ranks require the same rows of an owner.  Default: `trees`.
     kept : sequence of Runs, optional
@@ -146,23 +159,24 @@ class Line:
         own: str,
         ranks: Sequence[int],
         required: Required,
-        trees: Trees,
+        trees: Trees | None = None,
         back: Trees | None = None,
         kept: Sequence[Runs] | None = None,
         near: Collection[int] = (),
         chunks: Callable[[Runs], Iterable[Runs]] = lambda places: [places] if places else [],
     ) -> None:
         self.p, self.name, self._required = p, name, required
-        self._trees, self._back = trees, back or trees
+        self._trees = trees or star(p.rank, ranks)
+        self._back = back or self._trees
         self._near, self._chunks = near, chunks
         self._unsent: list[tuple[int, Rows]] = []
-        self._needs: dict[tuple[int, int], Runs] = {}
+        self._needs: dict[tuple[int, tuple[int, ...]], Runs] = {}
         self._place = {x: i for i, x in enumerate(ranks)}
         for channel in (name, f"{name} node")[: 1 + bool(near)]:
             p.channels[channel] = tuple(sorted(ranks))
         self._tags = {x: i for i, x in enumerate(p.channels[name])}  # of messages, by owner
-        parent = {x: y for x in ranks if (y := trees.parent(x, p.rank)) is not None}
-        self.others = sorted(parent, key=lambda x: parent[x] != x)
+        parents = self._trees.parents
+        self.others = sorted((x for x in ranks if x in parents), key=lambda x: parents[x] != x)
         self.array, self._coming, kind = own, {}, p.arrays[own].kind
         if kept is None:
             kept = [p.group.all_places(p.arrays[own].of_keys, p.rank)]
@@ -171,14 +185,15 @@ class Line:
             pieces = sorted([*mine[-1:], *((x, self.held(x)) for x in self.others)])
             self.array = p.array(f"{name} {kind}", kind, [*mine[:-1], *pieces], memory=name)
         for x in self.others:
-            self._coming[x] = self._receive(parent[x], x, self.array, self.held(x))
+            self._coming[x] = self._receive(parents[x], x, self.array, self.held(x))
         self._send_down(p.rank, own)
         for places in kept if self.others else ():
             p.copy(p.rows(own, p.rank, places), p.rows(self.array, p.rank, places))
 
     def held(self, owner: int) -> Runs:
         """Return the places of an owner's rows that this rank gets, for itself and below it."""
-        return self._needed(owner, self.p.rank)
+        below = chain.from_iterable(self._trees.branches.get(owner, {}).values())
+        return self._needed(owner, (self.p.rank, *below))
 
     def arrive(self, owner: int) -> Iterator[Rows]:
         """Wait for an owner's rows, chunk by chunk; pass them on, and yield them."""
@@ -192,14 +207,14 @@ class Line:
 
         Rows of both lines that other ranks wait for come first, in turn, and are passed on.
         """
-        passed = [[(y, x) for x in y.others if y._passes(x)] for y in (self, late)]
+        passed = [[(y, x) for x in y.others if x in y._trees.branches] for y in (self, late)]
         held: dict[int, list[Rows]] = {}
         for line, owner in filter(None, chain(*zip_longest(*passed))):
             if line is late:
                 held[owner] = list(late.arrive(owner))
             else:
                 yield from ((self, owner, rows) for rows in self.arrive(owner))
-        for owner in (x for x in self.others if not self._passes(x)):
+        for owner in (x for x in self.others if x not in self._trees.branches):
             yield from ((self, owner, rows) for rows in self.arrive(owner))
         for owner in late._by_result():
             rows_of = held[owner] if owner in held else late.arrive(owner)
@@ -208,16 +223,16 @@ class Line:
     def result(self, kind: str, owner: int, rows: Rows) -> Rows:
         """Declare partial results for all rows of an owner; return those for the given rows."""
         # Results that others add to keep the accumulation dtype until they are sent.
-        options = {"accumulated": KINDS[kind] if self._adds_to(owner) else SUMS}
+        options = {"accumulated": KINDS[kind] if owner in self._back.branches else SUMS}
         name = self.p.array(f"{kind} to {owner}", kind, [(owner, self.held(owner))], **options)
         return self.p.matching(name, rows)
 
     def give(self, owner: int, rows: Rows) -> None:
         """Send a finished partial result to the parent, or hold it back if others add to it."""
-        if self._adds_to(owner):
+        if owner in self._back.branches:
             self._unsent.append((owner, rows))
         else:
-            self._send(self._back.parent(owner, self.p.rank), owner, rows)
+            self._send(self._back.parents[owner], owner, rows)
 
     def give_all(self, array: str) -> None:
         """Give the partial results for all other owners."""
@@ -237,34 +252,27 @@ class Line:
         """Send the results to which other ranks add: the ones that `give` held back."""
         for owner, rows in self._unsent:
             self._combine(owner, rows.array)
-            self._send(self._back.parent(owner, self.p.rank), owner, rows)
+            self._send(self._back.parents[owner], owner, rows)
         self._unsent = []
 
     def _by_result(self) -> list[int]:
         """Return the other owners in the order of their results, see the top of the module."""
-        return sorted(self.others, key=lambda x: (x in self._near, self._adds_to(x)))
-
-    def _passes(self, owner: int) -> bool:
-        return bool(self._trees.children(owner, self.p.rank))
-
-    def _adds_to(self, owner: int) -> bool:
-        return bool(self._back.children(owner, self.p.rank))
+        return sorted(self.others, key=lambda x: (x in self._near, x in self._back.branches))
 
     def _combine(self, owner: int, array: str) -> None:
         p, kind = self.p, self.p.arrays[array].kind
-        for child in sorted(self._back.children(owner, p.rank), key=self._place.__getitem__):
-            places = self._needed(owner, child)
+        branches = self._back.branches.get(owner, {})
+        for child in sorted(branches, key=self._place.__getitem__):
+            places = self._needed(owner, branches[child])
             part = p.array(f"{self.name} {kind} of {owner} from {child}", kind, [(owner, places)])
             p.wait(self._receive(child, owner, part, places))
             p.combine(p.rows(part), p.rows(array, owner, places))
 
     def _send_down(self, owner: int, array: str) -> None:
         # Ranks that pass the rows on come first.  In a star the previous rank needs them first.
-        children, place = self._trees.children, self._place
-        for child in sorted(
-            children(owner, self.p.rank), key=lambda x: (not children(owner, x), -place[x])
-        ):
-            for places in self._chunks(self._needed(owner, child)):
+        branches, place = self._trees.branches.get(owner, {}), self._place
+        for child in sorted(branches, key=lambda x: (len(branches[x]) == 1, -place[x])):
+            for places in self._chunks(self._needed(owner, branches[child])):
                 self._send(child, owner, self.p.rows(array, owner, places))
 
     def _send(self, peer: int, owner: int, rows: Rows) -> None:
@@ -278,12 +286,8 @@ class Line:
     def _channel(self, peer: int) -> str:
         return f"{self.name} node" if peer in self._near else self.name
 
-    def _needed(self, owner: int, rank: int) -> Runs:
-        """Return the places of an owner's rows that a rank and the ranks below it require."""
-        if (owner, rank) not in self._needs:
-            self._needs[owner, rank] = self._required(owner, self._subtree(owner, rank))
-        return self._needs[owner, rank]
-
-    def _subtree(self, owner: int, rank: int) -> tuple[int, ...]:
-        below = (self._subtree(owner, x) for x in self._trees.children(owner, rank))
-        return rank, *chain.from_iterable(below)
+    def _needed(self, owner: int, ranks: tuple[int, ...]) -> Runs:
+        """Return the places of an owner's rows that any of these ranks requires."""
+        if (owner, ranks) not in self._needs:
+            self._needs[owner, ranks] = self._required(owner, ranks)
+        return self._needs[owner, ranks]

@@ -13,27 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from a2d_mpi.schedules import steps
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.steps import (
-    KINDS,
-    PARTIALS,
-    SUMS,
-    Add,
-    Attend,
-    Clear,
-    Copy,
-    Decode,
-    Differentiate,
-    Encode,
-    KernelCall,
-    Merge,
-    Message,
-    Receive,
-    Rows,
-    Send,
-    Step,
-    Wait,
-)
+from a2d_mpi.schedules.steps import KINDS, PARTIALS, SUMS, Rows
 
 
 def lowered(p: Program, overlap: bool = True) -> Program:
@@ -49,21 +31,25 @@ def in_turn(p: Program) -> Program:
     A program gathers, computes, and returns results.  The steps of a ring keep their order, and it
     waits for each exchange at once.
     """
-    if not any(isinstance(x, KernelCall) for x in p.steps):
+    if not any(isinstance(x, steps.KernelCall) for x in p.steps):
         return p
-    posted = {x.index: (i, x) for i, x in enumerate(p.steps) if isinstance(x, Message)}
+    posted = {x.index: (i, x) for i, x in enumerate(p.steps) if isinstance(x, steps.Message)}
 
-    def place(numbered: tuple[int, Step]) -> float:
+    def place(numbered: tuple[int, steps.Step]) -> float:
         i, step = numbered
-        awaited = [posted[x] for x in step.messages] if isinstance(step, Wait) else []
+        awaited = [posted[x] for x in step.messages] if isinstance(step, steps.Wait) else []
         if p.group.ring:
             # A wait for an exchange, or for rows that are not a partial result, follows the last
             # message.
-            early = any(isinstance(x, Send) or not _partial(p, x.rows) for _, x in awaited)
+            early = any(isinstance(x, steps.Send) or not _partial(p, x.rows) for _, x in awaited)
             return max(awaited)[0] + 0.5 if early else i
-        if isinstance(step, Message | Wait):
+        if isinstance(step, steps.Message | steps.Wait):
             return 2 * _partial(p, awaited[0][1].rows if awaited else step.rows)
-        return 2 * _partial(p, step.target) if isinstance(step, Copy | Merge | Add) else 1
+        return (
+            2 * _partial(p, step.target)
+            if isinstance(step, steps.Copy | steps.Merge | steps.Add)
+            else 1
+        )
 
     return p.with_steps(x for _, x in sorted(enumerate(p.steps), key=place))
 
@@ -77,7 +63,7 @@ def merged(p: Program) -> Program:
     partials: dict[Rows, Rows] = {}
     compensated: set[str] = set()
     for step in p.steps:
-        if isinstance(step, Attend):
+        if isinstance(step, steps.Attend):
             held = written.setdefault(step.target.array, [])
             if not _overlap(held, step.target):
                 held += step.target.runs
@@ -90,7 +76,7 @@ def merged(p: Program) -> Program:
                 step = new.merge_of(partials[step.target], step.target)
             else:
                 continue
-        if isinstance(step, Merge) and step.compensation.array not in compensated:
+        if isinstance(step, steps.Merge) and step.compensation.array not in compensated:
             compensated.add(step.compensation.array)
             new.clear(new.rows(step.compensation.array))
         new.steps.append(step)
@@ -99,7 +85,7 @@ def merged(p: Program) -> Program:
 
 def keys_by_token(p: Program) -> Program:
     """Copy keys that are not in the order of tokens, and add their gradients back."""
-    every = {x.keys for x in p.steps if isinstance(x, KernelCall)}
+    every = {x.keys for x in p.steps if isinstance(x, steps.KernelCall)}
     scattered = {x for x in every if not p.in_order(x)}
     if not scattered:
         return p
@@ -126,22 +112,22 @@ def keys_by_token(p: Program) -> Program:
 
     def complete(arrays: Iterable[str]) -> None:
         for array in filter(apart.__contains__, arrays):
-            add(Add(new.by_piece(apart.pop(array)), new.rows(array)))
+            add(steps.Add(new.by_piece(apart.pop(array)), new.rows(array)))
 
     for step in p.steps:
-        if isinstance(step, KernelCall) and step.keys in scattered:
+        if isinstance(step, steps.KernelCall) and step.keys in scattered:
             keys = twin(step.keys)
             if step.keys.array not in copied:
                 copied.add(step.keys.array)
-                add(Copy(new.rows(step.keys.array), new.by_piece(keys.array)))
+                add(steps.Copy(new.rows(step.keys.array), new.by_piece(keys.array)))
             step = step._replace(keys=keys)
-            if isinstance(step, Differentiate):
+            if isinstance(step, steps.Differentiate):
                 dkv = twin(step.dkv)
                 if step.dkv.array not in apart:
                     apart[step.dkv.array] = dkv.array
                     new.clear(new.rows(dkv.array))
                 step = step._replace(dkv=dkv)
-        elif apart and not isinstance(step, KernelCall | Clear | Receive):
+        elif apart and not isinstance(step, steps.KernelCall | steps.Clear | steps.Receive):
             complete(x.array for x in step if isinstance(x, Rows))
         add(step)
     complete([*apart])
@@ -185,19 +171,19 @@ def encoded(p: Program) -> Program:
         return rows._replace(array=name)
 
     for step in p.steps:
-        array = p.arrays[step.rows.array] if isinstance(step, Message) else None
+        array = p.arrays[step.rows.array] if isinstance(step, steps.Message) else None
         if array is None or not p.group.encodes(array):
             add(step)
-            awaited = step.messages if isinstance(step, Wait) else ()
-            new.steps += [Decode(*arrived[x]) for x in awaited if x in arrived]
+            awaited = step.messages if isinstance(step, steps.Wait) else ()
+            new.steps += [steps.Decode(*arrived[x]) for x in awaited if x in arrived]
             continue
         rows = on_wire(step.rows)
-        if isinstance(step, Receive):
+        if isinstance(step, steps.Receive):
             arrived[step.index] = rows, step.rows
         elif array.kind in PARTIALS or step.rows.array not in held:
             source = p.rows(step.rows.array) if array.role == "given" else step.rows
-            add(Encode(source, on_wire(source)))
-        if isinstance(step, Receive) or array.role == "given":
+            add(steps.Encode(source, on_wire(source)))
+        if isinstance(step, steps.Receive) or array.role == "given":
             held.add(step.rows.array)
         add(step._replace(rows=rows))
     return new
@@ -227,8 +213,10 @@ def receives_first(p: Program) -> Program:
     """
     if p.group.ring:
         return p
-    first = next((i for i, x in enumerate(p.steps) if isinstance(x, KernelCall | Wait)), 0)
-    tail = sorted(p.steps[first:], key=lambda x: not isinstance(x, Receive))
+    first = next(
+        (i for i, x in enumerate(p.steps) if isinstance(x, steps.KernelCall | steps.Wait)), 0
+    )
+    tail = sorted(p.steps[first:], key=lambda x: not isinstance(x, steps.Receive))
     return p.with_steps([*p.steps[:first], *tail])
 
 
@@ -237,16 +225,15 @@ def alone(p: Program) -> Program:
 
     Other context-parallel groups may add to dk and dv, which then keep the accumulation dtype.
     """
-    if p.group.rows * p.group.cols > 1 or not (p.first and p.last):
-        return p
     own = {x.array for x in p.results.values()}
-    calls = [x for x in p.steps if isinstance(x, KernelCall)]
-    if len(calls) != 1 or any(x not in calls[0] for x in map(p.rows, own)):
+    calls = [x for x in p.steps if isinstance(x, steps.KernelCall)]
+    several = p.group.rows * p.group.cols > 1 or len(calls) != 1 or not (p.first and p.last)
+    if several or any(x not in calls[0] for x in map(p.rows, own)):
         return p
     new = p.with_steps(
-        x._replace(fresh=True) if isinstance(x, Differentiate) else x
+        x._replace(fresh=True) if isinstance(x, steps.Differentiate) else x
         for x in p.steps
-        if not (isinstance(x, Clear) and x.rows.array in own)
+        if not (isinstance(x, steps.Clear) and x.rows.array in own)
     )
     for name in own:
         kept = SUMS if p.group.shares_kv else ("lse",)
@@ -256,8 +243,8 @@ def alone(p: Program) -> Program:
 
 def drained(p: Program) -> Program:
     """Wait at the end for all messages for which there is no wait."""
-    new, posted = p.with_steps(p.steps), (x for x in p.steps if isinstance(x, Message))
-    waited = {x for step in p.steps if isinstance(step, Wait) for x in step.messages}
+    new, posted = p.with_steps(p.steps), (x for x in p.steps if isinstance(x, steps.Message))
+    waited = {x for step in p.steps if isinstance(step, steps.Wait) for x in step.messages}
     left = [x for x in posted if x.index not in waited]
     new.body = len(p.steps)
     for channel in p.channels:
@@ -265,16 +252,7 @@ def drained(p: Program) -> Program:
     return new
 
 
-PASSES: tuple[Callable[[Program], Program], ...] = (
-    receives_first,
-    merged,
-    keys_by_token,
-    rounded,
-    encoded,
-    packed,
-    alone,
-    drained,
-)
+PASSES = receives_first, merged, keys_by_token, rounded, encoded, packed, alone, drained
 
 
 def _partial(p: Program, rows: Rows) -> bool:
@@ -285,7 +263,7 @@ def _sending(p: Program, copied: Callable[[Program, Rows], Rows]) -> Program:
     """Return the program with other rows in its sends: `copied` copies rows if it has to."""
     new = p.with_steps()
     for step in p.steps:
-        if isinstance(step, Send) and (rows := copied(new, step.rows)) is not step.rows:
+        if isinstance(step, steps.Send) and (rows := copied(new, step.rows)) is not step.rows:
             step = step._replace(rows=rows)
         new.steps.append(step)
     return new

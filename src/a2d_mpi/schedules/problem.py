@@ -1,11 +1,11 @@
-"""Problems (a config, a mask and the owner of each token), and workloads without owners."""
+"""The problem of a program: a config, a mask and the owner of each token."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from a2d_mpi.core.config import PHASES, AttentionConfig
+from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.masks.mask import Full, Mask
 from a2d_mpi.sharding.distribution import Distribution
 from a2d_mpi.sharding.visibility import Visibility, visibility
@@ -61,34 +61,3 @@ class Problem:
 
 
 _positions = lru_cache(maxsize=64)(Distribution.positions)  # it caches the runs of its shards
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload(AttentionConfig):
-    """A config with a mask and the phases to run: the subject of a plan or a prediction.
-
-    Parameters
-    ----------
-    mask : Mask
-    backward : bool
-        Whether gradients are computed, too.
-    overlap : bool
-        Whether to compute while messages travel.
-    **others
-        As in `AttentionConfig`.
-    """
-
-    dtype: str = "bfloat16"
-    mask: Mask = field(default_factory=Full)
-    backward: bool = False
-    overlap: bool = True
-
-    @property
-    def phases(self) -> tuple[str, ...]:
-        """Names of the phases that are run."""
-        return PHASES if self.backward else PHASES[:1]
-
-    @property
-    def config(self) -> AttentionConfig:
-        """Config without mask and phases."""
-        return AttentionConfig(**self.arguments)

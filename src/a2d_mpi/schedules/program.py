@@ -1,34 +1,27 @@
-"""Programs: the steps of one rank in one phase, and the functions that write them."""
+"""Programs: the arrays and the steps of one rank in one phase, and the rows that hold tokens."""
 
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
 
-from a2d_mpi.schedules.arrays import ProgramArrays, common_rows
+import numpy as np
+
+from a2d_mpi.masks.intervals import Intervals, Runs, common, cut
+from a2d_mpi.masks.mask import Causal, Full
+from a2d_mpi.masks.stairs import intervals_of
+from a2d_mpi.schedules import steps
 from a2d_mpi.schedules.group import Group
-from a2d_mpi.schedules.steps import (
-    Add,
-    Attend,
-    Clear,
-    Copy,
-    Differentiate,
-    Merge,
-    Message,
-    Receive,
-    Rows,
-    Send,
-    Step,
-    Wait,
-)
+from a2d_mpi.schedules.steps import KINDS, KINDS_OF_KEYS, SUMS, Message, Rows, Step, TokenArray
+from a2d_mpi.sharding.progressions import concatenated, progressions, ranks_among
+from a2d_mpi.sharding.visibility import sees
 
 
-class StepLimit(Exception):
-    """The program has reached its largest number of steps."""
-
-
-class Program(ProgramArrays):
+class Program:
     """Everything that one rank does in one phase: its arrays, and the steps that use them.
 
     A method appends steps that say what happens.  What this costs (packing, order of keys,
@@ -36,16 +29,19 @@ class Program(ProgramArrays):
 
     Parameters
     ----------
+    group : Group
     rank : int
         Rank in the group.
-    group : Group
-    stride, offset : int
-        The rank p of the group is the rank ``p stride + offset`` of the layout.
-    most : int, optional
-        Most steps to write.  Default: all.
+    ranks : range
+        Rank in the layout of every rank of the group.
 
     Attributes
     ----------
+    group, rank, ranks
+        As above.
+    arrays : dict of str to TokenArray
+    mask : Mask
+        Mask of the group's problem.
     channels : dict of str to tuple of int
         The ranks of the group in each channel, in the order of their ranks in the channel.
     steps : list of Step
@@ -59,58 +55,48 @@ class Program(ProgramArrays):
         Which program of a slice it is, and which slice; both are counted from 0.
     first, last : bool
         Whether the slice is the first, and the last, of those that share KV heads.
-    arrays, mask
-        As in `ProgramArrays`.
     """
 
-    def __init__(
-        self, rank: int, group: Group, stride: int = 1, offset: int = 0, most: int | None = None
-    ) -> None:
-        super().__init__(rank, group)
-        self._stride, self._offset, self._most = stride, offset, most
+    def __init__(self, group: Group, rank: int, ranks: range) -> None:
+        self.group, self.rank, self.ranks, self.mask = group, rank, ranks, group.problem.mask
+        self.arrays: dict[str, TokenArray] = {}
         self.channels: dict[str, tuple[int, ...]] = {}
         self.steps: list[Step] = []
         self.results: dict[str, Rows] = {}
-        self.number = self.slice = 0
+        self.number = self.slice = self.messages = self.body = 0
         self.first = self.last = True
-        self.messages = self.body = 0
-        self._turns: Counter[tuple] = Counter()  # messages so far, by what `Send.turn` counts
+        self._turns: Counter[tuple] = Counter()  # messages so far, by what `Message.turn` counts
+        self._lengths = [group.distribution(of_keys).seqlen for of_keys in (False, True)]
+        # Results of the methods below, which programs ask for many times.
+        self._by_token: dict[str, list[list[range]]] = {}
+        self._token_runs: dict[Rows, list[range]] = {}
+        self._extremes: dict[Rows, tuple[int, int]] = {}
 
-    def with_steps(self, steps: Iterable[Step] = ()) -> Program:
+    def with_steps(self, other: Iterable[Step] = ()) -> Program:
         """Return a program with the same arrays and other steps, for a pass."""
         new = copy.copy(self)
-        new.arrays, new.steps, new._most = dict(self.arrays), list(steps), None
+        new.arrays, new.steps = dict(self.arrays), list(other)
         return new
-
-    def grid_rank(self, rank: int) -> int:
-        """Return the rank in the layout of a rank of the group."""
-        return rank * self._stride + self._offset
 
     @property
     def copied(self) -> list[Rows]:
         """Results that lie in buffers, of which the caller gets copies."""
         return [x for x in self.results.values() if self.arrays[x.array].role == "buffer"]
 
-    def add(self, step: Step) -> None:
-        """Append a step; raise `StepLimit` if it is the last one that is allowed."""
-        self.steps.append(step)
-        if len(self.steps) == self._most:
-            raise StepLimit
-
     # Messages.
 
-    def receive(self, channel: str, peer: int, rows: Rows, tag: int = 0) -> Receive | None:
+    def receive(self, channel: str, peer: int, rows: Rows, tag: int = 0) -> steps.Receive | None:
         """Start receiving rows; return the message, or None without rows."""
-        return self._post(Receive, channel, peer, rows, tag)
+        return self._post(steps.Receive, channel, peer, rows, tag)
 
-    def send(self, channel: str, peer: int, rows: Rows, tag: int = 0) -> Send | None:
+    def send(self, channel: str, peer: int, rows: Rows, tag: int = 0) -> steps.Send | None:
         """Start sending rows; return the message, or None without rows."""
-        return self._post(Send, channel, peer, rows, tag)
+        return self._post(steps.Send, channel, peer, rows, tag)
 
     def wait(self, messages: Iterable[Message | None]) -> None:
         """Block until messages of one channel are done."""
         if posted := [x for x in messages if x]:
-            self.add(Wait(posted[0].channel, tuple(x.index for x in posted)))
+            self.steps.append(steps.Wait(posted[0].channel, tuple(x.index for x in posted)))
 
     def _post(
         self, way: type[Message], channel: str, peer: int, rows: Rows, tag: int
@@ -121,20 +107,23 @@ class Program(ProgramArrays):
         message = way(channel, peer, rows, tag, self._turns[key], self.messages)
         self._turns[key] += 1
         self.messages += 1
-        self.add(message)
+        self.steps.append(message)
         return message
 
     # Work.
 
+    def add(self, step: Step) -> None:
+        """Append a step that works on rows, unless there are none."""
+        if step[0].runs:
+            self.steps.append(step)
+
     def copy(self, source: Rows, target: Rows) -> None:
         """Copy rows."""
-        if source.runs:
-            self.add(Copy(source, target))
+        self.add(steps.Copy(source, target))
 
     def clear(self, rows: Rows) -> None:
         """Set rows to zero."""
-        if rows.runs:
-            self.add(Clear(rows))
+        self.add(steps.Clear(rows))
 
     def sums(self, name: str, kind: str, like: str) -> str:
         """Declare and clear an array of sums for the rows of the array `like`; return its name."""
@@ -146,23 +135,198 @@ class Program(ProgramArrays):
 
         An array of results needs at least one call for every row, even if nothing is visible.
         """
-        if queries.runs:
-            self.add(Attend(queries, keys, target))
+        self.add(steps.Attend(queries, keys, target))
 
     def differentiate(self, queries: Rows, keys: Rows, dq: Rows, dkv: Rows) -> None:
         """Add gradients, in one kernel call for each run of keys."""
         if self.sees(queries, keys):
             for k_run, dkv_run in common_rows(keys, dkv):
-                self.add(Differentiate(queries, k_run, dq, dkv_run))
+                self.steps.append(steps.Differentiate(queries, k_run, dq, dkv_run))
 
     def combine(self, source: Rows, target: Rows) -> None:
         """Merge a partial result into rows of the same kind, or add a sum to them."""
         if source.runs:
             is_sum = self.arrays[target.array].kind != "out"
-            self.add(Add(source, target) if is_sum else self.merge_of(source, target))
+            step = steps.Add(source, target) if is_sum else self.merge_of(source, target)
+            self.steps.append(step)
 
-    def merge_of(self, source: Rows, target: Rows) -> Merge:
+    def merge_of(self, source: Rows, target: Rows) -> steps.Merge:
         """Return the step that merges a partial result; declare the compensation of its lse."""
         pieces = self.arrays[target.array].pieces
         name = self.array(f"compensation of {target.array}", "compensation", pieces)
-        return Merge(source, target, target._replace(array=name))
+        return steps.Merge(source, target, target._replace(array=name))
+
+    # Arrays and tokens.
+
+    def array(
+        self, name: str, kind: str, pieces: Iterable[tuple[int, Runs]], **options: Any
+    ) -> str:
+        """Declare an array, see `a2d_mpi.schedules.steps.TokenArray`; return its name.
+
+        By default all tensors of results have the accumulation dtype.
+        """
+        if name not in self.arrays:
+            accumulated = KINDS[kind] if options.get("role") == "result" else SUMS
+            options = {"accumulated": accumulated, "memory": name, **options}
+            self.arrays[name] = TokenArray(kind, tuple(pieces), **options)
+        return name
+
+    def array_for(self, name: str, rows: Rows, **options: Any) -> Rows:
+        """Declare an array of the same kind for the tokens of rows; return all its rows."""
+        kind = self.arrays[rows.array].kind
+        return self.rows(self.array(name, kind, self.pieces(rows), **options))
+
+    def own(self, name: str, kind: str, role: str = "buffer", **options: Any) -> Rows:
+        """Declare an array of this rank's shard; return all its rows."""
+        places = self.group.all_places(kind in KINDS_OF_KEYS, self.rank)
+        return self.rows(self.array(name, kind, [(self.rank, places)], role=role, **options))
+
+    def rows(self, name: str, owner: int | None = None, places: Runs | None = None) -> Rows:
+        """Return rows of an array.
+
+        Parameters
+        ----------
+        name : str
+            Name of the array.
+        owner : int, optional
+            Only rows of this owner's tokens.  Default: all rows.
+        places : Runs, optional
+            Only rows of the tokens at these places of the owner's shard; not for an array by
+            token.  Default: all places.
+        """
+        array = self.arrays[name]
+        if owner is None:
+            return Rows(name, (range(array.length),) if array.length else ())
+        if array.by_token:
+            found = zip(array.pieces, self._runs_by_token(name))
+            return Rows(name, tuple(run for (x, _), of in found if x == owner for run in of))
+        return _rows_at(name, ((*x, places) for x in array.by_owner.get(owner, ())))
+
+    def rows_within(self, name: str, begin: int, end: int) -> Rows:
+        """Return the rows of the tokens in ``[begin, end)``, of all owners."""
+        array = self.arrays[name]
+        owners, pieces = self.group.distribution(array.of_keys), zip(array.offsets, array.pieces)
+        if not array.by_token:
+            wanted = ((begin, end),)
+            return _rows_at(name, ((i, held, owners.places(x, wanted)) for i, (x, held) in pieces))
+        tokens = self.tokens(self.rows(name))
+        first, last = np.searchsorted(tokens, (begin, end)).tolist()
+        return Rows(name, (range(first, last),) if first < last else ())
+
+    def matching(self, name: str, rows: Rows) -> Rows:
+        """Return the rows of the array `name` for the tokens of `rows`."""
+        owned, pieces = self.arrays[name].by_owner, self.pieces(rows)
+        return _rows_at(name, ((*x, wanted) for y, wanted in pieces for x in owned.get(y, ())))
+
+    def pieces(self, rows: Rows) -> list[tuple[int, Runs]]:
+        """Return the owners of rows and the places in their shards.
+
+        The array of the rows must not be by token.
+        """
+        pieces, offsets = self.arrays[rows.array].pieces, self.arrays[rows.array].offsets
+        own = []
+        for run in rows.runs:
+            i = bisect_right(offsets, run.start) - 1
+            while i < len(pieces) and offsets[i] < run.stop:
+                first, last = run.start - offsets[i], run.stop - offsets[i]
+                owner, places = pieces[i]
+                if first > 0 or last < offsets[i + 1] - offsets[i]:
+                    places = cut(places, max(first, 0), last)
+                if places:
+                    own.append((owner, places))
+                i += 1
+        return own
+
+    def token_runs(self, rows: Rows) -> list[range]:
+        """Return the tokens of rows as progressions.
+
+        For all rows of an array by token, the progressions are not in the order of the rows.
+        """
+        if rows not in self._token_runs:
+            array = self.arrays[rows.array]
+            if array.by_token and rows.count < array.length:
+                return progressions(self.tokens(rows))
+            owners = self.group.distribution(array.of_keys)
+            pieces = array.pieces if rows.count == array.length else self.pieces(rows)
+            runs = [r for owner, places in pieces for r in owners.at(owner, places)]
+            self._token_runs[rows] = runs
+        return self._token_runs[rows]
+
+    def tokens(self, rows: Rows) -> np.ndarray:
+        """Return the token of every row, (rows,) int64, in the order of the rows."""
+        array = self.arrays[rows.array]
+        if array.by_token:
+            of_array = self.token_runs(Rows(rows.array, (range(array.length),)))
+            return np.sort(concatenated(of_array), kind="stable")[index_of(rows)]
+        return concatenated(self.token_runs(rows))
+
+    def extremes(self, rows: Rows) -> tuple[int, int]:
+        """Return the first and the last token of rows."""
+        if rows not in self._extremes:
+            runs = self.token_runs(rows)
+            self._extremes[rows] = min(r[0] for r in runs), max(r[-1] for r in runs)
+        return self._extremes[rows]
+
+    def sees(self, queries: Rows, keys: Rows) -> bool:
+        """Return True if any of the queries sees any of the keys."""
+        if not (queries.runs and keys.runs):
+            return False
+        if type(self.mask) is Full:
+            return True
+        if type(self.mask) is Causal:
+            return self.extremes(queries)[1] >= self.extremes(keys)[0]
+        runs = self.token_runs(queries), self.token_runs(keys)
+        return sees(self.mask, *self._lengths, *runs)
+
+    def intervals(self, queries: np.ndarray, keys: np.ndarray) -> Intervals:
+        """Return the visible keys of tokens, see `a2d_mpi.masks.stairs.intervals_of`."""
+        return intervals_of(self.mask, *self._lengths, queries, keys)
+
+    def in_order(self, rows: Rows) -> bool:
+        """Return True if rows are in the order of tokens."""
+        runs = rows.runs if self.arrays[rows.array].by_token else self.token_runs(rows)
+        return all(a[-1] < b[0] for a, b in pairwise(runs))
+
+    def by_piece(self, name: str) -> Rows:
+        """Return all rows of an array by token, in the order of its pieces."""
+        return Rows(name, tuple(run for runs in self._runs_by_token(name) for run in runs))
+
+    def _runs_by_token(self, name: str) -> list[list[range]]:
+        """Return the rows of every piece of an array by token."""
+        if name not in self._by_token:
+            array = self.arrays[name]
+            owners = self.group.distribution(array.of_keys)
+            self._by_token[name] = ranks_among([owners.at(*piece) for piece in array.pieces])
+        return self._by_token[name]
+
+
+def index_of(rows: Rows) -> np.ndarray:
+    """Return the places of rows in the memory of their array, (rows,) int64."""
+    return concatenated(rows.runs)
+
+
+def common_rows(source: Rows, target: Rows) -> list[tuple[Rows, Rows]]:
+    """Cut equally many rows of two arrays into pairs of rows that are one run in both arrays."""
+    one, other, pairs = list(source.runs[::-1]), list(target.runs[::-1]), []
+    while one and other:
+        a, b = one.pop(), other.pop()
+        n = min(len(a), len(b))
+        pairs.append((Rows(source.array, (a[:n],)), Rows(target.array, (b[:n],))))
+        one += [a[n:]] * (len(a) > n)
+        other += [b[n:]] * (len(b) > n)
+    return pairs
+
+
+def _rows_at(name: str, pieces: Iterable[tuple[int, Runs, Runs | None]]) -> Rows:
+    """Return rows of an array: of each piece, with its first row and places, the wanted places."""
+    runs: list[range] = []
+    for offset, held, places in pieces:
+        for begin, end in held:
+            for a, b in ((begin, end),) if places is None else common(places, begin, end):
+                first, last = offset + a - begin, offset + b - begin
+                if runs and runs[-1].stop == first:
+                    runs[-1] = range(runs[-1].start, last)
+                else:
+                    runs.append(range(first, last))
+            offset += end - begin
+    return Rows(name, tuple(runs))

@@ -28,6 +28,7 @@ during the next round, and from the last group to the owner.  A simple ring has 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from functools import lru_cache
 
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.intervals import Runs
@@ -37,6 +38,15 @@ from a2d_mpi.schedules.steps import Message, Rows
 
 Ranks = Collection[int]
 BACK = 1  # tag of gradients that return to the rank where their shard began its round
+
+
+@lru_cache(maxsize=1 << 14)  # neighbours get the same object, which caches its hash
+def around(first: int, number: int, size: int) -> Ranks:
+    """Return `number` ranks from `first` on, around its ring of `size` consecutive ranks."""
+    begin = first // size * size
+    if first + number <= begin + size:
+        return range(first, first + number)
+    return frozenset(begin + (first + i) % size for i in range(number))
 
 
 class Ring:
@@ -61,12 +71,12 @@ class Ring:
 
     def ahead(self, first: int, number: int) -> Ranks:
         """Return `number` ranks of this ring, from `first` places after this rank on."""
-        return self.p.group.ring_of(self.at(0, first), number, self.places)
+        return around(self.at(0, first), number, self.places)
 
     def all_of(self, first: int, number: int) -> Ranks:
         """Return all ranks of `number` groups, from `first` groups after this one on."""
         begin, ranks = self.at(first, 0) - self.place, self.groups * self.places
-        return self.p.group.ring_of(begin, number * self.places, ranks)
+        return around(begin, number * self.places, ranks)
 
     def required(self, owner: int, ranks: Ranks) -> Runs:
         """Return the places of the owner's keys that any of these ranks requires."""

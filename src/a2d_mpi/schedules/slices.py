@@ -6,7 +6,7 @@ of the slice before.  So transfers in both directions overlap with computing, wh
 Three slices are alive at a time, and their buffers are used in turn (`turns`).
 
 The programs of a slice are: take its heads (with a head axis, exchange tokens for heads), attend,
-put its heads.  Each one is cut into three parts, see `cut`.  A part runs in a stage:
+put its heads.  Each one has three parts, see `borders`.  A part runs in a stage:
 
     stages of a grid        take, open | compute | close, put
     stages of a head axis   open | close, compute, open | close
@@ -115,7 +115,7 @@ def order(layout: Layout, slices: int, overlap: bool) -> Iterator[tuple[int, int
                 yield from ((tick - i, program, part) for program, part in stage)
 
 
-def cut(p: Program) -> tuple[int, int]:
+def borders(p: Program) -> tuple[int, int]:
     """Return the numbers of steps at which the second and the third part of a program begin.
 
     The first part posts messages.  The second one begins with the first wait or kernel call.  The
@@ -152,7 +152,7 @@ def with_shared_keys(p: Program) -> Program:
     ValueError
         If the method is a ring, which passes keys on and does not hold them.
     """
-    if p.first and p.last:
+    if p.number != ATTEND or (p.first and p.last):
         return p
     if p.group.ring:
         own = p.group.config.nheads_kv
@@ -187,43 +187,32 @@ def _belongs(p: Program, step: Step) -> bool:
     return kind != "dkv" or p.last
 
 
-def renamed(p: Program, number: int, slice_: int, keys: int, layout: Layout) -> Program:
-    """Return a program of a slice, with buffers that other slices do not use meanwhile.
-
-    Parameters
-    ----------
-    p : Program
-    number : int
-        `TAKE`, `ATTEND` or `PUT`.
-    slice_, keys : int
-        Which slice it is, and which of all KV parts it has; both are counted from 0.
-    layout : Layout
-    """
-    new = p.with_steps(p.steps)
-    new.number, new.slice = number, slice_
-    for name, array in p.arrays.items():
-        turn = (keys if array.of_keys else slice_) % turns(number, layout)
-        new.arrays[name] = replace(array, memory=f"{number}.{turn} {array.memory}")
-    return new
-
-
 def pipelined(
-    programs: Sequence[Sequence[Program]], layout: Layout, overlap: bool
+    programs: Sequence[Sequence[Program]], shared: int, layout: Layout, overlap: bool
 ) -> list[Program]:
     """Join the programs of all slices: return the parts of programs in the order of execution.
+
+    Buffers of a slice have names that other slices do not use meanwhile.
 
     Parameters
     ----------
     programs : sequence of sequence of Program
         The programs of each slice, in order.
+    shared : int
+        Number of slices that share a KV head.
     layout : Layout
     overlap : bool
         Whether messages of one slice travel while others compute.
     """
-    parts: dict[tuple[int, int], list[Program]] = {}
+    parts: dict[tuple[int, int, int], Program] = {}
     for i, of_slice in enumerate(programs):
-        for number, p in enumerate(of_slice):
-            a, b = cut(p)
-            steps = p.steps[:a], p.steps[a:b], p.steps[b:]
-            parts[i, number] = [p.with_steps(x) for x in steps]
-    return [parts[i, number][part] for i, number, part in order(layout, len(programs), overlap)]
+        for p in of_slice:
+            a, b = borders(p)
+            new = p.with_steps()
+            new.slice = i
+            for name, array in p.arrays.items():
+                turn = (i // shared if array.of_keys else i) % turns(p.number, layout)
+                new.arrays[name] = replace(array, memory=f"{p.number}.{turn} {array.memory}")
+            for part, steps in enumerate((p.steps[:a], p.steps[a:b], p.steps[b:])):
+                parts[i, p.number, part] = new.with_steps(steps)
+    return [parts[x] for x in order(layout, len(programs), overlap)]

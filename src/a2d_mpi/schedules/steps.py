@@ -79,7 +79,7 @@ class TokenArray:
         Whether its tensors are encoded, see `a2d_mpi.core.config.AttentionConfig.row`.
     memory : str
         Name of the memory, which several arrays may use at different times.  Default of
-        `a2d_mpi.schedules.arrays.ProgramArrays.array`: the name of the array.
+        `a2d_mpi.schedules.program.Program.array`: the name of the array.
     """
 
     kind: str

@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 
 from a2d_mpi.masks.intervals import Runs
-from a2d_mpi.schedules.line import Line, Trees
+from a2d_mpi.schedules.line import Line, Trees, seen_from
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Rows
@@ -78,11 +78,7 @@ class TriangleLines:
 
         def trees_of(sizes: tuple[int, int]) -> Trees:
             parents = trees(t, *sizes)
-
-            def children(owner: int, rank: int) -> list[int]:
-                return [x for x, y in parents[segment, of_keys, owner].items() if y == rank]
-
-            return Trees(lambda owner, rank: parents[segment, of_keys, owner].get(rank), children)
+            return seen_from(p.rank, {x: parents[segment, of_keys, x] for x in team})
 
         def required(owner: int, members: Collection[int]) -> Runs:
             return self._places(owner, bounds.begin, bounds.end)
