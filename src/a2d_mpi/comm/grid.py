@@ -122,7 +122,7 @@ class ProcessGrid:
     def from_layout(
         cls, comm: MPI.Intracomm, layout: Layout, nodes: Sequence[int] | None = None
     ) -> ProcessGrid:
-        """Make the grid of a layout, for example of `a2d_mpi.planning.planner.best_layout`.
+        """Make the grid of a layout, for example of `a2d_mpi.planning.planner.best_candidate`.
 
         By default, plans on this grid take the distribution of the layout, if it has one.
         Collective over `comm`.

@@ -82,11 +82,12 @@ def open_grid(comm: MPI.Intracomm, args: argparse.Namespace, work: Workload) -> 
     """Make the grid of the options of `add_grid`; the grid refuses sizes that do not fit."""
     together(comm, lambda: _check_options(args))
     if args.grid == "auto":
-        from a2d_mpi.planning.planner import best_layout
+        from a2d_mpi.planning.planner import best_candidate
         from a2d_mpi.planning.profile import read_machine
 
         def choose() -> Layout:
-            return best_layout(read_machine(args.profile), comm.size, work, method=args.method)
+            machine = read_machine(args.profile)
+            return best_candidate(machine, comm.size, work, methods=(args.method,)).layout
 
         return ProcessGrid.from_layout(comm, comm.bcast(together(comm, choose, on=0)))
     heads = args.head_ranks

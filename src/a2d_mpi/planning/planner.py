@@ -186,37 +186,6 @@ def best_candidate(
     return best_candidates(machine, ranks, work, 1, memory, methods)[0]
 
 
-def best_layout(
-    machine: Machine,
-    ranks: int,
-    work: Workload,
-    memory: int | None = None,
-    method: str = "attention2d",
-) -> Layout:
-    """Return the grid that is predicted to be the fastest for a problem on a machine.
-
-    `a2d_mpi.comm.grid.ProcessGrid.from_layout` makes it.  Ranks that pass the same arguments get
-    the same layout.  It has the distribution of the fastest plan.
-
-    Parameters
-    ----------
-    machine : Machine
-    ranks : int
-        P; nodes are filled one after the other.
-    work : Workload
-    memory : int, optional
-        Bytes of memory per rank.  Default: the memory in the machine's profile.
-    method : str
-        One of `a2d_mpi.schedules.METHODS`.
-
-    Raises
-    ------
-    ValueError
-        If no plan fits in memory or the problem is invalid.
-    """
-    return best_candidate(machine, ranks, work, memory, (method,)).layout
-
-
 def why_not(candidate: Candidate, best: Candidate) -> str:
     """Say in a few words why a candidate is not the best one."""
     if not candidate.fits:
