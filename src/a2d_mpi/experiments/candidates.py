@@ -13,7 +13,7 @@ from a2d_mpi.experiments.streams import aligned, progress
 from a2d_mpi.experiments.sweep import SIZES, Case
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import STEP_PARTS, predict_step
-from a2d_mpi.planning.machine import Machine, one_line
+from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.planner import candidates, duration, why_not
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.simulator import PARTS
@@ -69,7 +69,7 @@ def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
         )
     machine.links(args.ranks)  # raises an error if the profile lacks a link
     if args.dtype not in machine.kernels:
-        fixes = " or ".join(f"--dtype {one_line(x)}" for x in machine.kernels) or "another profile"
+        fixes = " or ".join(f"--dtype {x}" for x in machine.kernels) or "another profile"
         raise ValueError(f"{args.profile} has no kernel for {args.dtype}: give {fixes}")
     return machine, case
 
@@ -104,10 +104,10 @@ def _print(
     """Print the table, and say which plans are not in it."""
     ranks, memory = args.ranks, machine.memory
     room = f"{_bytes(memory)} per rank" if memory else "no limit: the profile has no memory"
-    print(f"{one_line(machine.name)}: {ranks} ranks, {machine.ranks_per_node} per node, {room}"
+    print(f"{machine.name}: {ranks} ranks, {machine.ranks_per_node} per node, {room}"
           + f" ({_bytes(machine.reserved)} reserved)" * bool(machine.reserved))  # fmt: skip
     if machine.computed_by:
-        print(f"kernels: {one_line(machine.computed_by)}")
+        print(f"kernels: {machine.computed_by}")
     fitting = [plan for plan in plans if plan.fits]
     bounds = sum(not plan.phases for plan in fitting)
     print(
