@@ -21,6 +21,9 @@ the same steps from the start, or to the answers without a loss.
 `raises`: one rank of a driver raises an error at the beginning of one call of a function of the
 package.  The job must end in time.
 
+`cost` kills nobody: it compares the seconds of a training step, on 2 ranks in turn, without and
+with the fault tolerance of Open MPI, and with --survive.
+
 A job depends on the seed and its number only.  The script prints each failed job, the numbers of
 jobs by driver or phase, and medians.  The exit code is 1 if a job failed.
 """
@@ -52,6 +55,7 @@ from killing import (
     ASKING,
     DYING,
     TRAINING,
+    ULFM,
     answers_of,
     family,
     files,
@@ -327,7 +331,27 @@ def raises(choice, folder, only):
     return [f"{name} {verdict if 'raised' in notes else 'does not raise'}"], ""
 
 
-KINDS = {"kills": KILLED, "losses": PHASES, "survivals": SURVIVORS, "raises": DRIVERS}
+# What going on costs as long as nobody dies.
+
+WAYS = {"without": ((), ()), "ulfm": (ULFM, ()), "ulfm, --survive": (ULFM, ("--survive",))}
+
+
+def cost(choice, folder, only):
+    seconds = {}
+    for name in choice.sample(list(WAYS), len(WAYS)):
+        mpi, more = WAYS[name]
+        options = [ROOT / "LICENSE", "--preset", "tiny", "--seqlen", 256, "--steps", 60, "--every",
+                   60, "--separator", r"\n\n", *files(folder / name), *more]  # fmt: skip
+        drive("train.py gpt", 2, *options, mpi=mpi, timeout=300, numba=True)
+        with h5py.File(folder / name / "out.h5") as file:
+            seconds[name] = float(np.median(file["seconds/total"][5:]))  # without the first ones
+    for name, x in seconds.items():
+        SECONDS[f"a step, {name}"].append(x)
+        SECONDS[f"ratio, {name}"].append(x / seconds["without"])
+    return [], ""
+
+
+KINDS = {"kills": KILLED, "losses": PHASES, "survivals": SURVIVORS, "raises": DRIVERS, "cost": ()}
 
 
 def main(argv=None) -> int:
@@ -340,8 +364,12 @@ def main(argv=None) -> int:
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("--only", choices=list(only), nargs="+", help="drivers or phases")
     args = parser.parse_args(argv)
-    trial = partial(globals()[args.kind], only=args.only)
-    jobs, bad, failed = Counter(), Counter(), 0
+    trial, jobs, bad, failed = (
+        partial(globals()[args.kind], only=args.only),
+        Counter(),
+        Counter(),
+        0,
+    )
     for number in range(args.jobs):
         folder = Path(tempfile.mkdtemp(prefix=f"job-{number}-", dir=TOP.name))
         try:

@@ -25,7 +25,7 @@ from a2d_mpi.schedules import METHODS, problem_of
 from a2d_mpi.schedules.slices import slices_of
 
 # Most ranks for which the planner searches.  With h100-8.toml, 1M causal tokens and gradients,
-# 1024 ranks take 18 s of CPU time, 4096 ranks 127 s and 0.9 GB.
+# 1024 ranks take 18 s of CPU time, 4096 ranks 127 s and 0.9 GB (tests/tools/plan_times.py).
 PLANNED = 4096
 SIZES = ("seqlen", "nheads", "nheads_kv", "headdim", "headdim_v", "dtype")
 _SPEC = re.compile(

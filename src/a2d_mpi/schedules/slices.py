@@ -30,8 +30,8 @@ from a2d_mpi.core.sizes import Layout, misfit
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import PARTIALS, Clear, KernelCall, Message, Step, Wait
 
-# Bytes of keys and values in a slice of a shard.  Measured on 16 emulated nodes: smaller slices
-# gained nothing in the forward pass.
+# Bytes of keys and values in a slice of a shard.  Measured on 16 emulated nodes with
+# tests/tools/refinements.py: smaller slices gained nothing in the forward pass.
 SMALLEST = 1 << 17
 ALIVE = 3  # slices whose messages travel, or whose buffers hold anything, at the same time
 OPEN, COMPUTE, CLOSE = range(3)  # parts of a program
