@@ -11,7 +11,7 @@ from pathlib import Path
 from a2d_mpi import Causal, Full
 from a2d_mpi.planning.planner import candidates
 from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.schedules.problem import Workload
+from a2d_mpi.planning.workload import Workload
 
 MACHINES = Path(__file__).parents[2] / "data" / "machines"
 

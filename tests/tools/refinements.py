@@ -26,8 +26,8 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning import survey
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.profile import read_machine
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules.attention2d import gradients_by_query
-from a2d_mpi.schedules.problem import Workload
 
 SCHEDULES = "a2d_mpi.schedules"
 # What replaces a refinement.
