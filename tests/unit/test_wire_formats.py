@@ -12,7 +12,7 @@ from a2d_mpi import (
     Full,
 )
 from a2d_mpi.core import reference
-from a2d_mpi.core.config import PHASES, AttentionConfig
+from a2d_mpi.core.config import PHASES, WIRES, AttentionConfig
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.core.wire import FORMATS, decode, encode
@@ -22,6 +22,10 @@ from a2d_mpi.schedules import problem_of, write
 from a2d_mpi.schedules.steps import Decode, Encode
 
 MX = {"mxfp8": ml_dtypes.float8_e4m3fn, "mxfp4": ml_dtypes.float4_e2m1fn}
+
+
+def test_names():
+    assert tuple(FORMATS) == WIRES
 
 
 def block_of(x, name):

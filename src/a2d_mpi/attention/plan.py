@@ -217,24 +217,18 @@ class AttentionPlan(Caller):
         """Write the programs for a mask, after `prepare`; collective over the ranks."""
         self.mask, self.traffic, arguments = mask, Traffic(), {}
         with self.grid.call("making", self) as call:
-            rank = self.grid.comm.rank
             with call.checks():
                 prepare()
                 config = self.config
                 check_problem(self.method, mask, config, self.grid, self._named)
-                self._describe(
-                    problem_of(self.method, self.grid.layout, config, mask, *self._named)
-                )
+                problem = problem_of(self.method, self.grid.layout, config, mask, *self._named)
+                self._describe(problem)
                 one = (METHODS[self.method].ring and self.grid.heads == 1) or not self.overlap
                 chosen = slices_of(self._cuts, config, self.grid.layout, one)
                 self.layout = replace(self.grid.layout, slices=chosen)
-                self._pipelines = {
-                    phase: Pipeline(
-                        write(self.method, phase, self.layout, self.problem, rank, self.overlap)
-                    )
-                    for phase in PHASES
-                }
-                digest = self.problem.mask.digest(config.seqlen, config.seqlen_kv)
+                work = self.layout, problem, self.grid.comm.rank, self.overlap
+                self._pipelines = {x: Pipeline(write(self.method, x, *work)) for x in PHASES}
+                digest = problem.mask.digest(config.seqlen, config.seqlen_kv)
                 arguments = {
                     "method": type(self).__name__,
                     **config.arguments,
@@ -256,9 +250,7 @@ class AttentionPlan(Caller):
         self.softmax_scale, self.logit_softcap = config.softmax_scale, config.logit_softcap
         self.dtype, self.compute_dtype = config.dtype_of("q"), config.compute_dtype
         self.tokens = problem.queries.tokens(rank)  # (n,)
-        self.tokens_kv = (
-            self.tokens if problem.other_keys is None else problem.keys.tokens(rank)
-        )  # (m,)
+        self.tokens_kv = problem.keys.tokens(rank)  # (m,)
 
     def _connected(self) -> dict[str, Channel]:
         """Make the channels of all programs, by name; collective over the ranks of the grid."""
@@ -667,7 +659,5 @@ class AttentionPlan(Caller):
                 results = *results.values(), *dsink
                 if max_logits:
                     results = *results, hooks.largest_of_all(self.grid, call.watch, largest)
-            engine.waits[phase] = [
-                wait for channel in self._channels.values() for wait in channel.waits
-            ]
+            engine.waits[phase] = [x for y in self._channels.values() for x in y.waits]
             return results

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from a2d_mpi.attention.checks import device_of_tensor
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.host import HOST
-from a2d_mpi.devices.protocol import Array, Device
+from a2d_mpi.devices.protocol import Array
 from a2d_mpi.sharding.distribution import Distribution
 
 if TYPE_CHECKING:
@@ -41,7 +41,11 @@ def scatter(plan: AttentionPlan, shards: Distribution, x: Array | None, root: in
             sent = None if packed is None else [_bytes(packed), shards.counts, None, row]
             comm.Scatterv(sent, [_bytes(own), len(own), row], int(root))
         row.Free()
-        return own if host else _gpu().upload(own)
+        if host:
+            return own
+        from a2d_mpi.devices.cuda import Cuda
+
+        return Cuda.current().upload(own)
 
 
 def gather(plan: AttentionPlan, shards: Distribution, x: Array, root: int) -> Array | None:
@@ -99,9 +103,3 @@ def _order(shards: Distribution) -> np.ndarray:
 def _bytes(x: np.ndarray) -> np.ndarray:
     """Return the memory of a C-contiguous array of any dtype as bytes, for MPI."""
     return x.reshape(-1).view(np.uint8)
-
-
-def _gpu() -> Device:
-    from a2d_mpi.devices.cuda import Cuda
-
-    return Cuda.current()

@@ -252,7 +252,7 @@ class Line:
         """Send the results to which other ranks add: the ones that `give` held back."""
         for owner, rows in self._unsent:
             self._combine(owner, rows.array)
-            self._send(self._back.parents[owner], owner, rows)
+            self._send(self._back.parents[owner], owner, self.p.stored(rows))
         self._unsent = []
 
     def _by_result(self) -> list[int]:

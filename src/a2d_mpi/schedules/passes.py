@@ -10,7 +10,7 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 from a2d_mpi.schedules import steps
@@ -45,11 +45,9 @@ def in_turn(p: Program) -> Program:
             return max(awaited)[0] + 0.5 if early else i
         if isinstance(step, steps.Message | steps.Wait):
             return 2 * _partial(p, awaited[0][1].rows if awaited else step.rows)
-        return (
-            2 * _partial(p, step.target)
-            if isinstance(step, steps.Copy | steps.Merge | steps.Add)
-            else 1
-        )
+        if isinstance(step, steps.Copy | steps.Merge | steps.Add):
+            return 2 * _partial(p, step.target)
+        return 1
 
     return p.with_steps(x for _, x in sorted(enumerate(p.steps), key=place))
 
@@ -134,22 +132,6 @@ def keys_by_token(p: Program) -> Program:
     return new
 
 
-def rounded(p: Program) -> Program:
-    """Round a partial out to the storage dtype once, before it is sent."""
-    if not p.group.config.mixed_precision:
-        return p
-
-    def in_storage(new: Program, rows: Rows) -> Rows:
-        array = p.arrays[rows.array]
-        if array.kind != "out" or "out" not in array.accumulated:
-            return rows
-        target = rows._replace(array=new.array(f"rounded {rows.array}", "out", array.pieces))
-        new.copy(rows, target)
-        return target
-
-    return _sending(p, in_storage)
-
-
 def encoded(p: Program) -> Program:
     """Encode rows in a narrow format before they are sent, and decode them when they arrive.
 
@@ -191,19 +173,17 @@ def encoded(p: Program) -> Program:
 
 def packed(p: Program) -> Program:
     """Copy scattered rows side by side before they are sent: a message is one run of memory."""
-    copies: dict[Rows, Rows] = {}
-
-    def as_one_run(new: Program, rows: Rows) -> Rows:
-        if len(rows.runs) == 1:
-            return rows
-        if rows not in copies:
-            array = p.arrays[rows.array]
-            options = {"accumulated": array.accumulated, "wire": array.wire}
-            copies[rows] = new.array_for(f"packed {len(copies)}", rows, **options)
-            new.copy(rows, copies[rows])
-        return copies[rows]
-
-    return _sending(p, as_one_run)
+    new, copies = p.with_steps(), {}
+    for step in p.steps:
+        if isinstance(step, steps.Send) and len(step.rows.runs) > 1:
+            if (rows := step.rows) not in copies:
+                array = p.arrays[rows.array]
+                options = {"accumulated": array.accumulated, "wire": array.wire}
+                copies[rows] = new.array_for(f"packed {len(copies)}", rows, **options)
+                new.copy(rows, copies[rows])
+            step = step._replace(rows=copies[rows])
+        new.steps.append(step)
+    return new
 
 
 def receives_first(p: Program) -> Program:
@@ -213,9 +193,8 @@ def receives_first(p: Program) -> Program:
     """
     if p.group.ring:
         return p
-    first = next(
-        (i for i, x in enumerate(p.steps) if isinstance(x, steps.KernelCall | steps.Wait)), 0
-    )
+    later = (i for i, x in enumerate(p.steps) if isinstance(x, steps.KernelCall | steps.Wait))
+    first = next(later, 0)
     tail = sorted(p.steps[first:], key=lambda x: not isinstance(x, steps.Receive))
     return p.with_steps([*p.steps[:first], *tail])
 
@@ -252,21 +231,11 @@ def drained(p: Program) -> Program:
     return new
 
 
-PASSES = receives_first, merged, keys_by_token, rounded, encoded, packed, alone, drained
+PASSES = receives_first, merged, keys_by_token, encoded, packed, alone, drained
 
 
 def _partial(p: Program, rows: Rows) -> bool:
     return p.arrays[rows.array].kind in PARTIALS
-
-
-def _sending(p: Program, copied: Callable[[Program, Rows], Rows]) -> Program:
-    """Return the program with other rows in its sends: `copied` copies rows if it has to."""
-    new = p.with_steps()
-    for step in p.steps:
-        if isinstance(step, steps.Send) and (rows := copied(new, step.rows)) is not step.rows:
-            step = step._replace(rows=rows)
-        new.steps.append(step)
-    return new
 
 
 def _overlap(held: Iterable[range], rows: Rows) -> bool:

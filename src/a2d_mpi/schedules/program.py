@@ -25,7 +25,7 @@ class Program:
     """Everything that one rank does in one phase: its arrays, and the steps that use them.
 
     A method appends steps that say what happens.  What this costs (packing, order of keys,
-    rounding, waits at the end) is added by `a2d_mpi.schedules.passes`.
+    waits at the end) is added by `a2d_mpi.schedules.passes`.
 
     Parameters
     ----------
@@ -149,6 +149,15 @@ class Program:
             is_sum = self.arrays[target.array].kind != "out"
             step = steps.Add(source, target) if is_sum else self.merge_of(source, target)
             self.steps.append(step)
+
+    def stored(self, rows: Rows) -> Rows:
+        """Return rows of sums in the dtypes in which they are sent: out is rounded once."""
+        array = self.arrays[rows.array]
+        if not self.group.config.mixed_precision or array.accumulated == SUMS:
+            return rows
+        name = self.array(f"rounded {rows.array}", array.kind, array.pieces)
+        self.copy(rows, rows._replace(array=name))
+        return rows._replace(array=name)
 
     def merge_of(self, source: Rows, target: Rows) -> steps.Merge:
         """Return the step that merges a partial result; declare the compensation of its lse."""
