@@ -3,8 +3,6 @@
 import os
 import re
 from dataclasses import replace
-from random import Random
-from tempfile import NamedTemporaryFile
 
 import helpers
 import memory
@@ -13,7 +11,7 @@ import pytest
 from helpers import DEEPER, assert_all_refused, deeper, drive, parser_of, runs_on
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from machines import FAST, KERNEL, MACHINES, RESULTS, SLOW, machine
+from machines import FAST, KERNEL, MACHINES, RESULTS, SLOW, machine, plan_of
 from mpi4py import MPI
 
 from a2d_mpi.core.config import AttentionConfig
@@ -26,23 +24,11 @@ from a2d_mpi.experiments.results import read_benchmark
 from a2d_mpi.experiments.summary import summarise
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.masks.mask import Causal, Full
-from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning import cost
-from a2d_mpi.planning.calibration import (
-    Sample,
-    fit_kernel,
-    fit_link,
-    fit_steps,
-    steadiness,
-)
+from a2d_mpi.planning.calibration import Sample, fit_kernel, fit_link, fit_steps, steadiness
 from a2d_mpi.planning.machine import KernelModel, Link
 from a2d_mpi.planning.model import predict
-from a2d_mpi.planning.profile import (
-    parse_size,
-    read_machine,
-    to_toml,
-    write_machine,
-)
+from a2d_mpi.planning.profile import parse_size, read_machine, to_toml, write_machine
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS, problem_of
 from a2d_mpi.schedules.problem import Workload
@@ -51,7 +37,6 @@ PROFILES = sorted(MACHINES.glob("*.toml"))
 
 
 CAUSAL = Causal()
-BFLOAT16 = Workload(960, 12, 16, 4, mask=CAUSAL, backward=True)
 
 
 def work(seqlen=960, nheads=12, nheads_kv=4, mask=CAUSAL, **others):
@@ -343,49 +328,6 @@ def test_only_files_are_read(tmp_path):
             read_machine(path)
 
 
-WILD = ("0", "-1", "1", "0.5", "1e-320", "5e-324", "-0.0", "1e308", "1e400", "inf", "-inf", "nan",
-        "9" * 30, "9" * 400, "0x" + "f" * 5000, "true", '"1"', '"80GB"', "[]", "{}", "[[1]]",
-        "1979-05-27", "07:32:00", '"""\n"""', "", "= 3", "1e17", "1e18", "1e23", "65536", "1e6",
-        "1e-3")  # fmt: skip
-
-
-@pytest.mark.filterwarnings("error")
-def test_any_profile_is_refused_or_predicts(tmp_path):
-    """Profiles with random changes are refused or give finite predictions."""
-    random, lines = Random(0), [path.read_text().splitlines() for path in PROFILES]
-    refused = {True: 0, False: 0}
-    for _ in range(150):
-        found = list(random.choice(lines))
-        for _ in range(random.choice((1, 1, 2, 3))):
-            here = random.randrange(len(found))
-            key, _, value = found[here].partition("=")
-            found[here] = random.choice((
-                *3 * (f"{key}= {random.choice(WILD)}",), f"{key} {value}", "", found[here] * 2,
-                random.choice(random.choice(lines)), f"{key[1:]}={value}",
-            ))  # fmt: skip
-        path = tmp_path / "wild.toml"
-        path.write_text("\n".join(found))
-        try:
-            here = read_machine(path)
-            for method in ("attention2d", "ring", "double ring"):
-                for phase in predict(here, method, Layout(2, 4), BFLOAT16).values():
-                    assert np.isfinite(phase.total).all() and (phase.total > 0).all()
-        except ValueError as error:
-            assert str(error).isprintable(), str(error)
-            refused[True] += 1
-        else:
-            refused[False] += 1
-    assert min(refused.values()) > 20
-
-
-@given(st.text(max_size=100), st.text(max_size=100))
-def test_any_name_is_read_as_written(name, comment):
-    whole = machine(name=name.encode(errors="replace").decode())
-    with NamedTemporaryFile() as file:
-        write_machine(file.name, whole, comment)
-        assert read_machine(file.name) == whole
-
-
 def test_links_that_are_needed(tmp_path):
     """A profile needs only the links that its ranks use."""
     job, path = work(), tmp_path / "here.toml"
@@ -407,35 +349,29 @@ def test_links_that_are_needed(tmp_path):
     assert total(spread, "ring", Layout(8, 1), job) == total(machine(), "ring", Layout(8, 1), job)
 
 
-@pytest.mark.parametrize("cluster, step, median, worst", [
-    ("16x1", 1, 0.05, 0.22), *(pytest.param(*x, marks=DEEPER) for x in (
-        ("16x4", 1, 0.05, 0.22), ("64x1", 1, 0.05, 0.22), ("masks/16x1", 1, 0.15, 0.45),
+@pytest.mark.parametrize("cluster, median, worst", [
+    ("16x1", 0.05, 0.22), *(pytest.param(*x, marks=DEEPER) for x in (
+        ("16x4", 0.05, 0.22), ("64x1", 0.05, 0.22), ("masks/16x1", 0.15, 0.45),
     )),
 ])  # fmt: skip
-def test_the_study_is_predicted(cluster, step, median, worst):
-    """The calibrated profiles predict a sample of the committed seconds."""
+def test_the_study_is_predicted(cluster, median, worst):
+    """The calibrated profiles predict the committed seconds."""
     here, off = read_machine(RESULTS / f"{cluster}.toml"), []
-    for result in list(read_benchmark(RESULTS / f"{cluster}.h5").values())[::step]:
-        c = result.config
-        layout = Layout(*(int(c[x]) for x in ("rows", "cols", "heads")), c["order"])
-        sizes = (int(c[x]) for x in ("seqlen", "nheads", "headdim", "nheads_kv"))
-        options = {"dtype": c["dtype"], **{x: bool(c[x]) for x in ("backward", "overlap")}}
-        job = Workload(*sizes, mask=make_mask(c["mask"], int(c["seqlen"])), **options)
-        problem = problem_of(c["method"], layout, job, job.mask, c["distribution"])
+    for result in read_benchmark(RESULTS / f"{cluster}.h5").values():
+        method, layout, job = plan_of(result.config)
+        distribution = result.config["distribution"]
+        problem = problem_of(method, layout, job, job.mask, distribution)
         received = sum(
             x["received"].sum()
             for key, x in result.traffic.items()
             if key.split("/")[0] in job.phases
         )
-        now = sum(
-            x.nbytes
-            for x in cost.moves(c["method"], layout, problem, None, job.phases, sent=False)
-        )
-        if received != now:
+        moved = cost.moves(method, layout, problem, None, job.phases, sent=False)
+        if received != sum(x.nbytes for x in moved):
             continue  # measured when whole shards travelled, whatever the mask hides
-        phases = predict(here, c["method"], layout, job, c["distribution"]).values()
+        phases = predict(here, method, layout, job, distribution).values()
         off.append(sum(x.total.max() for x in phases) / summarise(result).seconds - 1)
-    assert len(off) >= 15 // step
+    assert len(off) >= 15
     typical, most = np.median(np.abs(off)), np.max(np.abs(off))
     assert typical < median and most < worst
     if cluster in ("16x1", "16x4"):
