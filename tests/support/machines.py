@@ -1,9 +1,15 @@
 """Machines for the tests of predicted times."""
 
+from collections.abc import Mapping
+
 from helpers import ROOT
 
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning.machine import KernelModel, Link, Machine
 from a2d_mpi.planning.profile import read_machine
+from a2d_mpi.schedules import METHODS
+from a2d_mpi.schedules.problem import Workload
 
 KERNEL = KernelModel(1e11, call=1e-5)
 SLOW, FAST = Link(1e6, latency=1e-3, overhead=1e-5), Link(1e9, latency=1e-5)
@@ -15,3 +21,16 @@ def machine(between=SLOW, inside=FAST, name="test", **others):
     """Return a machine of slow links between nodes of one rank, and one kernel."""
     kernels = {"float32": {"forward": KERNEL, "backward": KERNEL}}
     return Machine(name, inside, between, kernels, **{"ranks_per_node": 1, **others})
+
+
+def plan_of(c: Mapping[str, object]) -> tuple[str, Layout, Workload]:
+    """Return method, layout and workload of a measured result."""
+    sizes = (int(c[x]) for x in ("seqlen", "nheads", "headdim", "nheads_kv"))
+    options = {"dtype": c["dtype"], **{x: bool(c[x]) for x in ("backward", "overlap")}}
+    work = Workload(*sizes, mask=make_mask(c["mask"], int(c["seqlen"])), **options)
+    nodes = None
+    if METHODS[c["method"]].knows_nodes:
+        nodes = tuple(int(x) for x in c["nodes"].split())
+    block = tuple(int(x) for x in c.get("block", "1x1").split("x"))
+    shape = (int(c[x]) for x in ("rows", "cols", "heads"))
+    return c["method"], Layout(*shape, c["order"], block, nodes), work

@@ -14,19 +14,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from machines import RESULTS, machine
+from machines import RESULTS, machine, plan_of
 from test_simulate import PLANS
 
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.results import read_benchmark
 from a2d_mpi.experiments.summary import summarise
 from a2d_mpi.masks.mask import Causal, Full
-from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning import simulator
 from a2d_mpi.planning.machine import Link, Machine
 from a2d_mpi.planning.model import slowest_seconds
@@ -127,19 +126,6 @@ def test_coarse(method, layout, stages):
         for phase, number in stages.items():
             error = abs(found[phase].total.max() - exact[phase].total.max())
             assert 0 < error < number * seconds, (phase, error / seconds)
-
-
-def plan_of(c: Mapping[str, object]) -> tuple[str, Layout, Workload]:
-    """Method, layout and workload of a measured result."""
-    sizes = (int(c[x]) for x in ("seqlen", "nheads", "headdim", "nheads_kv"))
-    options = {"dtype": c["dtype"], **{x: bool(c[x]) for x in ("backward", "overlap")}}
-    work = Workload(*sizes, mask=make_mask(c["mask"], int(c["seqlen"])), **options)
-    nodes = None
-    if METHODS[c["method"]].knows_nodes:
-        nodes = tuple(int(x) for x in c["nodes"].split())
-    block = tuple(int(x) for x in c.get("block", "1x1").split("x"))
-    shape = (int(c[x]) for x in ("rows", "cols", "heads"))
-    return c["method"], Layout(*shape, c["order"], block, nodes), work
 
 
 @pytest.mark.parametrize("name", ["16x1", "64x1", "16x4"])

@@ -59,6 +59,10 @@ OTHERS = [
      "hidden_dim": 48, "attention_dropout": 0, "dropout": 0}),
     *((f"{x}ForMaskedLM", f"{x}Config", BERT) for x in
       ("Roberta", "Electra", "Albert", "EuroBert", "Deberta", "DebertaV2", "BigBird")),
+    ("FalconForCausalLM", "FalconConfig", {"alibi": True}),
+    ("BloomForCausalLM", "BloomConfig", {"n_head": 4, "n_layer": 2}),
+    ("MptForCausalLM", "MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 2}),
+    ("RoFormerForMaskedLM", "RoFormerConfig", {}),
     ("T5ForConditionalGeneration", "T5Config", {}),
     ("BertForSequenceClassification", "BertConfig", BERT),
 ]  # fmt: skip

@@ -1,18 +1,7 @@
-"""cuDNN graphs: what is refused, kept and built; launching them needs a GPU.
-
-cuDNN builds plans for a device that is described, not there, as long as a driver's library is
-there that reports no device.  The builds run in a process of their own with a stand-in for that
-library: ``python tests/unit/test_graphs.py libcuda.so.1 NAME PASS`` prints what was built.
-"""
+"""cuDNN graphs: what is refused, kept and built; launching them needs a GPU."""
 
 import ctypes
 import dataclasses
-import importlib.util
-import itertools
-import json
-import os
-import shutil
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -24,123 +13,6 @@ from a2d_mpi.kernels.cudnn_blocks import Block, supported
 from a2d_mpi.kernels.graphs import Graphs, NotSupported
 
 BLOCK = Block("bfloat16", 16, 16, 128, nq=512, nk=1024, shape="full", scale=0.1)
-
-# As cuDNN writes the properties of a device.
-DEVICE = {
-    "maxGridSize": [2**31 - 1, 65535, 65535], "maxBlockSize": [1024, 1024, 64],
-    "regsPerBlock": 65536, "smCountOrigin": 0, "warpSize": 32, "maxSharedMemoryPerBlock": 49152,
-    "reservedSharedMemoryPerBlock": 1024, "oversizedSharedMemoryPerBlock": 0,
-    "maxRegistersPerSM": 65536, "maxCtasPerSM": 32, "maxThreadsPerBlock": 1024,
-    "maxThreadsPerSM": 2048, "pciDeviceId": 0, "isTccDriver": 0, "supportCoopLaunch": 1,
-    "cudaDeviceId": 0, "driverVer": 13000,
-}  # fmt: skip
-DIFFERENT = (
-    "deviceName", "deviceVer", "multiProcessorCount", "maxSharedMemoryPerBlockOptin",
-    "totalGlobalMem", "smClockRateKHz", "memClockRateKHz", "memoryBusWidth", "l2CacheSize",
-)  # fmt: skip
-DEVICES = {
-    "H200": ("NVIDIA H200", 900, 132, 232448, 150_754_820_096, 1_980_000, 3_201_000, 6144,
-             62_914_560),
-    "A100": ("NVIDIA A100-SXM4-80GB", 800, 108, 166912, 85_899_345_920, 1_410_000, 1_593_000, 5120,
-             41_943_040),
-}  # fmt: skip
-DEVICES = {name: DEVICE | dict(zip(DIFFERENT, x)) for name, x in DEVICES.items()}
-
-# What cuDNN looks for in the driver's library; all but two of them fail when called.
-DRIVER = """
-    GetErrorString GetErrorName ModuleGetFunction ModuleLoadData ModuleUnload CtxGetCurrent
-    CtxGetLimit CtxPopCurrent CtxPushCurrent DeviceGet KernelGetAttribute KernelGetFunction
-    KernelSetAttribute LaunchCooperativeKernel LaunchKernel LaunchKernelEx LibraryGetKernel
-    LibraryLoadData LibraryLoadFromFile LibraryUnload LinkAddData LinkComplete LinkCreate
-    LinkDestroy OccupancyMaxPotentialClusterSize StreamGetCtx TensorMapEncodeIm2col
-    TensorMapEncodeTiled
-"""
-
-
-PASSES = {"forward": False, "backward": True, "deterministic": True}  # whether it is backward
-
-
-def cases(name):
-    """Return (block, backward) of all graphs of a pass."""
-    shapes = [("full", 1003, 517, 0), ("band", 517, 1003, 100), ("general", 1003, 517, 0)]
-    shapes += [(shape, 517, 1003, 0) for shape in ("causal", "anti-causal")]
-    kinds = [("bfloat16", 2, 64), ("float16", 16, 64), ("bfloat16", 16, 128), ("float16", 2, 128)]
-    kinds += [("bfloat16", 2, 256), ("float16", 16, 256)]
-    blocks = [
-        Block(dtype, 16, nheads_kv, headdim, nq, nk, shape, 0.1, window)
-        for (dtype, nheads_kv, headdim), (shape, nq, nk, window) in itertools.product(
-            kinds, shapes
-        )
-    ]
-    odd = [("full", 1, 1), ("full", 1, 777), ("causal", 1, 777), ("full", 7, 1), ("causal", 2, 3)]
-    odd += [("anti-causal", 1, 3), ("anti-causal", 2, 3), ("general", 2, 3), ("general", 7, 1)]
-    blocks += [dataclasses.replace(BLOCK, shape=shape, nq=nq, nk=nk) for shape, nq, nk in odd]
-    blocks += [dataclasses.replace(BLOCK, headdim=headdim) for headdim in (8, 32, 80, 192, 100)]
-    blocks += [dataclasses.replace(BLOCK, shape="band", window=w) for w in (1, 1024, 5000)]
-    if name == "deterministic":  # ragged ones would take too much memory
-        return [(block, PASSES[name]) for block in blocks]
-    ragged = {"nq": 1024, "nk": 2048, "batch": 32, "total": 9216}
-    blocks += [
-        Block(dtype, 16, nheads_kv, headdim, shape=shape, scale=0.1, window=window, **ragged)
-        for dtype, nheads_kv, headdim in kinds
-        for shape, window in (("full", 0), ("causal", 0), ("anti-causal", 0), ("band", 100))
-    ]
-    change = {**ragged, "batch": 1, "nk": 1024, "shape": "causal"}
-    headdims = (32, 80, 192) if PASSES[name] else (8, 32, 192)
-    blocks += [dataclasses.replace(BLOCK, **change, headdim=d) for d in headdims]
-    blocks += [dataclasses.replace(BLOCK, **change | {"shape": x}) for x in ("full", "causal")]
-    return [(block, PASSES[name]) for block in blocks]
-
-
-@pytest.mark.parametrize("name", DEVICES)
-@pytest.mark.parametrize("of_pass", PASSES)
-def test_all_that_is_called_supported_is_built(name, of_pass, tmp_path):
-    if importlib.util.find_spec("cudnn") is None:
-        pytest.skip("no GPU packages: nvidia-cudnn-frontend is not installed")
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no GPU driver, and no C compiler to make a stand-in")
-    driver = tmp_path / "libcuda.so.1"
-    source = "".join(f"int cu{name}(void) {{ return 100; }}\n" for name in DRIVER.split())
-    source += "int cuDeviceGetCount(int *n) { *n = 0; return 0; }\n"
-    source += "int cuDriverGetVersion(int *n) { *n = 13000; return 0; }\n"
-    command = [compiler, "-w", "-shared", "-fPIC", "-x", "c", "-", "-o", str(driver)]
-    command += ["-Wl,-soname,libcuda.so.1"]
-    subprocess.run(command, input=source, text=True, check=True, timeout=60)
-    command = [sys.executable, __file__, str(driver), name, of_pass]
-    # No cache of plans, no log: only what is asked for goes to stdout.
-    env = {key: value for key, value in os.environ.items() if not key.startswith("CUDNN_")}
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
-    assert run.returncode == 0, run.stderr
-    built = json.loads(run.stdout.splitlines()[-1])
-
-    capability = divmod(DEVICES[name]["deviceVer"] // 10, 10)
-    wrong = []
-    for case, outcome in zip(cases(of_pass), built, strict=True):
-        reason = supported(case[0], capability, case[1], of_pass == "deterministic")
-        # A graph is built, or there is a reason why not, and the caller could have known it.
-        unsafe = "may be NaN" in str(reason)  # whether it is built or not
-        if not unsafe and isinstance(outcome, int) != (reason is None):
-            wrong.append((case, outcome, reason))
-    assert not wrong
-
-
-def build(driver, name, of_pass):
-    """Print the workspace of each case, or the reason why there is no graph."""
-    ctypes.CDLL(driver, ctypes.RTLD_GLOBAL)
-    import cudnn
-
-    device = DEVICES[name]
-    properties = cudnn.create_device_properties(json.dumps(device))
-    target = {"device_property": properties, "sm_version": device["deviceVer"] // 10}
-    found = Graphs(of_pass == "deterministic", target)
-    outcomes = []
-    for case in cases(of_pass):
-        try:
-            outcomes.append(found.get(*case).workspace_size)
-        except NotSupported as error:
-            outcomes.append(str(error))
-    print(json.dumps(outcomes))
 
 
 FORWARD, FIXED = {"backward": False}, {"deterministic": True}
@@ -272,7 +144,3 @@ def test_a_failure_is_told_once(launched):
         found.get(failing, False)
     with pytest.raises(NotSupported):
         found.get(failing, False)
-
-
-if __name__ == "__main__":
-    build(*sys.argv[1:])

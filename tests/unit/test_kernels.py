@@ -1,7 +1,5 @@
 """The NumPy kernel against the float64 reference."""
 
-from copy import copy
-
 import numpy as np
 import pytest
 from blocks import Block, assert_kernel, in_parts, random_intervals
@@ -23,13 +21,13 @@ KINDS = [("numpy", "float32"), ("numba", "float32"), ("numpy", "float64"), ("num
 # Heads, KV heads, headdim, perhaps another headdim of v; size of q, so logits to 10, 500, 3e4;
 # soft-caps below and above the largest logit whose exponential needs no shift.
 PLAIN = [
-    ((4, 1, 32), 40.0, None), ((3, 3, 192, 128), 1.0, None), ((2, 2, 8), 1.0, 1.5),
+    ((4, 1, 32), 40.0, None), ((3, 3, 24, 16), 1.0, None), ((2, 2, 8), 1.0, 1.5),
     ((4, 2, 8), 400.0, 500.0),
 ]  # fmt: skip
 DEEP = [
     ((2, 2, 7), 1.0, None), ((2, 2, 7), 2500.0, None), ((4, 1, 32), 2500.0, None),
     ((4, 2, 8), 40.0, 30.0), ((4, 2, 8), 1.0, 500.0), ((6, 1, 576, 512), 1.0, None),
-    ((3, 3, 16, 40), 40.0, None),
+    ((3, 3, 16, 40), 40.0, None), ((3, 3, 192, 128), 1.0, None),
 ]  # fmt: skip
 
 
@@ -169,44 +167,6 @@ def test_partials_of_low_precision(dtype, parts):
     assert not block.wrong(in_parts(block, parts, kernel, HOST))
     native = block.wrong(in_parts(block, parts, kernel, HOST, block.dtype))
     assert parts < 16 or {x[:2] for x in native} & {"dq", "dk", "dv"}
-
-
-WRONG = {  # what is out of bounds
-    "one key too many": "out lse dq dk", "one key too few": "out lse dq dk",
-    "scale": "out lse dq dk", "float16 out": "out", "no cap": "out lse dq dk",
-    "another cap": "out lse dq dk", "after the scale of k": "out lse dq dk",
-    "no slope": "dq dk", "rolled v": "out dq dk",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_the_bounds_can_tell(wrong, monkeypatch):
-    """Wrong results are out of bounds."""
-    cap = 2.0 if "cap" in wrong or wrong in ("after the scale of k", "no slope") else None
-    right = Block((300, 300, 2, 2, 32), "float32", "causal", cap=cap)
-    begin, end = right.intervals[0]
-    shown = {"one key too many": np.minimum(end + 1, 300), "one key too few": end - 1}
-    caps = {"no cap": None, "another cap": 2.002, "after the scale of k": 2 * 32**0.5}
-    scale = right.scale * (1.001 if wrong == "scale" else 1)
-    kernel = NumpyKernel(np.float32, scale, logit_softcap=caps.get(wrong, cap))
-    if wrong == "no slope":
-        given = kernel._cap
-
-        def no_slope(s, slope=None):
-            given(s, slope)
-            if slope is not None:
-                slope[:] = 1
-
-        monkeypatch.setattr(kernel, "_cap", no_slope)
-    block = copy(right)
-    block.intervals = ((begin, shown.get(wrong, end)),)
-    if wrong == "rolled v":
-        block.inputs = [np.roll(x, i == 2, axis=-1) for i, x in enumerate(right.inputs)]
-    found = block.run(kernel)
-    if wrong == "float16 out":
-        found["out"] = found["out"].astype(np.float16)
-    bad = {x.partition(":")[0] for x in right.wrong(found)}
-    assert bad >= {*WRONG[wrong].split()} and (bad == {"out"} or wrong != "float16 out")
 
 
 @pytest.mark.parametrize("name, dtype, options, text", [

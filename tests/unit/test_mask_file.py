@@ -35,23 +35,14 @@ def write(path, attributes=(), **datasets):
 GOOD = {
     "one": ({}, {"begin": 0 * TOKENS, "end": TOKENS + 1}, IntervalMask(0 * TOKENS, TOKENS + 1)),
     "several": ({}, {"begin": BEGIN.astype("u2"), "end": END}, IntervalMask(BEGIN, END)),
-    "chunks": (
-        {},
-        {
-            "begin": lambda f, name: f.create_dataset(name, data=BEGIN, compression="gzip"),
-            "end": END,
-        },
-        IntervalMask(BEGIN, END),
-    ),
+    "chunks": ({}, {"begin": lambda f, x: f.create_dataset(x, data=BEGIN, compression="gzip"),
+                    "end": END}, IntervalMask(BEGIN, END)),
     "empty rows": ({}, {"begin": TOKENS, "end": 0 * TOKENS}, IntervalMask(TOKENS, 0 * TOKENS)),
     "causal": ({"causal": True}, {"cu_seqlens": CU}, Documents(CU, causal=True)),
     "full": ({"causal": 0}, {"cu_seqlens": CU.astype("i4")}, Documents(CU)),
-    "schema": (
-        {"schema": "a2d_mpi mask", "schema_version": 1, "causal": np.True_},
-        {"cu_seqlens": CU},
-        Documents(CU, causal=True),
-    ),
-}
+    "schema": ({"schema": "a2d_mpi mask", "schema_version": 1, "causal": np.True_},
+               {"cu_seqlens": CU}, Documents(CU, causal=True)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -66,9 +57,8 @@ def unwritten(file, name):
     file.create_dataset(name, (N,), "i8")
 
 
-def grown(array, place, value):
-    found = array.copy()
-    found[place] = value
+def changed(array, place, value):
+    (found := array.copy())[place] = value
     return found
 
 
@@ -86,11 +76,11 @@ BAD = {
     "scalar": ({}, {"begin": 1, "end": 2}, "begin must be a (seqlen,) or "),
     "null": ({}, {"begin": h5py.Empty("i8"), "end": END}, "begin must be a (seqlen,) or "),
     "other shapes": ({}, {"begin": BEGIN[0], "end": END}, f"got ({N},) and (2, {N})"),
-    "negative": ({}, {"begin": grown(BEGIN, (0, 0), -1), "end": END},
+    "negative": ({}, {"begin": changed(BEGIN, (0, 0), -1), "end": END},
                  f"begin[0, 0] must be 0 to {N}, got -1"),
-    "beyond": ({}, {"begin": BEGIN[1], "end": grown(END[1], 9, N + 1)},
+    "beyond": ({}, {"begin": BEGIN[1], "end": changed(END[1], 9, N + 1)},
                f"end[9] must be 0 to {N}, got {N + 1}"),
-    "overlap": ({}, {"begin": grown(BEGIN, (1, 1), 1), "end": grown(END, (1, 1), 4)},
+    "overlap": ({}, {"begin": changed(BEGIN, (1, 1), 1), "end": changed(END, (1, 1), 4)},
                 "intervals [0, 2] and [1, 4] of query 1 overlap"),
     "unsorted": ({"causal": True}, {"cu_seqlens": CU[::-1][:-1]}, "must begin with 0, got 30"),
     "backwards": ({"causal": True}, {"cu_seqlens": [0, 9, 8, 12]}, "begins at 9 and ends at 8"),
@@ -148,24 +138,16 @@ def test_masks_of_a_run(tmp_path):
 @pytest.mark.launches
 def test_bad_masks_of_a_run(tmp_path):
     good = write(tmp_path / "good.h5", begin=BEGIN, end=END)
-    other = write(tmp_path / "other.h5", begin=BEGIN, end=grown(END, (1, 39), 39))
-    text = "must be one of full, causal, full_document"
+    other = write(tmp_path / "other.h5", begin=BEGIN, end=changed(END, (1, 39), 39))
+    named, of_file = [*SMALL, "--mask"], [*SMALL, "--mask-file", good]
     assert_all_refused("attention.py", 2, [
-        ([*SMALL, *options], more, text)
-        for options, more, text in (
-            (["--mask", "sparse:1"], [], f"--mask {text}"),
-            (["--mask", "causal:1"], [], "--mask must be causal, got 'causal:1'"),
-            (["--mask", "full_document:x"], [], "--mask: full_document: 'x' is not a whole num"),
-            (["--mask", "full_document:0,50"], [], "ends at 50, the sequence at 40"),
-            (["--mask", "full", "--mask-file", good], [], "not allowed with argument --mask"),
-            (["--mask-file", good, "--seqlen", "39"], [], f"of {N} queries, but the"),
-            (["--mask-file", tmp_path / "none"], [], "No such file"),
-            (["--mask-file", good, "--output", good], [], f"{good}: it is the input"),
-            (["--mask-file", good], ["--mask-file", str(other)],
-             "ranks disagree on --mask-file: a mask with digest"),
-            (["--mask-file", good], ["--mask-file", str(tmp_path / "none")], "(on rank 1)"),
-            ([], ["--mask-file", str(good)], "ranks disagree on --mask-file: None on rank 0"),
-        )
+        ([*named, "sparse:1"], [], "--mask must be one of full, causal, full_document"),
+        ([*named, "full_document:0,50"], [], "ends at 50, the sequence at 40"),
+        ([*of_file, "--mask", "full"], [], "not allowed with argument --mask"),
+        ([*of_file, "--seqlen", "39"], [], f"of {N} queries, but the"),
+        (of_file, ["--mask-file", str(other)], "ranks disagree on --mask-file: a mask with dig"),
+        (of_file, ["--mask-file", str(tmp_path / "none")], "(on rank 1)"),
+        (SMALL, ["--mask-file", str(good)], "ranks disagree on --mask-file: None on rank 0"),
     ])  # fmt: skip
 
 
@@ -189,7 +171,7 @@ def test_all_masks_of_a_benchmark(tmp_path):
 def test_files_of_benchmarks_and_planner(tmp_path):
     """A benchmark names a mask by its contents; plan.py and plot.py take it, too."""
     mask, again = (write(tmp_path / f"{x}.h5", begin=BEGIN, end=END) for x in ("mask", "again"))
-    other = write(tmp_path / "other.h5", begin=BEGIN, end=grown(END, (1, 39), 39))
+    other = write(tmp_path / "other.h5", begin=BEGIN, end=changed(END, (1, 39), 39))
     output, picture = tmp_path / "bench.h5", tmp_path / "a.png"
     sizes = ["--nheads", "2", "--headdim", "4", "--seqlens", N, "--trials", "1"]
     bench = [*sizes, "--plans", "ring", "--resume", "--output", output]

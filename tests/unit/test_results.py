@@ -15,7 +15,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from helpers import ROOT, SAMPLE, assert_all_refused, execute, launch
+from helpers import ROOT, SAMPLE, assert_all_refused, execute
 
 import a2d_mpi
 from a2d_mpi.core.atomic import check_writable
@@ -456,39 +456,11 @@ def test_a_link_stays_a_link(tmp_path):
     assert read_result(tmp_path / "scratch" / "real.h5").config["method"] == "ring"
 
 
-FULL_DISK = """
-import resource, sys
-sys.path.append("../support")
-from test_results import make_result
-from a2d_mpi.core.atomic import check_writable
-from a2d_mpi.experiments.results import write_result
-
-path, size = sys.argv[1], int(sys.argv[2])
-for limit in sorted({*range(0, 4096, 256), *range(0, size, size // 50), size - 1}):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    for action in (lambda: check_writable(path, size), lambda: write_result(path, make_result())):
-        try:
-            action()
-        except OSError as error:
-            assert str(error) == f"cannot write {path}: File too large", str(error)
-        else:
-            raise AssertionError(f"{limit} bytes were enough for {size}")
-print("no crash", flush=True)
-"""
-
-
 def test_a_result_that_cannot_be_written_replaces_nothing(tmp_path):
-    """Nor do numbers that HDF5 cannot hold, nor a full disk, at whatever byte it fills up.
-
-    A limit on the size of files acts as a full disk does.  In a process of its own: HDF5 that
-    cannot close a file may crash when the interpreter exits.
-    """
+    """Of numbers that HDF5 cannot hold; tests/system/test_driver.py has a full disk."""
     path = tmp_path / "result.h5"
     write_result(path, make_result())
     before = path.read_bytes()
     with pytest.raises(TypeError):
         write_result(path, make_result(outputs={"out": np.array([object()])}))
-    command = "-c", FULL_DISK, path, len(before)
-    run = launch(0, *command, timeout=120, cwd=Path(__file__).parent)
-    assert (run.stdout, run.stderr) == ("no crash\n", "")
     assert os.listdir(tmp_path) == ["result.h5"] and path.read_bytes() == before

@@ -1,7 +1,4 @@
-"""Mask shapes: runs of queries, their batches, and what launches are told.
-
-``python tests/unit/test_shapes.py`` counts runs, launches and graphs.
-"""
+"""Mask shapes: runs of queries, their batches, and what launches are told."""
 
 import math
 from unittest.mock import patch
@@ -15,48 +12,38 @@ from hypothesis import strategies as st
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.kernels import shapes
-from a2d_mpi.kernels.ragged import (
-    LONG,
-    TILE,
-    batches,
-    is_ragged,
-    room,
-    sequences,
-    size_class,
-    size_classes,
-)
+from a2d_mpi.kernels.ragged import LONG, TILE, batches, is_ragged, room, sequences, size_class
 from a2d_mpi.kernels.shapes import runs
-from a2d_mpi.masks.patterns import PATTERNS, make_mask
+from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.schedules import problem_of, write
-from a2d_mpi.schedules.steps import Attend, Differentiate
+from a2d_mpi.schedules.steps import Attend
 
 SHORTEST = 64  # as a2d_mpi.kernels.cudnn, which needs a GPU
 
 
-def calls(text, seqlen, rows, cols, distribution=None, phase="forward"):
-    """Return the visible keys of the queries of each kernel call of all ranks."""
+def calls(text, seqlen, rows, cols, distribution):
+    """Return the visible keys of the queries of each kernel call of all ranks, forward."""
     layout, mask = Layout(rows, cols), make_mask(text, seqlen)
     config = AttentionConfig(seqlen, 1, 128, dtype="bfloat16")
     problem = problem_of("attention2d", layout, config, mask, distribution)
     for rank in range(layout.size):
-        for program in write("attention2d", phase, layout, problem, rank):
+        for program in write("attention2d", "forward", layout, problem, rank):
             for step in program.steps:
-                if isinstance(step, Attend | Differentiate):
+                if isinstance(step, Attend):
                     queries, keys = program.tokens(step.queries), program.tokens(step.keys)
                     yield program.mask.intervals(queries, np.sort(keys))
 
 
 def shares(text, seqlen, rows, cols, distribution=None):
-    """Return the share of visible pairs and of launches that general runs have."""
-    pairs, launches, touched = np.zeros(2, np.int64), np.zeros(2, np.int64), 0
+    """Return the share of visible pairs that general runs have, and the numbers of launches."""
+    pairs, launches = np.zeros(2, np.int64), np.zeros(2, np.int64)
     for intervals in calls(text, seqlen, rows, cols, distribution):
         for interval in intervals:
             for run in runs(interval, SHORTEST):
                 general = run.shape == "general"
                 pairs += run.area, general * run.area
                 launches += run.shape != "empty", general
-                touched += general * run.size[0] * run.size[1]
-    return pairs[1] / pairs[0], launches, touched / max(pairs[1], 1)
+    return pairs[1] / pairs[0], launches
 
 
 @pytest.mark.parametrize("grid", [(2, 2), (2, 3), (4, 4)])
@@ -67,7 +54,7 @@ def shares(text, seqlen, rows, cols, distribution=None):
     + ["sliding_window", "sliding_window_causal", "global_sliding_window"],
 )
 def test_few_pairs_are_in_general_runs(text, distribution, grid):
-    share, (launches, general), _ = shares(text, 16384, *grid, distribution)
+    share, (launches, general) = shares(text, 16384, *grid, distribution)
     assert share <= 0.05 and general < launches
 
 
@@ -217,45 +204,3 @@ def test_what_a_launch_reads():
     assert found.dtype == np.int64 and found.shape == (5, 4)
     assert found[0].view(np.int32)[:2].tolist() == [3, 4] == found[1].view(np.int32)[:2].tolist()
     assert found[2:, :3].tolist() == [[0, 30, 70], [200, 900, 1300], [0, 3, 7]]
-
-
-def count(seed, seqlen, rows, cols, known):
-    """Launches of all ranks by runs and by batches, and the graphs that are not yet `known`."""
-    launches, new = np.zeros(2, int), np.zeros(3, int)
-    for (interval,) in calls(f"causal_document:seed={seed}", seqlen, rows, cols):
-        for batch in batches(runs(interval, SHORTEST)):
-            if batch[0].shape == "empty":
-                continue
-            kind = batch[0].shape, batch[0].window
-            dense = {(*kind, *run.size) for run in batch}
-            forward = backward = dense
-            if is_ragged(batch):
-                forward = {(*kind, len(batch), *size_classes(batch))}
-                backward = {(*x, room(len(interval[0]))) for x in forward}
-            launches += len(batch), 1 if is_ragged(batch) else len(batch)
-            for i, graphs in enumerate((dense, forward, backward)):
-                new[i] += len(graphs - known[i])
-                known[i] |= graphs
-    return launches, new
-
-
-if __name__ == "__main__":
-    for text in PATTERNS:
-        for grid in ((2, 2), (2, 3), (4, 4)):
-            for distribution in (None, "zigzag", "striped"):
-                share, (launches, general), touched = shares(text, 131072, *grid, distribution)
-                print(
-                    f"{text} {grid} {distribution or 'default'}: {share:.2%} of the pairs and "
-                    f"{general} of {launches} launches are general; these touch {touched:.1f} x "
-                    "their visible pairs",
-                    flush=True,
-                )
-    for grid in ((1, 1), (2, 2), (4, 4)):
-        known = [set(), set(), set()]
-        for seed in range(6):
-            (alone, batched), new = count(seed, 131072, *grid, known)
-            print(
-                f"{grid} draw {seed}: {alone} launches, {batched} in batches; graphs: {new[0]}, "
-                f"{new[1]} in batches, {new[2]} backward",
-                flush=True,
-            )

@@ -15,7 +15,7 @@ from a2d_mpi.planning.model import predict, slowest_seconds
 from a2d_mpi.planning.planner import candidate, candidates
 from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import problem_of, write
-from a2d_mpi.schedules.slices import SMALLEST, TAKE, default, order
+from a2d_mpi.schedules.slices import SMALLEST, TAKE, default
 from a2d_mpi.schedules.steps import KINDS as TENSORS_OF
 from a2d_mpi.schedules.steps import Clear, KernelCall, Message, Receive, Rows, Send, Wait
 
@@ -193,19 +193,6 @@ def test_the_next_slice_travels_while_this_one_computes(method, layout):
     flat = [(p.slice, step) for p in parts for step in p.steps]
     first = next(i for i, (x, step) in enumerate(flat) if x == 0 and isinstance(step, KernelCall))
     assert any(x == 1 and isinstance(step, Message) for x, step in flat[:first])
-
-
-@pytest.mark.parametrize("heads, positions, stages", [(1, 4, 3), (4, 1, 3), (2, 4, 5), (1, 1, 1)])
-def test_order(heads, positions, stages):
-    """Every part of every slice runs once; a slice is under way in each stage."""
-    run = list(order(Layout(positions, 1, heads), 6, True))
-    assert sorted(run) == [(i, k, part) for i in range(6) for k in range(3) for part in range(3)]
-    under_way = [
-        {i for i, *_ in run[:here]} & {i for i, *_ in run[here:]} for here in range(len(run))
-    ]
-    assert max(map(len, under_way)) == stages
-    in_turn = [i for i, *_ in order(Layout(positions, 1, heads), 3, False)]
-    assert in_turn == sorted(in_turn)
 
 
 def test_default():

@@ -7,10 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from a2d_mpi import (
-    Causal,
-    Full,
-)
+from a2d_mpi import Causal, Full
 from a2d_mpi.core import reference
 from a2d_mpi.core.config import PHASES, WIRES, AttentionConfig
 from a2d_mpi.core.dtypes import DTYPES
@@ -170,18 +167,12 @@ def test_what_is_passed_on_is_encoded_once(name, encodings):
     assert kinds.count(Encode) == encodings and kinds.count(Decode) == 3 * encodings
 
 
-@pytest.mark.parametrize(
-    ("method", "layout", "numbers"),
-    [
-        ("attention2d", Layout(2, 3), (1, 1, 1)),
-        ("attention2d", Layout(1, 3), (1, 1, 0)),
-        ("attention2d", Layout(3, 1, 2), (1, 1, 2)),
-        ("ring", Layout(5, 1), (0, 0, 4)),
-        ("double ring", Layout(2, 3), (0, 0, 2 + 2)),
-        ("node aware", Layout(1, 4, nodes=(0, 0, 1, 1)), (2, 2, 0)),
-        ("triangle", Layout(10, 1), (2, 2, 2)),
-    ],
-)
+@pytest.mark.parametrize("method, layout, numbers", [
+    ("attention2d", Layout(2, 3), (1, 1, 1)), ("attention2d", Layout(1, 3), (1, 1, 0)),
+    ("attention2d", Layout(3, 1, 2), (1, 1, 2)), ("ring", Layout(5, 1), (0, 0, 4)),
+    ("double ring", Layout(2, 3), (0, 0, 2 + 2)), ("triangle", Layout(10, 1), (2, 2, 2)),
+    ("node aware", Layout(1, 4, nodes=(0, 0, 1, 1)), (2, 2, 0)),
+])  # fmt: skip
 def test_how_often_a_result_is_encoded(method, layout, numbers):
     """The programs are read; out, dq, and dk or dv."""
     config, mask = AttentionConfig(640, 2, 64, wire="mxfp8"), Causal()

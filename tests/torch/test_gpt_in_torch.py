@@ -1,27 +1,16 @@
-"""Compare the GPT with one written in PyTorch: loss and gradients of equal weights.
+"""The GPT against one written in PyTorch: loss and gradients of equal weights.
 
-Apart from the default tests, as it needs torch (the extra `bench`):
-
-    python -m pytest tests/torch/torch_gpt.py
+Needs the extra `torch`: `bash jobs/test.sh torch`.
 """
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
-
-from itertools import product
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from gpts import alone
-from helpers import assert_all, launch
-from mpi4py import MPI
+from helpers import assert_all
 from torch import nn
 
-from a2d_mpi import Documents, ProcessGrid
+from a2d_mpi import Documents
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.gradients import GradientSum, total
@@ -32,14 +21,6 @@ torch.set_num_threads(1)
 BOUNDS = {"float32": 1e-5, "float64": 1e-10}
 CU_SEQLENS = np.array([0, 5, 60, 61, 103])
 LENGTHS = np.diff(CU_SEQLENS)
-
-cases = pytest.mark.parametrize(
-    "dtype, positions, nheads_kv, checkpoint",
-    [
-        *product(BOUNDS, ("learned", "rotary"), (6, 2), (False, True)),
-        *product(BOUNDS, ["rotary"], [1], [False]),
-    ],
-)
 
 
 class Block(nn.Module):
@@ -98,20 +79,26 @@ def sequence(config):
     return tokens, targets, np.concatenate([np.arange(n) for n in LENGTHS])
 
 
-def errors(dtype, positions, nheads_kv, checkpoint, comm=MPI.COMM_SELF, plan=None):
-    """Return the relative errors of loss and gradients, for this rank's tokens."""
-    headdim = 20 if nheads_kv == 1 else None  # MFA's shapes
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.grids
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("method", ["attention2d", "ring"])
+@pytest.mark.parametrize("positions, nheads_kv, headdim, checkpoint", [
+    ("learned", 6, None, False), ("rotary", 2, None, True), ("rotary", 1, 20, False),
+])  # fmt: skip
+def test_gpt(comm, grid_of, method, positions, nheads_kv, headdim, checkpoint, dtype):
+    """Relative errors of the loss, and of the gradients of every parameter."""
     config = GPTConfig(61, 3, 48, 6, 64, nheads_kv, positions, headdim)
     noise = 0.1 * np.random.default_rng(2).standard_normal(config.parameters)
     weights = Parameters(config, initial(config, 1, "float64") + noise)  # biases are not 0
     weights = Parameters(config, weights.flat.astype(dtype))
-    data = sequence(config)
-    mask = Documents(CU_SEQLENS, causal=True)
-    plan = plan(config, mask) if plan else alone(config, mask, CU_SEQLENS[-1], dtype)
-    own = plan.tokens
+    rows = 2 if method == "attention2d" else 1
+    grid, mask = grid_of(rows, comm.size // rows), Documents(CU_SEQLENS, causal=True)
+    data, sizes = sequence(config), {"seqlen": int(CU_SEQLENS[-1]), **config.heads}
+    plan = make_plan(method, grid, mask, dtype=dtype, **sizes)
     gradients = Parameters(config, np.empty_like(weights.flat))
     sums = GradientSum(comm, gradients.flat)
-    tokens, targets, places = (x[own] for x in data)
+    tokens, targets, places = (x[plan.tokens] for x in data)
     model = GPT(weights, plan, places, checkpoint)
     loss = model.loss(tokens, targets, int((data[1] >= 0).sum()), gradients, sums.start)
     sums.finish()
@@ -125,45 +112,7 @@ def errors(dtype, positions, nheads_kv, checkpoint, comm=MPI.COMM_SELF, plan=Non
     seen = torch.tril(document[:, None] == document)
     expected = torch_loss(config, exact, *map(torch.tensor, data), seen)
     expected.backward()
-    found = {"loss": abs(loss / expected.item() - 1)}
-    ours = gradients.state_dict()
+    off, ours = {"loss": abs(loss / expected.item() - 1)}, gradients.state_dict()
     for name, x in exact.named_parameters():
-        found[name] = np.linalg.norm(ours[name] - x.grad.numpy()) / np.linalg.norm(x.grad)
-    return found
-
-
-def worst(found):
-    """Return the largest error, with its name."""
-    return max(found.items(), key=lambda x: np.nan_to_num(x[1], nan=np.inf))
-
-
-@cases
-def test_one_rank(dtype, positions, nheads_kv, checkpoint):
-    name, error = worst(errors(dtype, positions, nheads_kv, checkpoint))
-    print(f"{name}: {error:.1e}")
-    assert error <= BOUNDS[dtype], name
-
-
-@pytest.mark.mpi(min_size=4)
-@cases
-def test_ranks(comm, dtype, positions, nheads_kv, checkpoint):
-    bad = []
-    for method, shape in (("attention2d", (2, comm.size // 2)), ("ring", (1, comm.size))):
-        grid = ProcessGrid(comm, *shape)
-
-        def plan(config, mask, method=method, grid=grid):
-            sizes = {"seqlen": int(CU_SEQLENS[-1]), "dtype": dtype, **config.heads}
-            return make_plan(method, grid, mask, **sizes)
-
-        name, error = worst(errors(dtype, positions, nheads_kv, checkpoint, comm, plan))
-        if comm.rank == 0:
-            print(f"{method} {shape}: {name}: {error:.1e}")
-        if not error <= BOUNDS[dtype]:
-            bad.append(f"{method} {shape}: {name} is off by {error:.1e}")
-        grid.free()
-    assert_all(comm, not bad, "; ".join(bad))
-
-
-def test_four_ranks():
-    """The tests on ranks pass on four ranks, started by one command."""
-    launch(4, "-m", "pytest", __file__, "-q", "--with-mpi", "-m", "mpi", timeout=300)
+        off[name] = np.linalg.norm(ours[name] - x.grad.numpy()) / np.linalg.norm(x.grad)
+    assert_all(comm, all(x <= BOUNDS[dtype] for x in off.values()), f"{off}")
