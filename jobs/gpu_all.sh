@@ -2,8 +2,8 @@
 # Run everything on the GPU of this machine, in about nine minutes once the environment exists:
 #
 # * whether cuDNN is found, and whether MPI takes device memory (otherwise it gets host memory);
-# * the main job on 1 and 4 ranks, and a plan on 4 ranks against 1 rank, with timelines;
-# * how much of the transfers 4 ranks hide behind their computing;
+# * the main job on 1 and 4 ranks, and a plan on 4 ranks, with overlap and in turn, against 1 rank,
+#   with timelines;
 # * kernels against PyTorch's, if torch is installed: few KV heads, small blocks, a window, packed
 #   documents;
 # * the rate of MPI between device buffers and through the host;
@@ -89,12 +89,6 @@ for n in 1 << 8, 1 << 22:
     assert bool((received == other).all()), "MPI delivered something else"
 '
 
-# shared COMMAND...: the parts that run while the MPS daemon runs.
-shared() {
-  part "4 ranks" 60 4 "$@"
-  part "overlap on 4 ranks" 60 4 python tests/gpu/gpu_overlap.py
-}
-
 # Collect all results in one file.
 collect='
 import sys
@@ -129,7 +123,7 @@ everything() {
   # This part makes gpu.h5.
   local plan=(python drivers/bench.py "${output[@]}" --resume --device gpu --seqlens 16K)
   plan+=(--nheads 16 --headdim 128 --dtypes bfloat16 --backward --plans attention2d --spans all)
-  if wanted "4 ranks" || wanted "overlap on 4 ranks"; then with_mps shared "${plan[@]}"; fi
+  if wanted "4 ranks"; then with_mps part "4 ranks" 90 4 "${plan[@]}" --overlap --no-overlap; fi
   part "1 rank" 50 1 "${plan[@]}"
   main 1 1
   main 4 2

@@ -1,7 +1,5 @@
 """The kernel of cuDNN against float64, on the emulated GPU and on a real GPU if there is one."""
 
-import importlib
-from dataclasses import dataclass
 from importlib import import_module
 
 import numpy as np
@@ -10,12 +8,12 @@ from blocks import Block, gpu_failures, in_parts, plain_kernel, random_intervals
 from cases import METHODS, OTHERS, label
 from dense import wrong_with
 from helpers import assert_all, deeper, distance
+from oracles import sinks
 
 from a2d_mpi import Documents, SlidingWindow
 from a2d_mpi.core import reference
 from a2d_mpi.kernels import shapes
 from a2d_mpi.masks.mask import Causal
-from a2d_mpi.masks.patterns import PATTERNS, make_mask
 
 
 def cudnn_kernel(cupy, block, **options):
@@ -110,32 +108,6 @@ def test_cudnn(cupy, dtype, heads, mask, launches):
     assert not bad
 
 
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
-@pytest.mark.parametrize("text", PATTERNS)
-@pytest.mark.parametrize("step", deeper([1, 2], [2]))  # contiguous and striped shards
-def test_patterns(cupy, text, step, monkeypatch):
-    from a2d_mpi.kernels import cudnn_calls
-
-    monkeypatch.setattr(cudnn_calls, "SHORTEST", 8)
-    tokens, keys = np.arange(30, 300)[::step], np.arange(0, 260)[::step]
-    intervals = make_mask(text, 300).intervals(tokens, keys)
-    block = block_of(intervals, len(tokens), len(keys))
-    assert not gpu_failures(cupy, cudnn_kernel(cupy, block), block, ways=FRESH)
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
-def test_general_runs_are_cut_and_cropped(cupy):
-    """A launch sees a multiple of 32 keys or all keys, and at most the queries of one run."""
-    block = block_of("documents", 200, 240, (1, 1))
-    kernel = cudnn_kernel(cupy, block)
-    block.run(kernel, device=cupy)
-    sizes = [(x.nq, x.nk) for x in kernel._calls.graphs.launched]
-    # Queries 0 to 66, 66 to 133, 133 to 200 see keys 0 to 90, 60 to 150, 120 to 210.
-    assert sizes == [(66, 96), (67, 128), (67, 128)] * 2
-
-
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
 @pytest.mark.parametrize("refused", ["causal", "general"])
 def test_cudnn_without_a_kernel(cupy, refused):
@@ -222,21 +194,6 @@ def test_headdims(cupy, headdim, mask):
     """Of general masks, too; one KV head for three heads."""
     block = block_of(mask, 150, 170, (3, 1), headdim, "float16", None)
     assert not gpu_failures(cupy, cudnn_kernel(cupy, block), block, ways=FRESH)
-
-
-@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
-def test_new_documents_need_few_new_graphs(cupy):
-    """New documents need few new graphs; dense launches would need one for nearly each."""
-    kernel = cudnn_kernel(cupy, block_of("full", 1, 1))
-    maker, q = kernel._calls, np.empty((16384, 2, 16), np.float16)
-    built, launches = [], 0
-    for seed in range(4):
-        mask, tokens = make_mask(f"causal_document:seed={seed}", 16384), np.arange(16384)
-        for backward in (False, True):
-            made = maker.get(mask.intervals(tokens, tokens), q, q, 2, backward)
-            launches += len(made.calls)
-        built.append(len(maker.graphs.built))
-    assert launches < 60 and np.diff(built).max() <= 8 and built[-1] <= 30
 
 
 @pytest.mark.usefixtures("small", "launches")
@@ -330,16 +287,6 @@ def test_partials_of_cudnn(cupy, dtype, parts):
     assert not block.wrong(in_parts(block, parts, cudnn_kernel(cupy, block), Cuda.current()))
 
 
-@dataclass(frozen=True)
-class Sinks(Causal):
-    """A mask that shows the first 20 tokens and the last 50."""
-
-    default_distribution = "zigzag"
-
-    def visible(self, q):
-        return ((q * 0, np.minimum(20, q + 1)), (np.maximum(20, q - 49), q + 1))
-
-
 @pytest.mark.mpi
 @pytest.mark.one_mpi
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
@@ -352,15 +299,14 @@ def test_plans(comm, grid_of, cupy, method, distribution, monkeypatch):
     from a2d_mpi.comm.gpus import bind_gpu
     from a2d_mpi.kernels import cudnn_calls
 
-    cudnn = import_module("a2d_mpi.kernels.cudnn")  # not one that was imported with another CuPy
     bind_gpu(comm)
-    # The package may still know the module of another test file.
-    cudnn = importlib.import_module("a2d_mpi.kernels.cudnn")
+    cudnn = import_module("a2d_mpi.kernels.cudnn")  # not one that was imported with another CuPy
     graphs, grid = HostGraphs(), grid_of(*method[1])
     monkeypatch.setattr(cudnn, "graphs_of", lambda index, deterministic: graphs)
     monkeypatch.setattr(cudnn_calls, "SHORTEST", 6)
     sizes, bad = {"seqlen": 150, "nheads": 4, "nheads_kv": 2, "headdim": 8}, []
-    for mask in (Causal(), Documents([0, 11, 90, 150], Causal()), SlidingWindow(30, 20), Sinks()):
+    packed = Documents([0, 11, 90, 150], Causal())
+    for mask in (Causal(), packed, SlidingWindow(30, 20), sinks(20, 50, 150)):
         plan = method[0](
             grid, mask, **sizes, dtype="bfloat16", kernel="cudnn", distribution=distribution
         )

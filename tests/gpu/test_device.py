@@ -4,9 +4,7 @@ On the emulated GPU of tests/gpu/emulated always, on a real one where there is o
 """
 
 import re
-from dataclasses import dataclass
 from functools import partial
-from itertools import product
 
 import helpers
 import numpy as np
@@ -15,22 +13,20 @@ from cases import METHODS, OTHERS, SIZE, differing, label
 from dense import problem_for, results_of, wrong_with
 from helpers import DEEPER, SAMPLE, assert_all, assert_refused, deeper, drive_on_gpu
 from mpi4py import MPI
+from oracles import sinks
 from refused import GOOD, assert_raises
 
 from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid
 from a2d_mpi.comm.device_transport import DeviceTransport
 from a2d_mpi.comm.gpus import gpu_aware
-from a2d_mpi.experiments.hdf5 import extend_file, flat, read_file
-from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, add_results, read_result
+from a2d_mpi.experiments.hdf5 import flat, read_file
+from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, read_result
 
 pytestmark = pytest.mark.grids
 
 
 # seqlen, nheads_kv (of 6), headdim: the emulated one is slow.
-SIZES = {
-    "emulated": [(1, 6, 7), (23, 1, 9)],
-    "real": [(1, 6, 32), (1009, 1, 64), (2048, 6, 128)],
-}
+SIZES = {"emulated": [(1, 6, 7), (23, 1, 9)], "real": [(1, 6, 32), (1009, 1, 64), (2048, 6, 128)]}
 
 
 KINDS = [METHODS[(len(METHODS) - 1) // 2], METHODS[-1], OTHERS[-1]]
@@ -47,16 +43,6 @@ def method(request, comm):
     grid.free()
 
 
-@dataclass(frozen=True)
-class Sinks(Causal):
-    """A mask that shows the first 3 tokens and the last 10."""
-
-    default_distribution = "striped"
-
-    def visible(self, q):
-        return ((q * 0, np.minimum(3, q + 1)), (np.maximum(3, q - 9), q + 1))
-
-
 # Each one once; on a real GPU cuDNN builds graphs for each plan of 16 bits.
 CASES = [
     ("real", Full(), "float32", "device"),
@@ -65,7 +51,7 @@ CASES = [
     ("real", Full(), "bfloat16", "host"),
     ("emulated", Full(), "float32", "device"),
     ("emulated", Causal(), "float64", "host"),
-    pytest.param("emulated", Sinks(), "float32", "device", marks=pytest.mark.one_mpi),
+    pytest.param("emulated", sinks(3, 10, 23), "float32", "device", marks=pytest.mark.one_mpi),
     pytest.param("emulated", Causal(), "float16", "device", marks=DEEPER),
     pytest.param("emulated", Causal(), "bfloat16", "host", marks=pytest.mark.one_mpi),
 ]
@@ -274,11 +260,6 @@ def test_benchmark_of_kernels(monkeypatch, tmp_path):
     assert {x.split("/")[1] for x in flat(found)} == set(masks)
     assert found["origin"]["device"] == "emulated GPU" and found["right"]
     assert all((x > 0).all() and len(x) == 3 for x in flat(found).values())
-    done = drive_on_gpu(
-        monkeypatch, "bench.py kernels", 0, *sizes, "full,causal_document:0,99", code=2
-    )
-    assert_refused(done, "the last document ends at 99, the sequence at 40")
-    assert "FLOP/s" not in done.stdout
 
 
 @pytest.mark.parametrize("way, staged", [("device", "0"), ("host", r"[1-9]\d+")])
@@ -286,52 +267,6 @@ def test_rate_of_transfers(monkeypatch, way, staged):
     done = drive_on_gpu(monkeypatch, "../tests/gpu/gpu_transfers.py", 2, way)
     assert done.stdout.count("GB/s per rank") == 3
     assert re.search(f"through the host: {staged} bytes", done.stdout)
-
-
-def test_overlap_of_ranks_that_share_a_gpu(monkeypatch):
-    done = drive_on_gpu(monkeypatch, "../tests/gpu/gpu_overlap.py", 2, 64, 2, 8)
-    assert done.returncode == 0, done.stderr
-    number = r"-?\d+\.\d\d"
-    times = f"{number}, wait {number}, host {number}"
-    lines = re.findall(
-        rf"(?m)^(full|causal) +(\w+) +{times}; in turn {times}; hidden {number}; "
-        r"launches: (\d+) plain, (\d+) rows; messages: (\d+)$", done.stdout
-    )  # fmt: skip
-    kinds = [(mask, phase) for mask in ("full", "causal") for phase in ("forward", "backward")]
-    assert [x[:2] for x in lines] == kinds and all(int(n) > 0 for x in lines for n in x[2:])
-
-
-def test_picture_of_kernels(tmp_path):
-    """Of a file that this test makes: speeds are work over medians; a backend may be missing."""
-    file, seconds = tmp_path / "gpu.h5", {}
-    work = {"device": "made up"}
-    for i, call in enumerate(product(("full", "causal"), ("forward", "backward"))):
-        work[f"tflop/{'/'.join(call)}"] = 101.0
-        seconds["/".join((*call, "a2d_mpi"))] = np.array([1, 0.1 * (i + 2), 0.01])
-        if i:
-            seconds["/".join((*call, "torch FLASH"))] = np.array([0.125])
-    for what in ("kernel", "kernel"):  # the later one stands
-        extend_file(file, BENCHMARK_SCHEMA, {"figures": {what: work | seconds}})
-        found = read_file(file, BENCHMARK_SCHEMA)["figures"][what]
-        assert work.items() <= found.items() and flat(found).keys() == seconds.keys()
-    undrawn = {"forward alone": np.ones(3)}
-    extend_file(file, BENCHMARK_SCHEMA, {"figures": {"split": undrawn}})
-    tiles = {f"{shape}/full/forward/{x}": np.array([2.0, 1.0, 9.0])
-             for shape in ("256x8x64", "16x16x16") for x in ("numpy", "numba")}  # fmt: skip
-    work = {"tflop/256x8x64/full/forward": 0.5, "tflop/16x16x16/full/forward": 0.25}
-    extend_file(file, BENCHMARK_SCHEMA, {"figures": {"one core": work | tiles}})
-    options = ["--what", "kernels", "--format", "svg", "--output", tmp_path]
-    helpers.drive("plot.py", 0, "results", file, *options)
-    drawn = (tmp_path / "kernels.svg").read_text()
-    # Of each call the fastest: torch's on the GPU but for the call that torch lacks.
-    numbers, words = ("505.0 T", "336.7 T", "808.0 T", "250.0 G", "125.0 G"), ("a2d_mpi", "numba")
-    assert [drawn.count(f"<!--    {x} -->") for x in numbers] == [1, 0, 3, 1, 1]
-    assert [drawn.count(f"<!-- {x} -->") for x in words] == [1, 1]
-    assert "<!-- one core -->" in drawn and "<!-- split -->" not in drawn
-    other = tmp_path / "bench.h5"
-    add_results(other, {}, {})
-    done = helpers.drive("plot.py", 0, "results", other, *options, code=2)
-    assert_refused(done, "figures is missing")
 
 
 def test_who_says_that_mpi_takes_device_memory(monkeypatch):

@@ -2,17 +2,7 @@
 
 import numpy as np
 import pytest
-from gpts import (
-    CONFIG,
-    LENGTHS,
-    greedy,
-    likeliest,
-    lone,
-    other_tokens,
-    prompts,
-    shaken,
-    trainer_of,
-)
+from gpts import CONFIG, continued, likeliest, lone, other_tokens, prompts, shaken, trainer_of
 from helpers import ROOT, assert_all, drive_on_gpu
 from mpi4py import MPI
 
@@ -60,12 +50,12 @@ def test_same_losses(comm, grid_of, cupy, dtype, bound, transfers, positions):
     assert_all(comm, len(set(comm.allgather(weights.tobytes()))) == 1, "weights differ")
 
 
-SHORT_PROMPTS = {x: y for x, y in prompts().items() if LENGTHS[x] < 10}
+SHORT_PROMPTS = {x: y for x, y in prompts().items() if len(y) < 10}
 
 
 def wrong_tokens(whole, count):
     found = dict(serve(whole, SHORT_PROMPTS, dict.fromkeys(SHORT_PROMPTS, count), likeliest))
-    return other_tokens(found, {x: greedy(x, count) for x in SHORT_PROMPTS})
+    return other_tokens(found, {x: continued(CONFIG, x, count) for x in SHORT_PROMPTS})
 
 
 @pytest.mark.mpi

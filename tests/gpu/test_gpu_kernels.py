@@ -15,6 +15,7 @@ import pytest
 from blocks import Block, gpu_failures, plain_kernel
 from helpers import DEEPER, distance, launch
 
+from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.devices.host import HOST
 
@@ -152,49 +153,47 @@ def test_sums_of_three_at_once(cupy, wide):
             np.testing.assert_allclose(device.download(found), right, 2e-3, 2e-3)
 
 
-def statistics(dtype):
-    """Return out, lse, delta and sinks for ordinary, huge and masked rows."""
-    rng = np.random.default_rng(0)
-    lse = np.repeat(np.array([-np.inf, -3e3, 0.1, 4001.5, 9e4])[:, None], 4, 1)
-    out = rng.standard_normal((5, 4, 6)) * (lse > -np.inf)[..., None]
-    delta = rng.standard_normal((5, 4)) * (lse > -np.inf)
-    sink = np.array([-np.inf, -50.0, 0.3, 4000.0])
-    return [x.astype(dtype) for x in (out, lse, delta, sink)]
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_sinks_of_devices(cupy, dtype):
+    """Sinks of ordinary, huge and masked rows equal their formulas."""
+    from a2d_mpi.devices.cuda import Cuda
+
+    rng, eps = np.random.default_rng(0), np.finfo(dtype).eps
+    lse = np.repeat(np.array([-np.inf, -3e3, 0.1, 4001.5, 9e4], dtype)[:, None], 4, 1)
+    sink = np.array([-np.inf, -50.0, 0.3, 4000.0], dtype)
+    out, delta = (rng.standard_normal((5, 4, *d)).astype(dtype) for d in ((6,), ()))
+    out[0] = delta[0] = 0
+    exact_lse = np.logaddexp(lse.astype(float), sink)
+    with np.errstate(over="ignore", invalid="ignore"):  # inf - inf: NaN
+        weight = np.nan_to_num(1 / (1 + np.exp(sink.astype(float) - lse)))
+    for device in (HOST, Cuda.current()):
+        arrays = [device.upload(x.copy()) for x in (out, lse, sink, delta)]
+        device.add_sink(*arrays[:3])
+        gradient = device.sink_gradient(arrays[1], arrays[3], arrays[2])
+        nothing = device.sink_gradient(arrays[1][:0], arrays[3][:0], arrays[2])
+        found_out, found_lse, gradient, nothing = map(
+            device.download, (*arrays[:2], gradient, nothing)
+        )
+        assert distance(found_lse, exact_lse) <= eps * 9e4
+        assert distance(found_out, out * weight[..., None]) <= 4 * eps * np.abs(out).max()
+        assert distance(gradient, reference.sink_gradient(found_lse, delta, sink)) <= 20 * eps
+        assert nothing.tolist() == [0] * 4
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_statistics_of_devices(cupy, dtype):
-    """Sinks, and gradients of lse, which masked rows ignore, equal their formulas."""
+def test_gradients_of_lse_of_devices(cupy, dtype):
+    """Masked rows, of which they may be NaN, ignore them."""
     from a2d_mpi.devices.cuda import Cuda
 
+    rng = np.random.default_rng(1)
+    delta, dlse, lse = (rng.standard_normal((37, 5)).astype(dtype) for _ in range(3))
+    lse[3], lse[9, 2] = -np.inf, -np.inf
+    dlse[np.isneginf(lse)] = np.nan
     for device in (HOST, Cuda.current()):
-        given = statistics(dtype)
-        out, lse, delta, sink = (device.upload(x.copy()) for x in given)
-        device.add_sink(out, lse, sink)
-        gradient = device.sink_gradient(lse, delta, sink)
-        assert device.download(device.sink_gradient(lse[:0], delta[:0], sink)).tolist() == [0] * 4
-        assert_sinks(*map(device.download, (out, lse, gradient)), *given)
-        rng = np.random.default_rng(1)
-        delta, dlse, lse = (rng.standard_normal((37, 5)).astype(dtype) for _ in range(3))
-        lse[3], lse[9, 2] = -np.inf, -np.inf
-        dlse[np.isneginf(lse)] = np.nan
         found = device.upload(delta.copy())
         device.subtract(found, *map(device.upload, (dlse, lse)))
         exact = np.where(np.isneginf(lse), delta, delta - dlse)
         assert np.array_equal(device.download(found), exact)
-
-
-def assert_sinks(out, lse, gradient, old_out, old_lse, delta, sink):
-    old_out, old_lse, sink = (x.astype(float) for x in (old_out, old_lse, sink))
-    with np.errstate(over="ignore", invalid="ignore"):
-        weight = np.nan_to_num(1 / (1 + np.exp(sink - old_lse)))  # inf - inf: NaN
-    eps = np.finfo(lse.dtype).eps
-    assert distance(lse, np.logaddexp(old_lse, sink)) <= eps * 9e4
-    assert distance(out, old_out * weight[..., None]) <= 4 * eps * np.abs(old_out).max()
-    shown = lse.astype(float)
-    p = np.exp(sink - np.where(np.isneginf(shown), np.inf, shown))
-    assert distance(gradient, -(p * delta).sum(0)) <= 20 * eps
-    assert np.isfinite(gradient).all() and np.isneginf(lse[0, 0]) and lse[0, 2] == sink[2]
 
 
 def test_views_at_odd_addresses_are_copied(cupy):

@@ -49,6 +49,7 @@ def test_same_on_all_ranks(comm, mask):
     tuned.grid.free()
 
 
+@pytest.mark.thorough
 def test_without_a_profile(comm, monkeypatch):
     monkeypatch.setattr(module, "CALIBRATION", 0.1)
     tuned = autotune(comm, work(), top=1, trials=1)

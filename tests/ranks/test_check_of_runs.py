@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from cases import METHODS, NHEADS
-from dense import Problem, problem_for, results_of
+from dense import problem_for, results_of
 from helpers import assert_all, deeper
 
 from a2d_mpi import Causal, Full
@@ -53,17 +53,4 @@ def test_tensor_by_tensor(comm, grid_of, method, case, rows):
         plan.logit_softcap = 3.01
         told = check_attention(plan, local, rows)
         bad += [f"another cap: {x} passed" for x in ("out", "lse") if told[x].passed]
-    assert_all(comm, not bad, "; ".join(bad))
-
-
-def test_padding_that_is_all_there_is(comm, grid_of):
-    """If gradients or inputs are 0, bounds of 0 still prove something."""
-    kind, shape = METHODS[-2]
-    grid, bad = grid_of(*shape), []
-    for seqlen, factor in ((1, 1), (1, 0), (40, 0)):
-        plan = kind(grid, Causal(), seqlen=seqlen, nheads=NHEADS, headdim=8)
-        given = Problem(plan.mask, plan.config, False, False, 1.0, 3)
-        given.inputs = [x * factor for x in given.inputs]
-        local = given.shards(plan) | results_of(plan, given)
-        bad += [str(x) for x in check_attention(plan, local).values() if not x.passed]
     assert_all(comm, not bad, "; ".join(bad))

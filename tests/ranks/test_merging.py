@@ -9,13 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from a2d_mpi import (
-    Attention2D,
-    IntervalMask,
-    RingAttention,
-    SharedQuestion,
-    merge,
-)
+from a2d_mpi import Attention2D, IntervalMask, RingAttention, SharedQuestion, merge
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.merge import merge as merge_into
 
@@ -51,52 +45,31 @@ def test_a_prefix_and_two_continuations(comm, grid_of, dtype, bound, kind):
     q, k, v, dout = (x[mine] for x in whole)
     out, lse = of_prefix.forward(q, k, v, sink)
     _, dk, dv, dsink = of_prefix.backward(dout, q, k, v, out, lse, sink)
-    found = {way: [dk.copy(), dv.copy(), dsink.copy()] for way in ("merged", "dlse", "wrong")}
-    errors = {way: [] for way in found}
+    errors = []
 
-    def compare(way, name, x, tokens):
+    def compare(name, x, tokens):
         scale = np.abs(exact[name][np.isfinite(exact[name])]).max()
-        errors[way].append(distance(x, exact[name][tokens]) / scale)
+        errors.append(distance(x, exact[name][tokens]) / scale)
 
     for first in (PREFIX, PREFIX + OWN):
         own_mask, rows = mask(first, OWN)
         see = IntervalMask(np.zeros(OWN, int), np.where(rows % 7, PREFIX, 0))
         cross = kind(grid, see, seqlen=OWN, seqlen_kv=PREFIX, **options)
-        plans = cross, kind(grid, own_mask, seqlen=OWN, **options)
-        tokens = first + plans[1].tokens
+        own = kind(grid, own_mask, seqlen=OWN, **options)
+        tokens = first + own.tokens
         q2, k2, v2, dout2 = (x[tokens] for x in whole)
-        keys = (k, v), (k2, v2)
-        parts = [plans[0].forward(q2, *keys[0], sink), plans[1].forward(q2, *keys[1])]
-        out2, lse2 = merge(parts)
-        for way in found:
-            compare(way, "out", out2, tokens)
-            compare(way, "lse", lse2, tokens)
-            given = []
-            for part_out, part_lse in parts:
-                if way == "merged":
-                    given.append((dout2, out2, lse2, None))
-                    continue
-                with np.errstate(invalid="ignore"):
-                    w = np.exp(part_lse - lse2)
-                dlse = w * (dout2 * (part_out - out2)).sum(-1)
-                wrong = way == "wrong"
-                given.append((dout2 * w[..., None], part_out, part_lse, None if wrong else dlse))
-            (one, more, extra, own_sink), (two, *of_own) = (
-                plan.backward(x, q2, *kv, o, s, sink if i == 0 else None, dlse=z)
-                for i, (plan, kv, (x, o, s, z)) in enumerate(zip(plans, keys, given))
-            )
-            for total, x in zip(found[way], (more, extra, own_sink)):
-                total += x
-            compare(way, "dq", one + two, tokens)
-            for name, x in zip(("dk", "dv"), of_own):
-                compare(way, name, x, tokens)
-    for way, (dk, dv, dsink) in found.items():
-        compare(way, "dk", dk, mine)
-        compare(way, "dv", dv, mine)
-        compare(way, "dsink", comm.allreduce(dsink), slice(None))
-    largest = {way: max(comm.allgather(max(x))) for way, x in errors.items()}
-    ok = largest["merged"] <= bound and largest["dlse"] <= bound and largest["wrong"] > 1e-3
-    assert_all(comm, ok, f"{largest}")
+        out2, lse2 = merge([cross.forward(q2, k, v, sink), own.forward(q2, k2, v2)])
+        dq2, more_dk, more_dv, more_dsink = cross.backward(dout2, q2, k, v, out2, lse2, sink)
+        own_dq, dk2, dv2 = own.backward(dout2, q2, k2, v2, out2, lse2)
+        for total, x in ((dk, more_dk), (dv, more_dv), (dsink, more_dsink), (dq2, own_dq)):
+            total += x
+        found = {"out": out2, "lse": lse2, "dq": dq2, "dk": dk2, "dv": dv2}
+        for name, x in found.items():
+            compare(name, x, tokens)
+    compare("dk", dk, mine)
+    compare("dv", dv, mine)
+    compare("dsink", comm.allreduce(dsink), slice(None))
+    assert_all(comm, max(errors) <= bound, f"{errors}")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -192,15 +165,6 @@ def test_identity(a, la):
     for out, lse in (merged((a, la), nothing), merged(nothing, (a, la))):
         assert np.array_equal(out, a)
         assert np.array_equal(lse, la)
-
-
-def test_huge_logits_do_not_overflow():
-    ones = np.ones((1, 1, 2), np.float32)
-    high, low = (np.full((1, 1), x, np.float32) for x in (1e4, -1e4))
-    out, lse = merged((ones, high), (3 * ones, low))
-    assert out.tolist() == [[[1, 1]]] and lse.tolist() == [[1e4]]
-    out, lse = merged((ones, low), (3 * ones, low))
-    assert out.tolist() == [[[2, 2]]] and lse[0, 0] == pytest.approx(-1e4 + np.log(2))
 
 
 def test_nan_is_not_hidden():

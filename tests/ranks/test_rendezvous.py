@@ -13,6 +13,7 @@ import pytest
 from helpers import assert_all, launch
 from mpi4py import MPI
 from refused import GOOD, assert_raises, message_of
+from threadpoolctl import threadpool_info
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid, RingAttention, SlidingWindow
 from a2d_mpi.comm.watch import name_ranks
@@ -221,52 +222,30 @@ def test_late_rank(stalled, where):
         assert done.returncode == 0, done.stderr
 
 
-THREADS = """
-import os, sys
-import numpy as np
-from mpi4py import MPI
-from threadpoolctl import threadpool_info, threadpool_limits
-from a2d_mpi import Attention2D, Causal, ProcessGrid
-
-def blas(): return {x["num_threads"] for x in threadpool_info() if x["user_api"] == "blas"}
-
-comm = MPI.COMM_WORLD
-grid = ProcessGrid(comm, 1, comm.size)
-arguments = {} if sys.argv[1] == "none" else {"threads": int(sys.argv[1])}
-plan = Attention2D(grid, Causal(), seqlen=40, nheads=2, headdim=8, kernel="numpy", **arguments)
-x = [np.ones((len(plan.tokens), 2, 8), np.float32)] * 3
-before, inside = blas(), set()
-plan.forward(*x)
-forward = plan._engine.kernel.forward
-plan._engine.kernel.forward = lambda *x, **y: (forward(*x, **y), inside.update(blas()))
-plan.forward(*x)
-if comm.rank == 0:
-    print(grid.cores, "before", *before, "inside", *inside, "after", *blas())
-"""
+def blas():
+    """Return the number of threads that BLAS takes."""
+    return {x["num_threads"] for x in threadpool_info() if x["user_api"] == "blas"}
 
 
-@pytest.mark.parametrize(
-    "ranks, argument, environment, inside",
-    # How many ranks a node has is for MPI to say.
-    [
-        pytest.param(4, None, None, "share", marks=pytest.mark.launches),
-        (1, None, None, "share"),
-        (2, 3, None, 3),
-        (2, None, 2, 2),
-    ],
-)
-def test_blas_threads(monkeypatch, ranks, argument, environment, inside):
+@mpi
+@pytest.mark.grids
+@pytest.mark.parametrize("threads, chosen", [(None, False), (3, False), (None, True)])
+def test_blas_threads(comm, grid, monkeypatch, threads, chosen):
+    """Inside calls BLAS takes the rank's share of the cores, or what the user chose."""
     for name in [x for x in os.environ if x.endswith("_NUM_THREADS")]:
         monkeypatch.delenv(name)
-    if environment:
-        monkeypatch.setenv("OPENBLAS_NUM_THREADS", str(environment))
-    done = launch(ranks, "-c", THREADS, "none" if argument is None else argument, timeout=60)
-    share, before, found, after = map(
-        int, re.search(r"(\d+) before (\d+) inside (\d+) after (\d+)\n", done.stdout).groups()
-    )
-    assert share == max(1, len(os.sched_getaffinity(0)) // ranks)
-    assert after == before
-    assert found == (share if inside == "share" else inside)
+    if chosen:
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", "7")  # as if BLAS had read it at its start
+    plan = Attention2D(grid, Causal(), kernel="numpy", threads=threads, **GOOD)
+    x, before, inside = inputs(plan), blas(), []
+    plan.forward(*x)  # makes the kernel
+    forward = plan._engine.kernel.forward
+    plan._engine.kernel.forward = lambda *x, **y: (forward(*x, **y), inside.append(blas()))
+    plan.forward(*x)
+    share = max(1, len(os.sched_getaffinity(0)) // comm.size)
+    assert_all(comm, grid.cores == share, f"{grid.cores} cores, not {share}")
+    right = inside[0] == (before if chosen else {threads or share}) and blas() == before
+    assert_all(comm, right, f"{inside[0]} inside, {before} before, {blas()} after")
 
 
 @mpi

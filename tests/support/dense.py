@@ -29,22 +29,31 @@ def plain(
     sink=None,
     dtype=np.float64,
     kept=None,
-    products=None,
     dlse=None,
+    at=None,
+    rng=None,
 ):
-    """All results of the dense computation in `dtype`; out is kept in `kept`."""
+    """All results of the dense computation in `dtype`; out is kept in `kept`.
+
+    `at`: another out, whose gradients are computed.  `rng` draws the orders of sums, others in the
+    backward pass: what one order rounds is one draw of what rounding may do.
+    """
     q, k, v, dout = (x.astype(dtype) for x in inputs)
-    logits = {"products": products, "logit_softcap": cap}
-    out, lse = reference.attention(q, k, v, visible, scale, dtype, sink=sink, **logits)
+    sizes = len(k), q.shape[2], q.shape[2], v.shape[2]
+    keys, first, again, of_v = (np.arange(n) if rng is None else rng.permutation(n) for n in sizes)
+    k, v, visible, dout = k[keys], v[keys][..., of_v], visible[:, keys], dout[..., of_v]
+    given = q[..., first], k[..., first], v, visible, scale, dtype
+    out, lse = reference.attention(*given, logit_softcap=cap, sink=sink)
     if kept is not None:
         out = out.astype(kept).astype(dtype)
-    delta = (dout * out).sum(-1)
+    delta = (dout * (out if at is None else at[..., of_v].astype(dtype))).sum(-1)
     if dlse is not None:
         delta -= dlse.astype(dtype)
-    gradients = reference.attention_backward(
-        dout, q, k, v, lse, delta, visible, scale, dtype, **logits
-    )
-    found = dict(zip(TENSORS, (out, lse, *gradients)))
+    given = dout, q[..., again], k[..., again], v, lse, delta, visible, scale, dtype
+    dq, dk, dv = reference.attention_backward(*given, logit_softcap=cap)
+    keys, again, of_v = map(np.argsort, (keys, again, of_v))  # back to the caller's orders
+    gradients = dq[..., again], dk[keys][..., again], dv[keys][..., of_v]
+    found = dict(zip(TENSORS, (out[..., of_v], lse, *gradients)))
     return found if sink is None else found | {
         "dsink": reference.sink_gradient(lse, delta, sink, dtype)
     }  # fmt: skip
@@ -53,16 +62,12 @@ def plain(
 def shared(inputs, visible, scale, cap, sink, dlse, order=0, **options):
     """`plain` by all ranks of the world together; a number other than 0 is an order of sums."""
     world, group, heads = MPI.COMM_WORLD, inputs[0].shape[1] // inputs[1].shape[1], {}
-    orders = {x.shape[2]: np.arange(x.shape[2]) for x in inputs}
-    if order:
-        orders = {n: np.random.default_rng(order).permutation(n) for n in orders}
-    back = {n: np.argsort(x) for n, x in orders.items()}
     for h in range(world.rank, inputs[0].shape[1], world.size):
         one, of = slice(h, h + 1), slice(h // group, h // group + 1)
-        own = [x[:, y][..., orders[x.shape[2]]] for x, y in zip(inputs, (one, of, of, one))]
-        rest = (None if x is None else x[..., one] for x in (sink, dlse))
-        found = plain(own, visible, scale, cap, next(rest), dlse=next(rest), **options)
-        heads[h] = {x: y[..., back[y.shape[2]]] if y.ndim > 2 else y for x, y in found.items()}
+        own = [x[:, y] for x, y in zip(inputs, (one, of, of, one))]
+        sink_h, dlse_h = (None if x is None else x[..., one] for x in (sink, dlse))
+        rng = np.random.default_rng([order, h]) if order else None
+        heads[h] = plain(own, visible, scale, cap, sink_h, dlse=dlse_h, rng=rng, **options)
     every = {h: x for part in world.allgather(heads) for h, x in part.items()}
     whole = {x: np.concatenate([every[h][x] for h in sorted(every)], -1 - (every[0][x].ndim > 2))
              for x in every[0]}  # fmt: skip
@@ -71,15 +76,15 @@ def shared(inputs, visible, scale, cap, sink, dlse, order=0, **options):
     return whole
 
 
-def bounds(inputs, visible, scale, cap, sink, exact, dtype, dlse=None, products=None):
+def bounds(inputs, visible, scale, cap, sink, exact, dtype, dlse=None):
     """Largest errors that results of a run in `dtype` may have."""
-    same = plain(inputs, visible, scale, cap, sink, compute_dtype(dtype), dtype, products, dlse)
+    same = plain(inputs, visible, scale, cap, sink, compute_dtype(dtype), dtype, dlse)
     return widened(inputs, scale, sink, exact, dtype, dlse, errors_of(same, exact, dtype))
 
 
 def errors_of(same, exact, dtype):
     """Errors of a plain computation whose tensors are kept in `dtype`."""
-    narrow = {x: y if x in ("lse", "dsink") else y.astype(dtype) for x, y in same.items()}
+    narrow = {x: same[x] if x in ("lse", "dsink") else same[x].astype(dtype) for x in exact}
     return {x: distance(y, exact[x]) for x, y in narrow.items()}
 
 

@@ -287,14 +287,11 @@ def whole(method, heads):
 
 
 if __name__ == "__main__":
-    seconds = os.environ.get("A2D_TEST_UNTOLD")
-    if seconds:  # ranks that are not told wait for good
-        failures.Failures.revoke = lambda self: None
     kind, first, second, *more = sys.argv[1:]
     if kind == "train":
         train(json.loads(first), json.loads(second))
     else:
-        faulthandler.dump_traceback_later(float(seconds or PATIENCE + 10), exit=True)
+        faulthandler.dump_traceback_later(PATIENCE + 10, exit=True)
         if kind == "lose":
             lose(first, json.loads(second), *more[:1], *map(int, more[1:]))
         else:

@@ -1,4 +1,4 @@
-"""Random problems and their dense float64 solution, which shares nothing with the package.
+"""Random problems and their dense float64 solution.
 
 A mask is drawn twice: as intervals, for the package, and as a rule for a query i and a key j, for
 the solution.
@@ -6,10 +6,12 @@ the solution.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import ml_dtypes
 import numpy as np
-from helpers import distance
+from dense import TENSORS, errors_of, plain
 from oracles import Intervals
 
 from a2d_mpi import Causal, Documents, Full, IntervalMask, Mask, PrefixLM, SlidingWindow
@@ -24,12 +26,7 @@ METHODS = (
     *("attention2d", "attention2d", "node aware", "triangle"),
     *("ring", "striped ring", "double ring"),
 )
-CROSS = (
-    "attention2d",
-    "node aware",
-    "ring",
-    "double ring",
-)  # for queries and keys of two sequences
+CROSS = ("attention2d", "node aware", "ring", "double ring")  # for two sequences
 LISTS = ("documents", "causal documents", "prefix", "sink")  # masks of one sequence
 MASKS = (
     *("full", "causal", "anti-causal", "window", "documents", "causal documents", "prefix"),
@@ -41,14 +38,6 @@ AGAIN = ("none", "the same", "fresh", "fresh after free")
 # Orders of summation, of which the largest error counts: one draw of it may be anything.  Under a
 # soft-cap huge logits count only where their terms cancel, which few do: draws differ more.
 ORDERS, ORDERS_CAPPED = 4, 16
-SIZED = ("lse", "dq", "dk")  # results that may cancel to much less than their terms
-
-
-class Several(Intervals):
-    """A mask with several intervals for every query."""
-
-    def aligned(self, seqlen, seqlen_kv):
-        return self
 
 
 @dataclass
@@ -162,6 +151,7 @@ def draw(seed: int, ranks: int, wire: str | None = None) -> Case:
     mask, seen = _mask(name, seqlen, lengths.get("seqlen_kv", seqlen), rng)
     sizes = {"seqlen": seqlen, "nheads": nheads, "nheads_kv": nheads_kv, "headdim": headdim}
     sizes |= lengths
+    huge = dtype == "float16" or abs(options["softmax_scale"] or 0) > 100
     return Case(
         seed=seed,
         method=method,
@@ -174,20 +164,14 @@ def draw(seed: int, ranks: int, wire: str | None = None) -> Case:
         dtype=DTYPES[dtype],
         options=options,
         backward=rng.random() < 0.75,
-        blocks=(
-            pick(512, 512, 64, 16, 5),
-            pick(512, 512, 64, 7),
-            pick(32, 32, 4, 1),
-            pick(128, 4, 1),
-        ),
-        values=pick("normal", "normal", "sparse", "padded", "padded")
-        if dtype == "float16" or abs(options["softmax_scale"] or 0) > 100
-        else pick("normal", "normal", "sparse", "padded", "padded", "large"),
+        blocks=(pick(512, 512, 64, 16, 5), pick(512, 512, 64, 7), pick(32, 32, 4, 1),
+                pick(128, 4, 1)),
+        values=pick("normal", "normal", "sparse", "padded", "padded", *["large"] * (not huge)),
         nodes=tuple(rng.integers(1 + rng.integers(ranks), size=ranks).tolist()),
         refilled=rng.random() < 0.5,
         in_turn=rng.random() < 0.3,
         again=pick(*AGAIN),
-    )
+    )  # fmt: skip
 
 
 def _mask(name: str, n: int, m: int, rng: np.random.Generator) -> tuple[Mask, np.ndarray]:
@@ -237,11 +221,12 @@ def _mask(name: str, n: int, m: int, rng: np.random.Generator) -> tuple[Mask, np
         sink, window = rng.integers(0, n + 1, 2)
         first = np.maximum(tokens - window, 0)
         pairs = [(zero, np.minimum(sink, first)), (first, tokens + 1)]
-        return Several(*pairs[:: rng.choice([1, -1])]), (j <= i) & ((j < sink) | (i - j <= window))
+        seen = (j <= i) & ((j < sink) | (i - j <= window))
+        return Intervals(*pairs[:: rng.choice([1, -1])]), seen
     points = np.sort(rng.integers(0, m + 1, (2 * rng.integers(2, 5), n)), axis=0)
     pairs = [tuple(points[x : x + 2]) for x in range(0, len(points), 2)]
     seen = (points[:, :, None] <= j).sum(axis=0) % 2 == 1  # inside after an odd number of points
-    return Several(*(pairs[x] for x in rng.permutation(len(pairs)))), seen
+    return Intervals(*(pairs[x] for x in rng.permutation(len(pairs)))), seen
 
 
 def solve(
@@ -256,107 +241,37 @@ def solve(
     whole = case.rounded(case.inputs(data))
     if case.dtype.itemsize > 2 and "wire" not in case.options:
         out = None
-    exact = _dense(case, whole, np.dtype(np.float64), out)
-    sizes = {x: exact.pop(f"size of {x}").max() for x in SIZED if f"size of {x}" in exact}
+    scale, cap = case.options["softmax_scale"], case.options.get("logit_softcap")
+    scale = case.sizes["headdim"] ** -0.5 if scale is None else scale
+    given = whole, case.seen, scale, cap
+    exact = plain(*given, at=out)
+    exact = {x: exact[x] for x in (TENSORS[:5] if case.backward else TENSORS[:2])}
     errors = dict.fromkeys(exact, 0.0)
-    if case.dtype != np.float64:
-        for x, size in sizes.items():  # what rounding leaves of terms that cancel
-            errors[x] = float(np.finfo(compute_dtype(case.dtype)).eps * size)
-        rng = np.random.default_rng([case.seed, 2])
-        scale = abs(case.options["softmax_scale"] or 0)
-        capped = "logit_softcap" in case.options and scale > 100
-        for number in range(ORDERS_CAPPED if capped else ORDERS):
-            plain = _dense(case, whole, compute_dtype(case.dtype), out, rng, number % 2 == 1)
-            for x, y in plain.items():
-                errors[x] = max(errors[x], distance(y, exact[x]))
+    if case.dtype == np.float64:
+        return exact, errors, whole
+    rng, precision = np.random.default_rng([case.seed, 2]), compute_dtype(case.dtype)
+    for _ in range(ORDERS_CAPPED if cap and abs(scale) > 100 else ORDERS):
+        same = plain(*given, dtype=precision, kept=case.dtype, at=out, rng=rng)
+        errors = {x: max(errors[x], y) for x, y in errors_of(same, exact, case.dtype).items()}
+    of_out, *of_gradients = _sizes(case, whole, scale, cap, exact["lse"])
+    if case.backward:  # what rounding leaves of terms that cancel
+        for x, size in zip(("dq", "dk"), of_gradients):
+            errors[x] = max(errors[x], float(np.finfo(precision).eps) / 2 * size)
+    if case.dtype.itemsize == 2:  # partial outs travel rounded, and may be larger than their mean
+        rounding = float(ml_dtypes.finfo(case.dtype).eps) / 4
+        errors["out"] = max(errors["out"], rounding * of_out)
     return exact, errors, whole
 
 
-def _dense(
-    case: Case,
-    whole: list[np.ndarray],
-    kind: np.dtype,
-    given: np.ndarray | None,
-    rng: np.random.Generator | None = None,
-    like_kernels: bool = False,
-) -> dict[str, np.ndarray]:
-    """Compute softmax attention and its gradients, exactly or, with `rng`, with rounding.
-
-    `like_kernels`: rounded where the kernels round.
-    """
-    q, k, v, dout = (x.astype(kind).swapaxes(0, 1) for x in whole)  # (heads, tokens, headdim)
-    nheads, _, d = q.shape
-    group = nheads // len(k)
-    k, v = (np.repeat(x, group, axis=0) for x in (k, v))
-    scale = case.options["softmax_scale"]
-    scale = kind.type(d**-0.5 if scale is None else scale)
-    keys, elements = np.arange(k.shape[1]), np.arange(d)
-    if rng is not None:
-        keys, elements = rng.permutation(keys), rng.permutation(d)
-    k, v, seen = k[:, keys], v[:, keys], case.seen[:, keys]
-
-    cap = case.options.get("logit_softcap")
-
-    def times(a, b, order=elements):
-        return a[..., order] @ b[..., order].swapaxes(1, 2)
-
-    def kept(x):
-        return x if rng is None else x.astype(case.dtype).astype(kind)
-
-    def logits(order):
-        """Return the logits, and their slopes by what they were before the cap."""
-        s = times(q * scale, k, order) if like_kernels else times(q, k, order) * scale
-        slope = kind.type(1)
-        if cap:
-            s = kind.type(cap) * (slope := np.tanh(s / kind.type(cap)))
-            slope = 1 - slope**2
-        return np.where(seen, s, -np.inf), slope
-
-    s, slope = logits(elements)
-    top = s.max(axis=2, keepdims=True)
-    top[np.isneginf(top)] = 0
-    if like_kernels and np.abs(top).max(initial=0) < 20:
-        top[...] = 0  # kernels take no maximum where nothing can overflow
-    p = np.exp(s - top)
-    total = p.sum(axis=2, keepdims=True)
-    with np.errstate(divide="ignore"):
-        lse = np.log(total) + top
-    if like_kernels:  # partial outs travel rounded, and may be larger than their mean
-        parts = np.array_split(np.arange(len(keys)), case.shape[0] * case.shape[1])
-        sums = [p[..., x].sum(axis=2, keepdims=True) for x in parts]
-        partials = [kept(p[..., x] @ v[:, x] / np.where(t > 0, t, 1)) for x, t in zip(parts, sums)]
-        out = kept(sum(x * t for x, t in zip(partials, sums)) / np.where(total > 0, total, 1))
-    else:
-        out = kept(p @ v / np.where(total > 0, total, 1))
-    if rng is None:
-        p /= np.where(total > 0, total, 1)
-    else:  # from the rounded lse and new logits: nothing else is kept of the forward pass
-        s, slope = logits(rng.permutation(d))
-        p = np.exp(s - np.where(np.isneginf(lse), 0, lse))
-    results = {"out": out, "lse": lse[..., 0]}
-    if (
-        rng is None and cap
-    ):  # of logits before they are capped, where the cap leaves their rounding
-        terms = np.abs(scale) * slope * p * np.sqrt(q**2 @ (k**2).swapaxes(1, 2))
-        results["size of lse"] = terms.sum(axis=2)
-    if case.backward:
-        if given is not None:
-            out = given.swapaxes(0, 1).astype(kind)
-        delta = (dout * out).sum(axis=2, keepdims=True)
-        if like_kernels:  # one more column, subtracted within the product
-            ones = np.ones((*v.shape[:2], 1), kind)
-            dp = np.concatenate([dout, -delta], 2) @ np.concatenate([v, ones], 2).swapaxes(1, 2)
-        else:
-            dp = times(dout, v) - delta
-        ds = slope * p * dp
-        if rng is None:  # of sums of terms of random signs, before they cancel
-            terms = (scale * slope * p * (np.abs(dout) @ np.abs(v).swapaxes(1, 2))) ** 2
-            results["size of dq"] = np.sqrt(terms @ k**2)
-            size = terms.swapaxes(1, 2) @ q**2
-            results["size of dk"] = np.sqrt(size.reshape(-1, group, *size.shape[1:]).sum(1))
-        results["dq"] = kept(scale * (ds @ k))
-        for name, x in (("dk", scale * (ds.swapaxes(1, 2) @ q)), ("dv", p.swapaxes(1, 2) @ dout)):
-            results[name] = kept(
-                x[:, np.argsort(keys)].reshape(-1, group, len(keys), d).sum(axis=1)
-            )
-    return {x: y.swapaxes(0, 1).astype(float) for x, y in results.items()}
+def _sizes(
+    case: Case, whole: list[np.ndarray], scale: float, cap: float | None, lse: np.ndarray
+) -> Iterator[float]:
+    """Return the largest sums of the sizes of the terms of out, dq and dk."""
+    q, k, v, dout = (x.astype(float) for x in whole)
+    out, _ = reference.attention(q, k, abs(v), case.seen, scale, logit_softcap=cap)
+    # More columns, which do not change the logits.
+    columns = np.concatenate([q, 0 * q, abs(q)], 2), np.concatenate([k, abs(k), 0 * k], 2)
+    given = abs(dout), *columns, abs(v), lse, 0 * lse, case.seen, scale
+    dq, dk, _ = reference.attention_backward(*given, logit_softcap=cap)
+    d = q.shape[2]
+    return (abs(x).max(initial=0) for x in (out, dq[..., d : 2 * d], dk[..., 2 * d :]))

@@ -67,10 +67,6 @@ def continued(config, request, new, choose=likeliest):
     return tokens[LENGTHS[request] :]
 
 
-def greedy(request, new):
-    return continued(CONFIG, request, new)
-
-
 def other_tokens(found, wanted):
     """Requests that were refused, or whose tokens are others, in words."""
     return [

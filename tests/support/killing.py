@@ -71,10 +71,10 @@ def left_behind(folder):
 # Plans whose ranks die.
 
 
-def lose(folder, stages, *more, timeout=60, env=None):
+def lose(folder, stages, *more, timeout=60):
     """Run the stages of `dying.lose` on 6 ranks, and wait until no process is left."""
     command = DYING, "lose", folder, json.dumps(stages), *more
-    done = launch(6, *command, timeout=timeout, options=ULFM, env=env, code=None)
+    done = launch(6, *command, timeout=timeout, options=ULFM, code=None)
     until = time.monotonic() + 5  # what mpiexec has killed may take a moment
     while left_behind(folder):
         assert time.monotonic() < until

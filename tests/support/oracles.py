@@ -14,6 +14,15 @@ class Intervals(Mask):
     def visible(self, q_tokens):
         return tuple((begin[q_tokens], end[q_tokens]) for begin, end in self.arrays)
 
+    def aligned(self, seqlen, seqlen_kv):
+        return self
+
+
+def sinks(first, last, seqlen):
+    """Return a mask that shows each query the first tokens and the last ones before it."""
+    i = np.arange(seqlen)
+    return Intervals((0 * i, np.minimum(first, i + 1)), (np.maximum(first, i - last + 1), i + 1))
+
 
 def heavy_tailed(seqlen, seed, shortest=128):
     """Draw lengths of documents from a Pareto distribution of index 1; the last one is cut."""
@@ -98,16 +107,7 @@ def node_traffic(visible, owners, rows, cols, node):
 
 
 def linear_attention(
-    q,
-    k,
-    v,
-    dout,
-    causal,
-    feature_map="none",
-    norm="none",
-    decay=1.0,
-    projections=None,
-    dtype=np.float64,
+    q, k, v, dout, causal, feature_map, norm, decay, projections, dtype=np.float64
 ):
     """Compute out, dq, dk and dv by the definition, with all N x N weights."""
     q, k, v, dout = (np.asarray(x, dtype).swapaxes(0, 1) for x in (q, k, v, dout))  # (H, N, D)

@@ -58,16 +58,14 @@ def test_goes_on_from_the_latest_that_is_whole(tmp_path, capsys):
         save(tmp_path, state(step))
     damage(path_of(tmp_path, 4))
     before = contents(tmp_path)
-    for run, resume, told in (
-        (
-            RUN,
-            False,
-            "has checkpoints; --resume continues from the latest, --anew moves them away",
-        ),
-        ({"seed": "1"}, True, "has other options: seed was 0, now 1"),
+    choose = "has checkpoints; --resume continues from the latest, --anew moves them away"
+    for config, run, resume, told in (
+        (CONFIG, RUN, False, choose),
+        (CONFIG, {"seed": "1"}, True, "has other options: seed was 0, now 1"),
+        (replace(CONFIG, layers=3), RUN, True, "has other options: layers was 1, now 3"),
     ):
         with pytest.raises(ValueError, match=told):
-            resumed(tmp_path, CONFIG, run, resume)
+            resumed(tmp_path, config, run, resume)
         assert contents(tmp_path) == before
     assert capsys.readouterr().err == ""
     assert resumed(tmp_path, CONFIG, RUN, True).step == 2
@@ -75,8 +73,10 @@ def test_goes_on_from_the_latest_that_is_whole(tmp_path, capsys):
     assert told.startswith("renamed to step-000000004.h5.damaged, because ")
     assert str(path_of(tmp_path, 4)) in told and told.count("\n") == 1
     assert [*contents(tmp_path).values()] == [*before.values()]
-    damage(save(tmp_path, state(4)))
+    with h5py.File(save(tmp_path, state(4)), "r+") as file:
+        file["weights"][3] += 1  # a whole file of other numbers
     assert resumed(tmp_path, CONFIG, RUN, True).step == 2
+    assert "its checksum does not match" in capsys.readouterr().err
     assert len(names(tmp_path)) == 3 and "step-000000004.h5.damaged-2" in names(tmp_path)
 
 

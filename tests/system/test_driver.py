@@ -3,7 +3,6 @@
 Bad input: exit code 2, one message, from rank 0, within seconds; nothing hangs, nothing is left.
 """
 
-import re
 import shlex
 import shutil
 import sys
@@ -26,7 +25,6 @@ from helpers import (
     execute,
 )
 
-from a2d_mpi import Causal
 from a2d_mpi.core import reference
 from a2d_mpi.experiments.results import read_result
 
@@ -40,7 +38,7 @@ drive = partial(helpers.drive, "attention.py")
 MAIN = {
     "2x2": ["--rows", "2", "--cols", "2", "--backward", "--check", "full"],
     "ring": ["--rows", "1", "--method", "ring", "--mask", "full", "--backward", "--dtype",
-             "float64"],
+             "float64", "--save-outputs"],
     "double ring": ["--method", "double_ring", "--rows", "2", "--backward", "--check", "full"],
     "4x1": ["--cols", "1", "--distribution", "striped", "--no-overlap", "--check", "none"],
     "bfloat16": ["--dtype", "bfloat16", "--backward", "--check", "full", "--save-outputs"],
@@ -51,12 +49,15 @@ MAIN = {
 def main_jobs(tmp_path_factory):
     """Run MAIN on four ranks; return the folder, the exit codes and stdout."""
     folder = tmp_path_factory.mktemp("main")
-    common = [SAMPLE, "--seqlen", "301", "--trials", "3", "--output"]
-    done, found = drive_each(
-        [("attention.py", [*common, folder / f"{x}.h5", *MAIN[x]], []) for x in MAIN],
-        4,
-        numba=True,
-    )
+    shutil.copy(SAMPLE, zero := folder / "zero.h5")
+    with h5py.File(zero, "a") as file:
+        file["dout"] = np.zeros(file["q"].shape, "f4")
+    common = ["--seqlen", "301", "--trials", "3", "--output"]
+    cases = [[SAMPLE, *common, folder / f"{x}.h5", *MAIN[x]] for x in MAIN]
+    cases += [[zero, *common, folder / "zero dout.h5", "--backward", "--save-outputs"], ["--help"]]
+    done, found = drive_each([("attention.py", x, []) for x in cases], 4, numba=True)
+    assert done.stdout.count("usage:") == 1  # one rank prints the help
+    assert found[-2][0] == 0, done.stdout  # bounds of gradients that are 0
     return folder, dict(zip(MAIN, found)), done.stderr
 
 
@@ -76,6 +77,9 @@ def test_main_job(main_jobs, name):
     }
     for seconds in result.timings.values():
         assert seconds.shape == (3, 4) and (seconds >= 0).all()
+    for phase in phases:
+        parts = sum(result.timings[f"{phase}/{part}"] for part in ("compute", "merge", "wait"))
+        assert (parts > 0).all() and (parts <= result.timings[f"{phase}/total"]).all()
     for counts in result.traffic.values():
         assert np.array_equal(counts["sent"], counts["predicted_sent"])
         assert np.array_equal(counts["received"], counts["predicted_received"])
@@ -88,55 +92,24 @@ def test_main_job(main_jobs, name):
         )
     assert set(result.checks) == names
     assert all(check.passed for check in result.checks.values())
+    assert name != "double ring" or result.config["distribution"] == "zigzag"
     full = result.config["mask"] == "full"
     assert result.area.sum() == (301 * 301 if full else 301 * 302 // 2)
     if "--save-outputs" in options:
         assert result.outputs["dq"].shape == (301, 12, 32)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Return the results of some runs, by ranks and name."""
-    folder = tmp_path_factory.mktemp("runs")
-    shutil.copy(SAMPLE, folder / "zero.h5")
-    with h5py.File(folder / "zero.h5", "a") as file:
-        file["dout"] = np.zeros(file["q"].shape, "f4")
-    outputs = ["--trials", "1", "--backward", "--save-outputs", "--seqlen", "100"]
-    exact = [SAMPLE, "--dtype", "float64", *outputs]
-    small = [SAMPLE, "--seqlen", "64", "--trials", "1"]
-    options = {
-        (2, "exact"): exact,
-        (2, "zero dout"): [folder / "zero.h5", *outputs],
-        (2, "striped"): [*small, "--method", "striped ring"],
-        (2, "zigzag"): [*small, "--method", "double_ring"],
-        (3, "exact"): [*exact, "--rows", "3", "--distribution", "striped"],
-    }
-    for ranks in (2, 3):
-        cases = [
-            ("attention.py", [*x, "--output", folder / f"{ranks}-{name}.h5"], [])
-            for (number, name), x in options.items()
-            if number == ranks
-        ]
-        done, found = drive_each([*cases, ("attention.py", ["--help"], [])], ranks)
-        assert {code for code, _ in found} == {0} and done.stderr == "", done.stderr
-        assert done.stdout.count("usage:") == 1  # one rank prints the help
-    return {key: read_result(folder / "{}-{}.h5".format(*key)) for key in options}
-
-
-def test_outputs_are_the_attention_of_the_file(runs):
+def test_outputs_are_the_attention_of_the_file(main_jobs):
+    folder, *_ = main_jobs
     with h5py.File(SAMPLE) as file:
-        q, k, v = (file[name][:100].astype(np.float64) for name in "qkv")
-    visible = Causal().dense(np.arange(100), np.arange(100))
-    out, lse = reference.attention(q, k, v, visible, 32**-0.5)
-    outputs = runs[2, "exact"].outputs
+        q, k, v = (file[name][:301].astype(np.float64) for name in "qkv")
+    out, lse = reference.attention(q, k, v, np.ones((301, 301), bool), 32**-0.5)
+    outputs = read_result(folder / "ring.h5").outputs
     assert set(outputs) == {"out", "lse", "dq", "dk", "dv"}
-    assert outputs["out"] == pytest.approx(out, rel=1e-12, abs=1e-13)
-    assert outputs["lse"] == pytest.approx(lse, rel=1e-12)
-    assert outputs["dk"] == pytest.approx(runs[3, "exact"].outputs["dk"], rel=1e-10, abs=1e-12)
-    assert np.abs(outputs["dk"]).max() > 0.1
-    assert (runs[2, "zero dout"].outputs["dv"] == 0).all()
-    for name in ("striped", "zigzag"):
-        assert runs[2, name].config["distribution"] == name
+    np.testing.assert_allclose(outputs["out"], out, 1e-12, 1e-13)
+    np.testing.assert_allclose(outputs["lse"], lse, 1e-12)
+    zero = read_result(folder / "zero dout.h5").outputs
+    assert (zero["dv"] == 0).all() and np.abs(outputs["dv"]).max() > 0.1
 
 
 @launches
@@ -150,18 +123,6 @@ def test_failed_check(tmp_path):
     )  # fmt: skip
     assert "FAILED" in done.stdout
     assert not read_result(output).checks["out"].passed
-
-
-def test_one_trial_that_differs_fails():
-    done = drive(
-        2, SAMPLE, "--seqlen", "64", "--trials", "4",
-        sabotage="import a2d_mpi.attention.plan as p; old, calls = p.AttentionPlan.forward, []\n"
-        "def forward(*x):\n    calls.append(0); out, lse = old(*x)\n"
-        "    return out + (len(calls) == 3 and rank == 1), lse\n"
-        "p.AttentionPlan.forward = forward",
-        code=1,
-    )  # fmt: skip
-    assert re.search("repeat .*FAILED", done.stdout)
 
 
 @pytest.mark.parametrize("found", ["before the run", "while writing"])

@@ -1,18 +1,17 @@
-"""The GPT: gradients, the same losses on all grids, and runs that continue."""
+"""The GPT: gradients, batches, and the same losses on all grids."""
 
 from itertools import product
 
-import h5py
 import numpy as np
 import pytest
 from gpts import alone, lone, shaken, trainer_of
-from helpers import DEEPER, ROOT, assert_all, assert_each_refused, drive
+from helpers import DEEPER, ROOT, assert_all, drive_each
 from mpi4py import MPI
 
-from a2d_mpi import Documents
-from a2d_mpi.experiments.checkpoint import latest, load
+from a2d_mpi import Causal, Documents, LinearAttention
+from a2d_mpi.experiments.checkpoint import latest
 from a2d_mpi.gpt.adam import Adam, learning_rate
-from a2d_mpi.gpt.config import PRESETS, GPTConfig
+from a2d_mpi.gpt.config import LINEAR, PRESETS, GPTConfig
 from a2d_mpi.gpt.gradients import GradientSum, total
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
@@ -25,19 +24,30 @@ def small(positions="learned", nheads_kv=1, headdim=None):
     return GPTConfig(17, 2, 12, 3, 40, nheads_kv, positions, headdim)
 
 
-SHAPES = [("learned", None), ("rotary", None), ("rotary", 10)]
+CONFIGS = {
+    "learned": small(),
+    "rotary": small("rotary"),
+    "wide heads": small("rotary", headdim=10),
+    "hybrid": GPTConfig(17, 3, 12, 2, 40, positions="rotary", layer_pattern="LN"),
+}
 
 
-@pytest.mark.parametrize("positions, headdim", SHAPES)
-def test_gradients(positions, headdim):
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients(name):
     """Gradients of every kind of parameter equal differences; checkpointing keeps the bits."""
-    config, rng = small(positions, headdim=headdim), np.random.default_rng(1)
-    weights, mask = shaken(config), Documents([0, 4, 9], causal=True)
+    config, rng, linear = CONFIGS[name], np.random.default_rng(1), None
+    weights, mask, positions = shaken(config), Documents([0, 4, 9], causal=True), np.arange(9) % 5
+    if config.hybrid:
+        sizes = {"seqlen": 9, "nheads": 2, "headdim": 6, "dtype": "float64"}
+        mask, positions = Causal(), np.arange(9)
+        linear = LinearAttention(lone(), mask, **sizes, **LINEAR)
+        with pytest.raises(ValueError, match="layer_pattern LN needs a plan of linear attention"):
+            GPT(weights, alone(config, mask, 9))
     tokens, targets = rng.integers(0, 17, (2, 9))
     targets[3] = -1
     found = []
     for checkpoint in (False, True):
-        model = GPT(weights, alone(config, mask, 9), np.arange(9) % 5, checkpoint)
+        model = GPT(weights, alone(config, mask, 9), positions, checkpoint, linear)
         gradients, parts = Parameters(config, np.ones(config.parameters)), []
         model.loss(tokens, targets, 8, gradients, parts.append)
         found.append(gradients.flat.tobytes())
@@ -45,15 +55,16 @@ def test_gradients(positions, headdim):
         assert ends[0][1] == config.parameters and ends[-1][0] == 0
         assert all(a[0] == b[1] for a, b in zip(ends, ends[1:]))
     assert found[0] == found[1]
-    for name, part in weights.named.items():
-        flat, slope = part.reshape(-1), gradients.named[name].reshape(-1)
+    for part_name, part in weights.named.items():
+        flat, slope = part.reshape(-1), gradients.named[part_name].reshape(-1)
         for i in rng.integers(0, len(flat), 4):
             both, value = [], flat[i]
             for step in (1e-6, -1e-6):
                 flat[i] = value + step
                 both.append(model.loss(tokens, targets, 8))
             flat[i] = value
-            assert (both[0] - both[1]) / 2e-6 == pytest.approx(slope[i], abs=1e-8, rel=1e-6), name
+            found = (both[0] - both[1]) / 2e-6
+            assert found == pytest.approx(slope[i], abs=1e-8, rel=1e-6), part_name
 
 
 def test_config():
@@ -65,6 +76,8 @@ def test_config():
     assert GPTConfig(**shared.stored) == shared and shared.stored["headdim"] == 64
     assert GPTConfig(**PRESETS["tiny"].stored) == PRESETS["tiny"]
     assert "headdim" not in PRESETS["tiny"].stored  # checkpoints from before have none
+    hybrid = [GPTConfig(7, x, 8, 2, 5, layer_pattern="NNNL").hybrid for x in (3, 4)]
+    assert hybrid == [False, True]
     for bad, told in (
         ({"layers": 0}, "layers must be a positive integer, got 0"),
         ({"nheads": 5}, "width 12, nheads 5"),
@@ -131,16 +144,15 @@ def test_text(tmp_path):
         Text(tmp_path / "empty", b"--")
 
 
-def losses(comm, grid, method, dtype, steps, separator):
-    """Return the losses of a training run of a small model."""
-    config, text = GPTConfig(256, 2, 12, 6, 61, nheads_kv=2), Text(ROOT / "LICENSE", separator)
+def losses(comm, grid, config, method, dtype, steps, separator):
+    """Return the losses of a training run of a small model, its weights, and its traffic."""
     options = {"method": method, "dtype": dtype, "separator": separator, "steps": steps}
     options |= {"rate": 3e-3, "seed": 1, "recompute": method == "ring"}
-    weights = initial(config, 0, dtype)
+    text, weights = Text(ROOT / "LICENSE", separator), initial(config, 0, dtype)
     trainer = trainer_of(comm, grid, config, text, weights, **options)
-    found = [trainer.step() for _ in range(steps)]
+    found, traffic = np.array([trainer.step() for _ in range(steps)]), trainer.traffic()
     trainer.free()
-    return np.array(found), weights
+    return found, weights, traffic
 
 
 @pytest.mark.mpi
@@ -151,13 +163,14 @@ def losses(comm, grid, method, dtype, steps, separator):
 ])  # fmt: skip
 def test_same_losses(comm, grid_of, dtype, bound, steps, separator):
     """Losses on any grid and ring are those of one rank, and all ranks have equal weights."""
+    config = GPTConfig(256, 2, 12, 6, 61, nheads_kv=2)
     run = dtype, steps if comm.size in (4, 6) else 4, separator
-    expected, _ = losses(MPI.COMM_SELF, lone(), "attention2d", *run)
+    expected, *_ = losses(MPI.COMM_SELF, lone(), config, "attention2d", *run)
     shapes = [(r, comm.size // r) for r in range(1, comm.size + 1) if comm.size % r == 0]
     plans, bad = [*product(["attention2d"], shapes), ("ring", (comm.size, 1))], []
     for method, shape in [("attention2d", (2, 3))] if comm.size == 6 else plans:
         grid = grid_of(*shape)
-        found, weights = losses(comm, grid, method, *run)
+        found, weights, _ = losses(comm, grid, config, method, *run)
         error = np.abs(found / expected - 1).max()
         if not error <= bound:
             bad.append(f"{method} on {shape}: {error:.1e}")
@@ -165,6 +178,22 @@ def test_same_losses(comm, grid_of, dtype, bound, steps, separator):
             bad.append(f"{method} on {shape}: weights differ")
     assert expected[-1] < expected[0]
     assert_all(comm, not bad, "; ".join(bad))
+
+
+@pytest.mark.mpi
+@pytest.mark.one_mpi
+def test_same_losses_of_a_hybrid(comm, grid_of):
+    """Losses are one rank's; the bytes of the linear layers are those of their states."""
+    config = GPTConfig(256, 4, 16, 2, 61, layer_pattern="LLLN")
+    run = config, "attention2d", "float32", 8, b""
+    expected, *_ = losses(MPI.COMM_SELF, lone(), *run)
+    found, _, traffic = losses(comm, grid_of(1, comm.size), *run)
+    error = np.abs(found / expected - 1).max()
+    # Zigzag: two states of 2 heads of 8 x 8 float32 numbers, in 3 layers and 8 steps.
+    sent = 3 * 8 * (comm.size - 1) * 2 * 2 * 8 * 8 * 4
+    counted = int(traffic["forward/all"][0]) if comm.size > 1 else 0
+    right = error <= 1e-5 and counted == sent and expected[-1] < expected[0]
+    assert_all(comm, right, f"losses differ by {error:.1e}; {counted} bytes, not {sent}")
 
 
 @pytest.mark.mpi
@@ -189,43 +218,23 @@ def test_sums(comm, dtype):
     sums.free()
 
 
-OPTIONS = [
-    *("--layers", "1", "--width", "8", "--nheads", "2", "--seqlen", "40"),
-    *("--steps", "9", "--every", "2", "--separator", " "),
-]
-
-
-@pytest.mark.launches
-def test_goes_on(tmp_path):
-    """A resumed run has the bits of an uninterrupted one, even if the latest file is damaged."""
-    text, whole, parts = ROOT / "LICENSE", tmp_path / "whole", tmp_path / "parts"
-
-    def trained(folder, *more):
-        done = drive("train.py gpt", 2, text, "--folder", folder, *OPTIONS, *more)
-        return done.stderr
-
-    trained(whole, "--output", tmp_path / "log.h5")
-    trained(parts, "--until", 5)
-    assert [x.name for x in sorted(parts.iterdir())] == ["step-000000004.h5", "step-000000005.h5"]
-    damaged = parts / "step-000000005.h5"
-    damaged.write_bytes(cut := damaged.read_bytes()[:-100])
-    shown = trained(parts, "--resume")
-    assert "renamed to step-000000005.h5.damaged, because " in shown
-    assert (parts / "step-000000005.h5.damaged").read_bytes() == cut
-    first, second = (load(x / "step-000000009.h5") for x in (whole, parts))
-    assert first.weights.tobytes() == second.weights.tobytes()
-    assert first.moments.tobytes() == second.moments.tobytes()
-    assert first.losses.tolist() == second.losses.tolist() and len(first.losses) == 9
-    assert latest(whole)[0].step == 9 and not latest(whole)[1]
-    # Numbers of a whole HDF5 file that are others.
-    with h5py.File(whole / "step-000000009.h5", "r+") as file:
-        file["weights"][3] += 1
-    with pytest.raises(OSError, match="its checksum does not match"):
-        load(whole / "step-000000009.h5")
-    assert latest(whole)[0].step == 8
-    train = "train.py gpt", [text, "--folder", parts, *OPTIONS]
-    assert_each_refused([
-        (*train, ["--seed", "3"], "ranks disagree on --seed"),
-        (train[0], [*train[1], "--resume", "--rate", "1"], [], "rate was 0.001, now 1.0"),
-        (train[0], [*train[1], "--resume", "--width", "16"], [], "width was 8, now 16"),
-    ], 2)  # fmt: skip
+def test_driver_of_hybrid_models(tmp_path):
+    """The driver trains on two ranks, and refuses in a line what a hybrid model cannot do."""
+    sizes = ["--layers", "4", "--width", "16", "--nheads", "2", "--seqlen", "40", "--steps", "3"]
+    train = [ROOT / "LICENSE", *sizes, "--layer-pattern"]
+    folder = ["--folder", tmp_path / "run"]
+    cases = [
+        ("train.py gpt", [*train, "LLLN", *folder, "--separator", ""], []),
+        ("generate.py", [tmp_path / "run", "--prompt", "x"], []),
+        ("train.py gpt", [*train, "LLLN", "--folder", tmp_path / "other"], []),
+        ("train.py gpt", [*train, "LQ", "--folder", tmp_path / "other"], []),
+    ]
+    done, found = drive_each(cases, 2)
+    assert [code for code, _ in found] == [0, 2, 2, 2], done.stderr
+    assert latest(tmp_path / "run")[0].config.layer_pattern == "LLLN"
+    for told in (
+        "cannot decode with linear layers, got layer_pattern LLLN",
+        "see all earlier tokens, and run on the host: they need --separator ''",
+        "layer_pattern must consist of L and N, got 'LQ'",
+    ):
+        assert done.stderr.count(told) == 1, done.stderr

@@ -6,11 +6,10 @@ from dataclasses import replace
 import h5py
 import numpy as np
 import pytest
+from gpts import alone
 from helpers import ROOT, assert_all, drive, drive_each
-from mpi4py import MPI
+from machines import machine
 
-from a2d_mpi.attention.methods import make_plan
-from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.sweep import Case
@@ -20,7 +19,7 @@ from a2d_mpi.gpt.gradients import GradientSum
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.masks.mask import Causal
-from a2d_mpi.planning.machine import KernelModel, Link, Machine
+from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.planner import candidate
 
 MODEL = GPTConfig(64, 5, 96, 4, 384, nheads_kv=2)
@@ -39,8 +38,7 @@ def test_products_are_six_operations_a_weight(name):
 
 def peak(config, recompute):
     """Return the bytes that loss and gradients allocate on one rank."""
-    grid = ProcessGrid(MPI.COMM_SELF, 1, 1)
-    plan = make_plan("attention2d", grid, Causal(), seqlen=config.seqlen, **config.heads)
+    plan = alone(config, Causal(), config.seqlen, "float32")
     weights = Parameters(config, initial(config, 0, "f4"))
     gradients = Parameters(config, np.zeros_like(weights.flat))
     model = GPT(weights, plan, checkpoint=recompute)
@@ -50,8 +48,6 @@ def peak(config, recompute):
     model.loss(tokens, tokens, len(tokens), gradients)
     found = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    plan.free()
-    grid.free()
     return found
 
 
@@ -63,13 +59,6 @@ def test_activations(recompute, vocab, headdim):
     assert peak(config, recompute) == pytest.approx(predicted, rel=0.15)
 
 
-def machine(**links):
-    kernel = KernelModel(1e11)
-    kernels = {"float32": {"forward": kernel, "backward": kernel}}
-    return Machine("m", links.get("inside"), links.get("between"), kernels, copy=1e10,
-                   ranks_per_node=links.get("node", 1))  # fmt: skip
-
-
 @pytest.mark.mpi
 def test_sums_move_what_is_predicted(comm):
     """With a link of one byte per second, seconds are bytes."""
@@ -78,7 +67,7 @@ def test_sums_move_what_is_predicted(comm):
     gradients = GradientSum(comm, flat)
     gradients.start(slice(None))
     gradients.finish()
-    [half] = sum_seconds(machine(between=link), comm.size, [flat.nbytes])
+    [half] = sum_seconds(machine(link), comm.size, [flat.nbytes])
     gradients.free()
     assert_all(comm, 2 * half == pytest.approx(gradients.nbytes), half)
     assert_all(comm, (flat == comm.size).all(), flat)
@@ -86,7 +75,7 @@ def test_sums_move_what_is_predicted(comm):
 
 def test_prediction_adds_up():
     """More ranks share the work; sums of gradients hide behind all layers but the last."""
-    fast, slow = (machine(between=Link(x)) for x in (1e12, 1e7))
+    fast, slow = (machine(Link(x), copy=1e10) for x in (1e12, 1e7))
     config = replace(PRESETS["gpt3-125m"], seqlen=4096)
     case = Case(seqlen=4096, **config.heads, mask="causal", backward=True)
     steps = {}

@@ -4,7 +4,6 @@ import re
 import subprocess
 from configparser import ConfigParser
 
-import pytest
 from helpers import ROOT
 
 CONFIG = ConfigParser()
@@ -48,14 +47,6 @@ def test_recipes():
     path = re.search(r"^  path: (.*)$", CONDA, re.MULTILINE)[1]
     assert (ROOT / "jobs" / "conda" / path).resolve() == ROOT
     compile(SPACK, "package.py", "exec")
-
-
-@pytest.mark.parametrize("old, new", [
-    ("numpy@1.26:", "numpy@1.25:"), ('    depends_on("py-tqdm@4.60:"', "    #"),
-])  # fmt: skip
-def test_another_recipe_is_seen(old, new):
-    assert SPACK.count(old) == 1 and of_spack(SPACK.replace(old, new)) != OF_SPACK
-    assert of_conda(CONDA.replace("mpi4py >=4.1", "mpi4py >=4.0")) != EXPECTED
 
 
 def test_citation():

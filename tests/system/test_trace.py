@@ -7,16 +7,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from cases import PLANS
 from dense import problem_for, results_of
-from helpers import (
-    ROOT,
-    SAMPLE,
-    assert_all,
-    drive_each,
-)
-from mpi4py import MPI
+from helpers import ROOT, SAMPLE, assert_all, drive_each
 
-from a2d_mpi import Attention2D, Causal, ProcessGrid, RingAttention, TriangleAttention
+from a2d_mpi import Attention2D, Causal
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.trace import Trace, events_of, predicted, read_trace
@@ -28,16 +23,9 @@ from a2d_mpi.schedules import problem_of, write
 from a2d_mpi.schedules.steps import Attend, Differentiate
 
 TEXT = ROOT / "LICENSE"
-MACHINE = ROOT / "data" / "machines" / "a100-16x4.toml"
-SIZES = {"seqlen": 61, "nheads": 4, "nheads_kv": 2, "headdim": 8}
-# The kind of plan, its grid, and the ranks that run it.
-PLANS = [
-    (Attention2D, (2, 2), {}),
-    (Attention2D, (2, 1, 2), {"order": "ucr"}),
-    (Attention2D, (1, 1, 4), {}),
-    (RingAttention, (1, 4), {}),
-    (TriangleAttention, (1, 3), {}),
-]
+MACHINE = read_machine(ROOT / "data" / "machines" / "a100-16x4.toml")
+SIZES = {"seqlen": 61, "nheads": 12, "nheads_kv": 2, "headdim": 8}
+WORK = Workload(700, 4, 8, 2, mask=Causal(), backward=True)
 
 
 def slices(events, category=None):
@@ -65,16 +53,13 @@ def wrong(events, ranks):
         threads.setdefault(x["tid"], set()).add(x["pid"])
     bad += [f"thread {tid} of ranks {x}" for tid, x in threads.items() if len(x) > 1]
     for tid in threads:
+        mine = [x for x in slices(events) if x["tid"] == tid]
         # In nanoseconds, so that sums are exact.
-        spans = [(round(1e3 * x["ts"]), -round(1e3 * x["dur"])) for x in slices(events)
-                 if x["tid"] == tid]  # fmt: skip
-        open_ = []
-        for begin, length in sorted(spans):
-            while open_ and open_[-1] <= begin:
-                open_.pop()
-            if open_ and begin - length > open_[-1]:
-                bad.append(f"thread {tid}: spans overlap at {begin} ns")
-            open_.append(begin - length)
+        spans = [(round(1e3 * x["ts"]), round(1e3 * x["dur"])) for x in mine]
+        begin, length = np.array(spans, int).reshape(-1, 2).T
+        inside = (begin[:, None] < begin) & (begin < (begin + length)[:, None])
+        if (inside & ((begin + length)[:, None] < begin + length)).any():
+            bad.append(f"thread {tid}: spans overlap")
     return bad + wrong_flows(events)
 
 
@@ -114,20 +99,6 @@ def flow_bytes(events, rank):
     return found
 
 
-@contextmanager
-def grid_of_first(comm, shape, **options):
-    """Return a grid of the first ranks; None on other ranks."""
-    size = int(np.prod(shape))
-    some = comm.Split(0 if comm.rank < size else MPI.UNDEFINED)
-    grid = ProcessGrid(some, *shape, **options) if some != MPI.COMM_NULL else None
-    try:
-        yield some, grid
-    finally:
-        if grid:
-            grid.free()
-            some.Free()
-
-
 def traced(comm, plan, path, device=(np.asarray, np.asarray)):
     """Return results with and without a trace, and its events on rank 0."""
     given = problem_for(plan)
@@ -142,71 +113,49 @@ def traced(comm, plan, path, device=(np.asarray, np.asarray)):
     return same, read_trace(path) if comm.rank == 0 else None
 
 
+@pytest.mark.mpi
 @pytest.mark.multirank
 @pytest.mark.grids
-@pytest.mark.mpi(min_size=4)
-@pytest.mark.parametrize("method, shape, options", PLANS)
-def test_measured(comm, tmp_path, method, shape, options):
+@pytest.mark.parametrize("name", PLANS)
+def test_measured(comm, grid_of, tmp_path, name):
     """The trace has every message with its bytes and every kernel call with its pairs."""
-    problem = ""
-    with grid_of_first(comm, shape, **options) as (some, grid):
-        if grid:
-            plan = method(grid, Causal(), **SIZES)
-            same, events = traced(some, plan, tmp_path / "a.json")
-            counted = some.gather(dict(plan.traffic.bytes))
-            pairs = some.gather(2 * plan.area())
-            place = some.gather(grid.comm.rank)
-            if not same:
-                problem = "other bits"
-            elif events:
-                bad = wrong(events, some.size)
-                for rank in range(some.size):
-                    if flow_bytes(events, rank) != counted[rank]:
-                        bad.append(f"rank {rank}: {flow_bytes(events, rank)}, {counted[rank]}")
-                    mine = [x for x in slices(events, "compute") if x["pid"] == rank]
-                    if sum(x["args"].get("pairs", 0) for x in mine) != pairs[rank]:
-                        bad.append(f"rank {rank}: other pairs than {pairs[rank]}")
-                if sorted(place) != list(range(some.size)):
-                    bad.append(f"{place}")
-                names = {x["name"] for x in slices(events, "total")}
-                if names != {"plan forward", "plan backward"}:
-                    bad.append(f"calls {names}")
-                problem = "; ".join(bad)
-    assert_all(comm, not problem, problem)
+    kind, shape, nodes = PLANS[name]
+    plan = kind(grid_of(*shape, order="ucr", nodes=nodes), Causal(), **SIZES)
+    same, events = traced(comm, plan, tmp_path / "a.json")
+    counted, pairs = comm.gather(dict(plan.traffic.bytes)), comm.gather(2 * plan.area())
+    bad = [] if same else ["other bits"]
+    if events:
+        bad += wrong(events, comm.size)
+        for rank in range(comm.size):
+            if flow_bytes(events, rank) != counted[rank]:
+                bad.append(f"rank {rank}: {flow_bytes(events, rank)}, {counted[rank]}")
+            mine = [x for x in slices(events, "compute") if x["pid"] == rank]
+            if sum(x["args"].get("pairs", 0) for x in mine) != pairs[rank]:
+                bad.append(f"rank {rank}: other pairs than {pairs[rank]}")
+        names = {x["name"] for x in slices(events, "total")}
+        bad += [f"calls {names}"] * (names != {"plan forward", "plan backward"})
+    assert_all(comm, not bad, "; ".join(bad))
 
 
-@pytest.mark.multirank
-@pytest.mark.grids
-@pytest.mark.one_mpi
-@pytest.mark.mpi(min_size=4)
-def test_wrong_traces(comm, tmp_path):
+def test_wrong_traces():
     """The checks of this file find wrong traces."""
-    problems = {}
-    with grid_of_first(comm, (2, 2)) as (some, grid):
-        if grid:
-            plan = Attention2D(grid, Causal(), **SIZES)
-            events = traced(some, plan, tmp_path / "a.json")[1]
-            if events:
-                counted = flow_bytes(events, 0)
-                begins, ends = ([i for i, x in enumerate(events) if x["ph"] == y] for y in "sf")
-                waits = [i for i, x in enumerate(events) if x.get("cat") == "wait"]
-                call = next(i for i, x in enumerate(events) if x.get("cat") == "compute")
-                for name, change in {
-                    "no end": lambda x: x.pop(ends[0]),
-                    "two ends": lambda x: x.append(x[ends[0]]),
-                    "other bytes": lambda x: x[begins[0]]["args"].update(bytes=1),
-                    "other rank": lambda x: x[begins[0]].update(pid=2),
-                    "no time": lambda x: x[waits[0]].pop("ts"),
-                    "negative": lambda x: x[waits[0]].update(dur=-1.0),
-                    "overlap": lambda x: x.append({**x[call], "ts": x[call]["ts"] + 0.01}),
-                    "no rank": lambda x: x.__setitem__(slice(None), [y for y in x if y["pid"]]),
-                }.items():
-                    copy = deepcopy(events)
-                    change(copy)
-                    problems[name] = wrong(copy, 4)
-                assert flow_bytes(copy, 0) != counted
-    missed = [name for name, found in problems.items() if not found]
-    assert_all(comm, not missed, f"not seen: {missed}")
+    events = events_of(predicted(MACHINE, "attention2d", Layout(2, 2), WORK, "plan"))
+    begins, ends = ([i for i, x in enumerate(events) if x["ph"] == y] for y in "sf")
+    waits = [i for i, x in enumerate(events) if x.get("cat") == "wait"]
+    call = next(i for i, x in enumerate(events) if x.get("cat") == "compute")
+    for name, change in {
+        "no end": lambda x: x.pop(ends[0]),
+        "two ends": lambda x: x.append(x[ends[0]]),
+        "other bytes": lambda x: x[begins[0]]["args"].update(bytes=1),
+        "other rank": lambda x: x[begins[0]].update(pid=x[begins[0]]["args"]["to"]),
+        "no time": lambda x: x[waits[0]].pop("ts"),
+        "negative": lambda x: x[waits[0]].update(dur=-1.0),
+        "overlap": lambda x: x.append({**x[call], "ts": x[call]["ts"] + 0.01}),
+        "no rank": lambda x: x.__setitem__(slice(None), [y for y in x if y["pid"]]),
+    }.items():
+        change(copy := deepcopy(events))
+        assert wrong(copy, 4), name
+    assert flow_bytes(copy, 0) != flow_bytes(events, 0)
 
 
 @pytest.mark.mpi
@@ -249,14 +198,12 @@ def test_on_a_gpu(comm, grid_of, cupy, tmp_path, monkeypatch):
 )
 def test_predicted(method, layout):
     """The end is the simulator's, and the arrows have all messages with their bytes."""
-    machine = read_machine(MACHINE)
-    work = Workload(700, 4, 8, 2, mask=Causal(), backward=True)
-    events = events_of(predicted(machine, method, layout, work, "plan"))
+    events = events_of(predicted(MACHINE, method, layout, WORK, "plan"))
     assert wrong(events, layout.size) == []
-    phases = predict(machine, method, layout, work)
+    phases = predict(MACHINE, method, layout, WORK)
     end = max(x["ts"] + x["dur"] for x in slices(events))
     assert end == pytest.approx(1e6 * sum(x.total.max() for x in phases.values()), abs=0.01)
-    problem = problem_of(method, layout, work, work.mask)
+    problem = problem_of(method, layout, WORK, WORK.mask)
     for rank, place in enumerate(layout.world_ranks().tolist()):
         sums = np.sum(list(cost.traffic(method, layout, problem, rank).values()), axis=0)
         assert flow_bytes(events, place) == {(None, None): sums.tolist()}
@@ -272,18 +219,6 @@ def test_predicted(method, layout):
         assert [(x["rows"], x["columns"]) for x in shown] == [
             (x.queries.count, x.keys.count) for x in calls
         ]
-
-
-def test_committed():
-    """The trace of docs/benchmarks.md has the messages of its plan."""
-    path = ROOT / "data" / "results" / "trace.json"
-    events, layout = read_trace(path), Layout(2, 2)
-    assert wrong(events, 4) == []
-    problem = problem_of(
-        "attention2d", layout, Workload(1536, 12, 32, dtype="float32", mask=Causal()), Causal()
-    )
-    for rank in range(4):
-        assert flow_bytes(events, rank) == cost.traffic("attention2d", layout, problem, rank)
 
 
 def test_drivers(tmp_path):
