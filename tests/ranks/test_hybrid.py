@@ -55,13 +55,13 @@ def test_same_losses(comm, grid_of):
         options = {"separator": b"", "dtype": "float32", "rate": 3e-3}
         trainer = trainer_of(ranks, where, config, text, weights, **options)
         found[name] = np.array([trainer.step() for _ in range(8)])
-        traffic = trainer.traffic()
+        traffic = dict(trainer._training.linear.traffic.bytes)
         trainer.free()
     error = np.abs(found["all"] / found["one"] - 1).max()
     bad = [f"losses differ by {error:.1e}"] * (not error <= 1e-5)
     # Zigzag: two states of 2 heads of 8 x 8 float32 numbers, in 3 layers and 8 steps.
     sent = 3 * 8 * (comm.size - 1) * 2 * 2 * 8 * 8 * 4
-    counted = int(traffic["forward/all"][0]) if comm.size > 1 else 0
+    counted = int(traffic["forward", "all"][0]) if comm.size > 1 else 0
     bad += [f"{counted} bytes, not {sent}"] * (counted != sent)
     assert found["one"][-1] < found["one"][0] - 0.1
     assert_all(comm, not bad, "; ".join(bad))

@@ -205,13 +205,13 @@ def test_goes_on(tmp_path):
         return done.stderr
 
     trained(whole, "--output", tmp_path / "log.h5")
-    trained(parts, "--until", 5)
-    assert [x.name for x in sorted(parts.iterdir())] == ["step-000000004.h5", "step-000000005.h5"]
-    damaged = parts / "step-000000005.h5"
+    trained(parts)
+    assert [x.name for x in sorted(parts.iterdir())] == ["step-000000008.h5", "step-000000009.h5"]
+    damaged = parts / "step-000000009.h5"
     damaged.write_bytes(cut := damaged.read_bytes()[:-100])
     shown = trained(parts, "--resume")
-    assert "renamed to step-000000005.h5.damaged, because " in shown
-    assert (parts / "step-000000005.h5.damaged").read_bytes() == cut
+    assert "renamed to step-000000009.h5.damaged, because " in shown
+    assert (parts / "step-000000009.h5.damaged").read_bytes() == cut
     first, second = (load(x / "step-000000009.h5") for x in (whole, parts))
     assert first.weights.tobytes() == second.weights.tobytes()
     assert first.moments.tobytes() == second.moments.tobytes()

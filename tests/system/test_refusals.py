@@ -29,10 +29,10 @@ from a2d_mpi.gpt.config import GPTConfig
 # Driver, options, in brackets more options on rank 1, and the text.  {names} are of `places`.
 ON_RANKS = r"""
 attention.py {sample} --check rows:0 | --check must be none, sample, full or rows:N, got 'rows:0'
-attention.py {sample} --rows 3 | 3 rows do not divide 2 ranks
-attention.py {sample} --cols 3 | 3 columns do not divide 2 ranks
+attention.py {sample} --rows 3 | 3 x 1 grid does not fit 2 ranks
+attention.py {sample} --cols 3 | 1 x 3 grid does not fit 2 ranks
 attention.py {sample} --rows 2 --cols 2 | 2 x 2 grid does not fit 2 ranks
-attention.py {sample} --rows 2 --head-ranks 2 | 2 rows x 2 ranks per Ulysses group do not divide 2
+attention.py {sample} --rows 2 --head-ranks 2 | 2 x 1 x 2 grid does not fit 2 ranks
 attention.py {sample} --method triple_ring | must be one of attention2d, ring, striped ring, double
 attention.py {sample} --method triangle --mask full | a triangle needs a causal mask
 attention.py {sample} --method "striped ring" --distribution zigzag | needs the striped distribut
@@ -67,7 +67,6 @@ attention.py {sample} --trace {tmp}/a.txt | a.txt must end with .json
 attention.py {sample} --trace /nowhere/a.json | cannot write /nowhere/a.json
 attention.py {sample} --trace {tmp}/other.json | other.json, another kind of file
 attention.py {sample} --output {new} --trace {new} | it is the output
-bench.py --output {new} --trace /nowhere/a.json | cannot write /nowhere/a.json
 bench.py --output {new} --plans ring:3 | --plans must be METHOD[:RxC[xU]][@order][/RxC][*F[xB]], al
 bench.py --output {new} --plans ring:1x2 | 'ring:1x2': a ring must be 2x1x1
 bench.py --output {new} --plans star | no method 'star'
@@ -98,23 +97,13 @@ bench.py --output {bench} {sizes} --resume --trials 3 | was made with trials 2, 
 bench.py --output {bench} {sizes} --resume --seed 1 | was made with seed 0, but now it is 1
 bench.py --output {bench} {sizes} --resume --profile {profile} | was made with machine none
 bench.py --output {profile} --profile {profile} | cannot write {profile}: it is the input
-bench.py train --output {new} --preset tiny --seqlen 2G | (--seqlen): steps on one rank take
-bench.py train --output {new} --preset tiny --seqlen 64K | 65536 tokens (--seqlen): arrays of the
-bench.py train --output {new} --preset tiny --vocab 16777216 --width 8192 | (--layers, --width, --v
-bench.py decode --contexts 2G | 2147483648 tokens (--contexts) on one of 1 rank
-bench.py decode --requests 65536 | the cache of 65536 requests (--requests)
-bench.py decode --kv-block 1048576 --layers 999 | GiB
 bench.py decode --ranks 3 | at most 2, got [3]
 bench.py decode --ranks 1 --apart 1+2 | at most 2 together
-bench.py linear --decay 0.9 --mask full | a decay needs a causal mask, got Full
 calibrate.py --output {new} --seconds nan | --seconds must be at
-encode.py x --query BYTES | --query must be UTF-8, got '\udcff'
 train.py gpt {text} --folder {new} --rows 3 | 3
-train.py gpt {text} --folder {new} --grid auto | --grid auto needs --profile, and
-train.py gpt {text} --folder {new} --profile {profile} | --grid auto needs --profile, and
-train.py gpt {text} --folder {new} --grid auto --profile {profile} --rows 2 | auto chooses --rows
-train.py gpt {text} --folder {new} --grid auto --profile {text} | text
-train.py gpt {text} --folder {new} --grid auto --profile {wide} | float32
+train.py gpt {text} --folder {new} --profile {profile} --rows 2 | --profile chooses --rows
+train.py gpt {text} --folder {new} --profile {text} | text
+train.py gpt {text} --folder {new} --profile {wide} | float32
 train.py gpt {text} --folder {new} --rate nan | --rate must be at
 train.py gpt {text} --folder {new} --validate 1 | a share of 1.0 holds out none
 train.py gpt {text} --folder {new} --validate 1e-6 | a share of 1e-06 holds out none
@@ -122,17 +111,14 @@ train.py gpt {text} --folder {new} --validate 0.05 --separator '\n' --seqlen 999
 train.py gpt {text} --folder {new} --output {text} | it is the input
 train.py gpt {text} --folder {new} --output /none/log.h5 | cannot write /none/log.h5
 train.py gpt {text} --folder {new} --output "" | --output must be a path, got ''
-train.py gpt {text} --folder {new} --trace /nowhere/a.json | cannot write /nowhere/a.json
 train.py gpt {text} --folder {new} --width 1048576 | (--layers, --width), 1024 tokens (--seqlen):
 train.py gpt {text} --folder {new} --seqlen 2G | 2147483648 tokens (--seqlen)
 train.py gpt {text} --folder {new} --layers 4096 --width 8192 | GiB for 2 ranks
-train.py gpt {text} --folder {new} --steps 9 --until 10 | --until 10 must be at most --steps 9
 train.py gpt {text} --folder {new} [--seed 3] | ranks disagree on --seed
 train.py gpt {tmp}/missing --folder {new} | No such file
 train.py gpt {tmp}/pipe --folder {new} | {tmp}/pipe is not a regular file
 train.py gpt {text} --folder {run} | has checkpoints; --resume continues
 train.py gpt {text} --folder {run} --resume | has no complete checkpoint:
-train.py gpt {text} --folder {run} --resume --anew | not allowed with argument
 train.py nonsense | argument COMMAND: invalid choice: 'nonsense'
 generate.py {run}/step-000000003.h5 --prompt x | step-000000003.h5 as HDF5:
 generate.py {model} --prompt x --temperature inf | --temperature must be at most 1000000.0, got inf
@@ -140,7 +126,7 @@ generate.py {model} --prompt x --room 3 | a number for each of the 2 positions
 generate.py {model} --prompt x --ffn-ranks 2 | give both of --attention-ranks and --ffn-ranks
 generate.py {model} --prompt x --micro-batches 2 | --micro-batches needs them
 generate.py {apart} --ffn-ranks 2 | 1 attention ranks and 2 FFN ranks must be the 2 ranks
-generate.py {apart} --ffn-ranks 1 --head-ranks 3 | 3 ranks per Ulysses group do not divide 1 rank
+generate.py {apart} --ffn-ranks 1 --head-ranks 3 | 1 x 1 x 3 grid does not fit 1 rank
 generate.py {apart} --ffn-ranks 1 --rows 2 --cols 2 | a 2 x 2 grid does not fit 1 rank
 generate.py {apart} --ffn-ranks 1 --room 3,4 | a number for each of the 1 position
 generate.py {apart} --ffn-ranks 1 --kernel cupy | does not take NumPy arrays
@@ -154,7 +140,6 @@ bench.py kernels --kernels cheese | got 'cheese'
 bench.py kernels --nheads-kv 3 | nheads_kv must divide nheads
 plan.py --ranks 4 --seqlen 8K --profile {h100} | give --nheads
 plan.py --ranks 4 --seqlen 8K --profile {h100} --gpt gpt3-125m --nheads 4 | --gpt sets --nheads
-plan.py simulate --output x --timeout nan | --timeout must be
 plot.py nonsense | argument COMMAND: invalid choice: 'nonsense'
 plot.py grid x.png --rows 0 | --rows must be at least 1, got 0
 plot.py masks {png} --masks sparse | --masks must be one of full, causal
@@ -170,7 +155,6 @@ plot.py results {bench} --output {tmp}/folder --what model | model: no predictio
 plot.py results {bench} --output {tmp}/folder --format gif | --format must be one of png, svg; got
 plot.py results {bench} --output {tmp}/folder --workload mine | no workload 'mine': causal-n64
 plot.py results {bench} --output {tmp}/folder --ranks 3 | was not run on 3 ranks
-plot.py results {bench} --output {tmp}/folder --run none | no run 'none'
 plot.py results {bench} --output /proc/none | /proc/none
 plot.py results {sample} --output {tmp}/folder | minilm_l3_1536.h5
 plot.py results {tmp}/none.h5 --output {tmp}/folder | none.h5
@@ -287,7 +271,7 @@ def test_numbers_are_bounded():
                     with pytest.raises(ValueError, match=f"^{name} must be ") as error:
                         parser.parse_args([f"{name}={text}"])
                     assert len(str(error.value)) < 150
-    assert len(found) > 40 and found["--trials"] > 5
+    assert len(found) > 30 and found["--trials"] > 5
 
 
 @pytest.mark.launches

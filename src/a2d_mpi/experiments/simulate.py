@@ -12,10 +12,7 @@ The file::
 ``<phase> simulated``, ``predicted``  seconds of the slowest rank
 ``<phase> simulated wait``, ...       mean wait of all ranks
 ``memory``, ``room``                  peak bytes of a rank; bytes that a rank may use
-``cost seconds``, ``memory``, ...     cost of the simulation
 ``coarse``                            seconds within which ends of messages were one event
-``timeout``                           seconds after which the simulation was given up; it has
-                                      nothing simulated
 ====================================  ==========================================================
 """
 
@@ -23,7 +20,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -55,8 +52,6 @@ class Task:
     what : Configuration
     machine : Machine
     network : Network
-    slow_rank : float
-        Factor by which rank 0 is slower.
     coarse : float
         `coarse` of `a2d_mpi.planning.simgrid.simulate`, as a share of the predicted time of the
         shortest phase.
@@ -65,26 +60,20 @@ class Task:
     what: Configuration
     machine: Machine
     network: Network
-    slow_rank: float = 1.0
     coarse: float = 0.0
 
     @property
     def name(self) -> str:
         """Name of the entry in files."""
-        network, odd = self.network, ""
-        for word, factor in (("rank", self.slow_rank), ("port", network.slow_port)):
-            odd += f"-slow {word} {factor:g}" * (factor > 1)
-        return f"{self.what.name}-{network.name}{odd}-{self.machine.name}".replace("/", "_")
+        return f"{self.what.name}-{self.network.name}-{self.machine.name}".replace("/", "_")
 
-    def run(self, timeout: float) -> dict[str, object]:
+    def run(self) -> dict[str, object]:
         """Run the simulation; return the attributes of its entry."""
         what, layout, work = self.what, self.what.layout, self.what.case.work(self.what.overlap)
         entry: dict[str, object] = {
             **what.attributes,
             "machine": self.machine.name,
             "network": self.network.name,
-            "slow_rank": self.slow_rank,
-            "slow_port": self.network.slow_port,
         }
         problem = problem_of(what.method, layout, work, work.mask)
         entry["distribution"] = problem.queries.name
@@ -95,19 +84,8 @@ class Task:
         plan = self.machine, what.method, layout, work
         predicted = predict(*plan)
         entry["coarse"] = self.coarse * min(float(x.total.max()) for x in predicted.values())
-        slow = np.ones(layout.size)
-        slow[0] = self.slow_rank
-        both = {"predicted": predicted}
-        options = {"slow": slow, "timeout": timeout, "coarse": entry["coarse"]}
-        try:
-            replay = simulate(*plan, network=self.network, **options)
-        except TimeoutError:
-            entry["timeout"] = timeout
-        else:
-            both["simulated"] = replay.phases
-            for name in ("seconds", "memory", "messages"):
-                entry[f"cost {name}"] = getattr(replay, name)
-        for name, phases in both.items():
+        replay = simulate(*plan, network=self.network, coarse=entry["coarse"])
+        for name, phases in (("predicted", predicted), ("simulated", replay.phases)):
             for phase, parts in phases.items():
                 entry[f"{phase} {name}"] = float(parts.total.max())
                 entry[f"{phase} {name} wait"] = float(parts.wait.mean())
@@ -116,7 +94,7 @@ class Task:
 
 def simulate_all(args: argparse.Namespace) -> int:
     """Run the simulations that a file lacks, one after the other; return the exit code."""
-    networks = [replace(parse_network(x), slow_port=args.slow_port) for x in args.networks]
+    networks = [parse_network(x) for x in args.networks]
     replayer()  # raises an error now if SimGrid is not installed
     there = check_output(args.output, SCHEMA, args.resume)
     done = read_simulations(args.output) if there else {}
@@ -124,9 +102,8 @@ def simulate_all(args: argparse.Namespace) -> int:
     with progress(_tasks(args, networks), unit="plan") as bar:
         for task in bar:  # the planner runs lazily, in this loop
             entry = done.get(task.name)
-            # A simulation that was given up is repeated if it may take longer now.
-            if entry is None or entry.get("timeout", np.inf) < args.timeout:
-                entry = task.run(args.timeout)
+            if entry is None:
+                entry = task.run()
                 bar.write(_line(task.name, entry))
             else:
                 before += 1
@@ -203,26 +180,16 @@ def seconds(entry: Mapping[str, object], kind: str, part: str = "") -> float:
 
 
 def _tasks(args: argparse.Namespace, networks: list[Network]) -> Iterator[Task]:
-    cases = cases_of(args, args.masks)
+    cases = cases_of(args)
     for path, ranks, case in product(args.profile, args.ranks, cases):
         machine = read_machine(path)
         if args.links_alone:
             machine = machine.links_alone()
-        if args.latency != 1:
-            links = {
-                name: replace(link, latency=link.latency * args.latency)
-                for name in ("inside", "between")
-                if (link := getattr(machine, name))
-            }
-            name = f"{machine.name}, latency x {args.latency:g}"
-            machine = replace(machine, name=name, **links)
         for what in plans_for(case, args.plans, ranks, machine=machine):
             for network in networks:
-                yield Task(what, machine, network, args.slow_rank, args.coarse)
+                yield Task(what, machine, network, args.coarse)
 
 
 def _line(name: str, entry: Mapping[str, object]) -> str:
-    line = f"{name}: predicted {seconds(entry, 'predicted'):.4g} s, "
-    if "timeout" in entry:
-        return line + f"not simulated in {entry['timeout']:g} s"
-    return line + f"simulated {seconds(entry, 'simulated'):.4g} in {entry['cost seconds']:.1f} s"
+    predicted, simulated = (seconds(entry, x) for x in ("predicted", "simulated"))
+    return f"{name}: predicted {predicted:.4g} s, simulated {simulated:.4g} s"
