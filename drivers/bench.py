@@ -150,7 +150,7 @@ def decode(parser: Parser) -> Callable:
     from a2d_mpi.experiments.bench_decode import bench_decode
     from a2d_mpi.experiments.model_options import add_sizes
 
-    add_sizes(parser, layers=2, width=512, nheads=8, nheads_kv=2, headdim="width / nheads")
+    add_sizes(parser, layers=2, width=512, nheads=8, nheads_kv=2, headdim=None)
     group = parser.add_argument_group("requests and ranks")
     text = "lengths of the context: 4096,64K"
     group.add_argument("--contexts", type=listed(tokens()), metavar="TOKENS,...",

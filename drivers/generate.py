@@ -5,7 +5,7 @@ r"""Generate text from a checkpoint of train.py gpt, with the KV cache spread ov
 
 Keys and values of all requests lie in blocks on all ranks.  --room limits the blocks of each rank;
 a rank without room borrows room from others.  Requests that do not fit are queued.
-With --attention-ranks and --ffn-ranks, MLPs are on ranks of their own (docs/models.md).
+With --ffn-ranks, MLPs are on ranks of their own (docs/models.md).
 
 Exit code 0: all prompts were answered.  1: a request was refused, because it fits nowhere.
 2: bad input.
@@ -37,9 +37,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     text = "KV cache blocks on each grid position: 10,10,4,10; default: no limit"
     add("--room", type=listed(whole(0)), metavar="N,...", help=text)
     add_options(group, "kv-block", "method", "rows", "cols", "head-ranks")
-    text = "number of ranks that hold the KV cache; they form the grid"
-    add("--attention-ranks", type=whole(1), metavar="A", help=text)
-    text = "number of all other ranks, which hold MLPs and embeddings"
+    text = "last ranks, which hold MLPs and embeddings; the others hold the cache, in a grid"
     add("--ffn-ranks", type=whole(1), metavar="F", help=text)
     text = "micro-batches of a step, with --ffn-ranks; default: 3"
     add("--micro-batches", type=whole(1), metavar="N", help=text)

@@ -463,7 +463,7 @@ def fail(*args, **options):
 if rank == {2}:
     module.{1} = fail
 """
-APART = ["--attention-ranks", 2, "--ffn-ranks", 1]
+APART = ["--ffn-ranks", 1]
 
 
 @pytest.fixture(scope="module")
@@ -497,7 +497,7 @@ def test_generate(model):
     for ranks, more in (
         (1, ["--room", 15]),
         (2, []),
-        (3, ["--room", 15, "--attention-ranks", 1, "--ffn-ranks", 2]),
+        (3, ["--room", 15, "--ffn-ranks", 2]),
         (3, ["--room", "9,6", *APART, "--micro-batches", 2]),
     ):
         done = drive("generate.py", ranks, model, *options, *more)

@@ -123,9 +123,8 @@ train.py nonsense | argument COMMAND: invalid choice: 'nonsense'
 generate.py {run}/step-000000003.h5 --prompt x | step-000000003.h5 as HDF5:
 generate.py {model} --prompt x --temperature inf | --temperature must be at most 1000000.0, got inf
 generate.py {model} --prompt x --room 3 | a number for each of the 2 positions
-generate.py {model} --prompt x --ffn-ranks 2 | give both of --attention-ranks and --ffn-ranks
-generate.py {model} --prompt x --micro-batches 2 | --micro-batches needs them
-generate.py {apart} --ffn-ranks 2 | 1 attention ranks and 2 FFN ranks must be the 2 ranks
+generate.py {model} --prompt x --micro-batches 2 | --micro-batches needs --ffn-ranks
+generate.py {apart} --ffn-ranks 2 | 0 attention ranks and 2 FFN ranks must be the 2 ranks
 generate.py {apart} --ffn-ranks 1 --head-ranks 3 | 1 x 1 x 3 grid does not fit 1 rank
 generate.py {apart} --ffn-ranks 1 --rows 2 --cols 2 | a 2 x 2 grid does not fit 1 rank
 generate.py {apart} --ffn-ranks 1 --room 3,4 | a number for each of the 1 position
@@ -216,7 +215,7 @@ def places(tmp_path_factory):
              "bench": tmp / "bench.h5", "sizes": sizes, "h100": H100,
              "profile": tmp / "machine.toml", "wide": tmp / "wide.toml", "run": tmp / "run",
              "text": tmp / "text", "model": tmp / "model", "empty": tmp / "empty.h5",
-             "apart": f"{tmp}/model --prompt x --attention-ranks 1",
+             "apart": f"{tmp}/model --prompt x",
              "drawn": f"--profile {H100} --seqlen 1000 --nheads 4"}  # fmt: skip
     return tmp, named
 

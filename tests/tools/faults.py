@@ -83,7 +83,7 @@ DRIVERS = {
     "generate": ("generate.py", 2, ["{model}", "--prompt", "So "],
                  ["--tokens", 30, "--temperature", 0.7]),
     "apart": ("generate.py", 3, ["{model}", "--prompt", "So ", "--prompt", "Or", "--tokens", 3,
-                                 "--attention-ranks", 2, "--ffn-ranks", 1], []),
+                                 "--ffn-ranks", 1], []),
     "attention": ("attention.py", 2, [SAMPLE, "--backward", "--output", "{}/out.h5",
                                       "--save-outputs"], ["--seqlen", 256, "--trials", 3, *NUMPY]),
     "bench": ("bench.py", 2, ["--output", "{}/bench.h5", "--nheads", 2, "--headdim", 8],

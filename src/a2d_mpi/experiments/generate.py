@@ -29,7 +29,7 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Generate text; return the exit code: 1 if a request was refused."""
     check_survive(comm, args.survive)
     prompts = together(comm, lambda: _prompts(args))
-    split = together(comm, lambda: _split(args))
+    split = together(comm, lambda: _split(args, comm.size))
     ranks = split[0] if split else comm.size
     rows, cols = grid_shape(ranks, args.rows, args.cols, args.head_ranks)
     shape = rows, cols, args.head_ranks
@@ -132,18 +132,15 @@ def _prompts(args: argparse.Namespace) -> dict[int, np.ndarray]:
     return {i: np.frombuffer(x, np.uint8).astype(np.int64) for i, x in enumerate(texts)}
 
 
-def _split(args: argparse.Namespace) -> tuple[int, int] | None:
+def _split(args: argparse.Namespace, ranks: int) -> tuple[int, int] | None:
     """Return the numbers of attention ranks and FFN ranks; None if all ranks are alike."""
-    split = args.attention_ranks, args.ffn_ranks
-    if args.survive and split != (None, None):
+    if args.ffn_ranks is None:
+        if args.micro_batches:
+            raise ValueError("--micro-batches needs --ffn-ranks")
+        return None
+    if args.survive:
         raise ValueError("--survive and --ffn-ranks cannot be combined")
-    if None not in split:
-        return split
-    if split != (None, None) or args.micro_batches:
-        raise ValueError(
-            "give both of --attention-ranks and --ffn-ranks, or none; --micro-batches needs them"
-        )
-    return None
+    return ranks - args.ffn_ranks, args.ffn_ranks
 
 
 def _weights(
