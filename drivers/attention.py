@@ -11,14 +11,7 @@ from mpi4py import MPI
 from a2d_mpi.experiments.cli import Parser, add_engine, run
 from a2d_mpi.experiments.grids import add_grid
 from a2d_mpi.experiments.job import attention
-from a2d_mpi.experiments.options import (
-    CHECK_HELP,
-    add_mask,
-    add_options,
-    add_trace,
-    path,
-    real,
-)
+from a2d_mpi.experiments.options import CHECK_HELP, add_options, path
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -28,15 +21,13 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     parser.add_argument("input", type=path, help=text)
 
     group = parser.add_argument_group("problem")
-    add_mask(group)
+    masks = group.add_mutually_exclusive_group()
+    add_options(masks, "mask")
+    text = "HDF5 file with begin and end, or cu_seqlens and causal: see docs/masks.md"
+    masks.add_argument("--mask-file", type=path, metavar="FILE", help=text)
     text = "use only the first tokens of the file: 65536 or 64K; default: all"
     add_options(group, "seqlen", help=text)
-    add_options(group, "dtype", "backward")
-    text = "logits s become C tanh(s / C); default: no soft-cap"
-    group.add_argument("--softcap", type=real(1e-30, 1e30), metavar="C", help=text)
-    text = "add a logit per head, drawn with --seed, to the denominator"
-    group.add_argument("--sink", action="store_true", help=text)
-    add_options(group, "wire")
+    add_options(group, "dtype", "backward", "wire")
 
     group = add_grid(parser)
     add_options(group, "distribution", "overlap", "slices")
@@ -50,7 +41,8 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add_options(group, "output")
     text = "also write out, lse and the gradients"
     group.add_argument("--save-outputs", action="store_true", help=text)
-    add_trace(group, "one more run, before the trials")
+    text = "JSON file for a timeline of all ranks, for Perfetto: one more run, before the trials"
+    group.add_argument("--trace", type=path, metavar="FILE", help=text)
     add_engine(parser)
     return parser
 

@@ -18,17 +18,13 @@ from mpi4py import MPI
 from a2d_mpi.experiments.cli import Parser, add_engine, run
 from a2d_mpi.experiments.options import (
     PLANS_HELP,
-    add_mask,
     add_options,
-    add_trace,
     add_workloads,
     check_text,
     listed,
     one_of,
     pair,
-    real,
     tokens,
-    utf8,
     whole,
 )
 
@@ -47,10 +43,10 @@ def attention(parser: Parser) -> Callable:
     A job that is killed leaves a whole file and loses only the workload in progress.  --resume
     runs what is not there yet.  Other numbers of ranks may add to the same file.
     """
-    from a2d_mpi.experiments.bench import SPANS, bench
+    from a2d_mpi.experiments.bench import bench
 
     parser.epilog = PLANS_HELP
-    add_mask(add_workloads(parser), "masks")
+    add_workloads(parser)
     group = parser.add_argument_group("plans")
     add_options(group, "plans", default="all")
     for name, value, text in (
@@ -67,9 +63,6 @@ def attention(parser: Parser) -> Callable:
     group = parser.add_argument_group("output")
     add_options(group, "output", required=True)
     add_options(group, "resume")
-    text = "plans of which the timeline can be drawn later; picked: the planner's pick"
-    group.add_argument("--spans", choices=SPANS, default="none", help=text)
-    add_trace(group, "one more run of each plan")
     add_engine(parser)
     return bench
 
@@ -87,12 +80,11 @@ def kernels(parser: Parser) -> Callable:
 
     All kernels run in turn, trial by trial.  On a CPU these are "numpy" and, where Numba is
     installed, "numba", on one core.  On a GPU it is the fastest kernel that is installed.  For the
-    masks that torch has, its attention runs too, on a GPU by each of its backends.  The backward
+    masks that torch has, its attention runs too, by the backend that torch chooses.  The backward
     pass is timed against torch's autograd.
 
     The table has FLOP/s in the median over the trials: 4 operations per pair, head and element
-    forward, and 10 backward.  Masked pairs are not counted.  It also has the ratios to the speed
-    under the full mask, if this mask comes first, and to the speed of torch's fastest backend.
+    forward, and 10 backward.  Masked pairs are not counted.  It also has the ratio to torch.
     --output adds the seconds of all trials to a benchmark file, with versions, the CPU or GPU,
     BLAS, and the CPU that BLAS takes this CPU for.  "plot.py results FILE --what kernels" draws
     the file.
@@ -109,12 +101,12 @@ def kernels(parser: Parser) -> Callable:
     text = "storage dtype; default: float32 or, on a GPU, bfloat16"
     add_options(group, "dtype", default=None, help=text)
     text = "names in a2d_mpi.kernels.KERNELS; default: numpy,auto or, on a GPU, auto"
-    add("--kernels", type=listed(utf8), metavar="KERNEL,...", help=text)
+    add("--kernels", type=listed(str), metavar="KERNEL,...", help=text)
     group = parser.add_argument_group("measurement and output")
     add_options(group, "trials")
     add_options(group, "output", help="HDF5 file to which the seconds are added")
     text = "name of the results in the file; default: CPU or GPU, and BLAS"
-    group.add_argument("--name", type=utf8, metavar="TEXT", help=text)
+    group.add_argument("--name", metavar="TEXT", help=text)
     return bench_kernel
 
 
@@ -135,9 +127,7 @@ def train(parser: Parser) -> Callable:
     from a2d_mpi.experiments.model_options import FLOATS, add_model
 
     parser.epilog = PLANS_HELP
-    group = add_model(parser)
-    text = "number of different tokens"
-    group.add_argument("--vocab", type=whole(2, 1 << 24), metavar="N", default=256, help=text)
+    add_model(parser)
     group = parser.add_argument_group("workload and plans")
     add_options(group, "seqlen", default="1K")
     add_options(group, "mask")
@@ -160,27 +150,24 @@ def decode(parser: Parser) -> Callable:
     from a2d_mpi.experiments.bench_decode import bench_decode
     from a2d_mpi.experiments.model_options import add_sizes
 
-    add_sizes(parser, layers=2, width=512, nheads=8, nheads_kv=2, headdim="width / nheads")
+    add_sizes(parser, layers=2, width=512, nheads=8, nheads_kv=2, headdim=None)
     group = parser.add_argument_group("requests and ranks")
     text = "lengths of the context: 4096,64K"
     group.add_argument("--contexts", type=listed(tokens()), metavar="TOKENS,...",
                        default="1K,4K,16K,64K", help=text)  # fmt: skip
     text = "requests per step"
     group.add_argument("--requests", type=whole(1, 1 << 16), metavar="N", default=4, help=text)
-    text = "numbers of ranks; default: 1, 2, 4, ... times --head-ranks"
+    text = "numbers of ranks; default: 1, 2, 4, ..."
     group.add_argument("--ranks", type=listed(whole(1)), metavar="N,...", help=text)
     text = "also run with separate attention ranks and FFN ranks, see docs/models.md: 2+2,3+1"
     kind = listed(pair("+", "ATTENTION+FFN ranks"))
     group.add_argument("--apart", type=kind, metavar="A+F,...", help=text)
-    text = "micro-batches of a step, with --apart"
-    group.add_argument("--micro-batches", type=whole(1), metavar="N", default=3, help=text)
-    add_options(group, "head-ranks", "kv-block")
-    add_trace(_add_measurement(parser), "the last step of each run")
+    _add_measurement(parser)
     return bench_decode
 
 
 def linear(parser: Parser) -> Callable:
-    """Compare linear attention (LASP-2, LASP) with exact attention, by length.
+    """Compare causal linear attention (LASP-2, LASP) with exact attention, by length.
 
         mpiexec -n 4 python drivers/bench.py linear --output results/linear.h5
 
@@ -189,8 +176,6 @@ def linear(parser: Parser) -> Callable:
     """
     from a2d_mpi.experiments.bench_linear import LINEAR, bench_linear
     from a2d_mpi.experiments.model_options import FLOATS
-    from a2d_mpi.linear.features import FEATURE_MAPS
-    from a2d_mpi.linear.norms import NORMS
     from a2d_mpi.schedules import METHODS
 
     group = parser.add_argument_group("workloads and plans")
@@ -199,17 +184,9 @@ def linear(parser: Parser) -> Callable:
     group.add_argument("--plans", type=listed(one_of(plans)), metavar="PLAN,...",
                        default="lasp2,lasp,attention2d", help=text)  # fmt: skip
     add_options(group, "seqlens", default="1K,2K,4K")
-    add_options(group, "mask", choices=("causal", "full"), metavar=None, help="causal or full")
     add_options(group, "nheads", default=8)
     add_options(group, "headdim", default=64)
     add_options(group, "dtype", choices=FLOATS)
-    add = parser.add_argument_group("linear attention").add_argument
-    text = "feature map of queries and keys"
-    add("--feature-map", choices=FEATURE_MAPS, default="elu+1", help=text)
-    add("--norm", choices=NORMS, default="output", help="normalisation of the results")
-    add("--decay", type=real(0, 1), metavar="X", help="decay of all heads; default: none")
-    text = "distribution of tokens over ranks"
-    add("--distribution", metavar="NAME", default="contiguous", help=text)
     _add_measurement(parser)
     return bench_linear
 

@@ -4,8 +4,8 @@
 
 Run it as the job will run: as many ranks, on as many nodes (told apart by hostname).  All ranks
 measure at once, as on a busy machine.  Ranks that share cores or NICs each get their part;
-namespaces on one host are found, too.  The kernel that the job will take is measured with several
-shapes.  The profile names this kernel and its BLAS.
+namespaces on one host are found, too.  The kernel that a job takes by default is measured with
+several shapes.  The profile names this kernel and its BLAS.
 A link that these ranks do not have (one node, or one rank on each) is left out of the profile.
 The profile then serves ranks that do not need the link.
 
@@ -26,13 +26,9 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     """Build the parser of this driver's options."""
     parser = Parser("calibrate.py", __doc__, comm)
     group = parser.add_argument_group("measurement")
-    add = group.add_argument
-    add("--seconds", type=real(1e-3, 86400), metavar="S", default=30.0,
-        help="approximate time to measure")  # fmt: skip
+    group.add_argument("--seconds", type=real(1e-3, 86400), metavar="S", default=30.0,
+                       help="approximate time to measure")  # fmt: skip
     add_options(group, "dtypes")
-    text = "kernel to time; auto: the fastest one that is installed"
-    add("--kernel", choices=("auto", "numpy", "numba"), default="auto", help=text)
-    add_options(group, "threads")
     group = parser.add_argument_group("output")
     add_options(group, "output", required=True, help="TOML file to write")
     text = "name of the machine; default: the name of its first node"

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from a2d_mpi.experiments.cli import Parser, run
 from a2d_mpi.experiments.encode import encode
 from a2d_mpi.experiments.grids import add_grid
-from a2d_mpi.experiments.options import SAMPLE, add_options, path, utf8, whole
+from a2d_mpi.experiments.options import SAMPLE, add_options, path, whole
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -29,7 +29,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     text = "number of documents to encode; default: all"
     add("--documents", type=whole(1), metavar="N", help=text)
     text = "text whose nearest documents are shown; may be repeated"
-    add("--query", type=utf8, metavar="TEXT", action="append", help=text)
+    add("--query", metavar="TEXT", action="append", help=text)
     text = "folder of a BERT model; default: the installed model"
     add("--model", type=path, metavar="DIR", help=text)
     group = parser.add_argument_group("output and checks")

@@ -1,11 +1,11 @@
 r"""Generate text from a checkpoint of train.py gpt, with the KV cache spread over the ranks.
 
     mpiexec -n 4 python drivers/generate.py results/tiny --prompt "To be" --prompt "The " \
-        --tokens 200 --temperature 0.8 --top-k 40
+        --tokens 200 --temperature 0.8
 
 Keys and values of all requests lie in blocks on all ranks.  --room limits the blocks of each rank;
 a rank without room borrows room from others.  Requests that do not fit are queued.
-With --attention-ranks and --ffn-ranks, MLPs are on ranks of their own (docs/models.md).
+With --ffn-ranks, MLPs are on ranks of their own (docs/models.md).
 
 Exit code 0: all prompts were answered.  1: a request was refused, because it fits nowhere.
 2: bad input.
@@ -15,14 +15,7 @@ from mpi4py import MPI
 
 from a2d_mpi.experiments.cli import Parser, add_engine, run
 from a2d_mpi.experiments.generate import generate
-from a2d_mpi.experiments.options import (
-    add_options,
-    listed,
-    path,
-    real,
-    tokens,
-    whole,
-)
+from a2d_mpi.experiments.options import add_options, listed, path, real, tokens, whole
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -38,19 +31,13 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--tokens", type=tokens(), metavar="TOKENS", default=100, help=text)
     text = "softmax temperature; 0: take the likeliest token"
     add("--temperature", type=real(0, 1e6), metavar="X", default=0.0, help=text)
-    text = "draw from the K likeliest tokens; default: all"
-    add("--top-k", type=whole(1), metavar="K", help=text)
     add_options(group, "seed")
-    text = "step at which each prompt arrives: 0,0,7; default: 0"
-    add("--arrive", type=listed(whole(0)), metavar="N,...", help=text)
     group = parser.add_argument_group("cache and ranks")
     add = group.add_argument
     text = "KV cache blocks on each grid position: 10,10,4,10; default: no limit"
     add("--room", type=listed(whole(0)), metavar="N,...", help=text)
     add_options(group, "kv-block", "method", "rows", "cols", "head-ranks")
-    text = "number of ranks that hold the KV cache; they form the grid"
-    add("--attention-ranks", type=whole(1), metavar="A", help=text)
-    text = "number of all other ranks, which hold MLPs and embeddings"
+    text = "last ranks, which hold MLPs and embeddings; the others hold the cache, in a grid"
     add("--ffn-ranks", type=whole(1), metavar="F", help=text)
     text = "micro-batches of a step, with --ffn-ranks; default: 3"
     add("--micro-batches", type=whole(1), metavar="N", help=text)

@@ -72,7 +72,7 @@ def simulate(parser: Parser) -> Callable:
     shares its links among all messages.  A network is "switch", "fat tree", "fat tree:4" (four
     times oversubscribed) or "dragonfly".
     Every simulation is added to the file when it is done.  --resume continues where an earlier run
-    ended, and tries again what ran out of time, if there is more time now.
+    ended.
     All-gathers of many ranks take long: for each message that ends, SimGrid shares the links anew
     among all others.  With --coarse 1e-3, messages that end close after each other end together.
 
@@ -90,23 +90,15 @@ def simulate(parser: Parser) -> Callable:
     add("--ranks", type=listed(whole(1, RANKS)), metavar="N,...", default="64", help=text)
     text = "networks, see above: switch,fat tree:4"
     add("--networks", type=listed(str), metavar="NETWORK,...", default="switch", help=text)
-    for name, kind, text in (
-        ("slow-rank", real(1, 1e6), "the first rank takes X times as long"),
-        ("latency", real(0, 1e6), "latencies are X times as long"),
-        ("slow-port", real(1, 1e6), "the first node's first NIC has 1 / X of its bandwidth"),
-    ):
-        add(f"--{name}", type=kind, metavar="X", default=1.0, help=text)
     text = "ranks compute, copy and merge in no time"
     add("--links-alone", action="store_true", help=text)
-    add_options(add_workloads(parser), "masks")
+    add_workloads(parser)
     parser.set_defaults(seqlens="1M", nheads="32", headdim="128", dtypes="bfloat16")
     group = parser.add_argument_group("plans and simulation")
     add = group.add_argument
     add_options(group, "plans", default="auto:each")
     text = "messages end together within this share of the predicted time"
     add("--coarse", type=real(0, 1), metavar="X", default=0.0, help=text)
-    text = "seconds after which a phase is given up"
-    add("--timeout", type=real(1e-3, 1e9), metavar="S", default=3600.0, help=text)
     group = parser.add_argument_group("output")
     add_options(group, "output", required=True)
     add_options(group, "resume")

@@ -20,7 +20,6 @@ from a2d_mpi.experiments.options import (
     SEED,
     Parser,
     add_options,
-    add_trace,
     listed,
     one_of,
     path,
@@ -47,7 +46,6 @@ def results(parser: Parser) -> Callable:
               hid)
     bytes     what a rank receives by number of ranks: counted, by the formula, and the lower bound
     model     predicted against measured time, of all runs in the file
-    timeline  what every rank of one run did when
 
     Figures of the files of other drivers:
 
@@ -56,14 +54,14 @@ def results(parser: Parser) -> Callable:
     slopes       time by number of ranks, with the power of the ranks that fits each method's times
     winners      the fastest method by ranks and tokens (plan.py simulate)
     crossover    gain over the ring by computing over transfers (folder of run.py study crossover)
-    trace        what every rank did when, and all messages (a file of any driver's --trace)
+    trace        what every rank did when, and all messages (attention.py --trace)
 
     Each figure is written as PNG and as SVG, at most 16 cm wide.  The fastest plan of a method at
     each number of ranks stands for the method (in bytes, the plan that receives least).  A marker
     is full if ranks share the heads.  If the file has no data for a figure, the figure is left out
     and a line on stderr says so.
     """
-    from a2d_mpi.figures.plots import FIGURES, OTHERS, PHASES, plot
+    from a2d_mpi.figures.plots import FIGURES, OTHERS, plot
 
     text = "file of a driver, or of --trace, or a folder"
     parser.add_argument("results", type=path, help=text)
@@ -82,11 +80,8 @@ def results(parser: Parser) -> Callable:
     )
     text = "name of a workload in the file; default: the one with the most numbers of ranks"
     add("--workload", metavar="NAME", help=text)
-    text = "number of ranks in phases and timeline; default: the largest number"
+    text = "number of ranks in phases; default: the largest number"
     add("--ranks", type=whole(1), metavar="N", help=text)
-    add("--phase", choices=PHASES, default="both", help="phase to plot")
-    text = "name of the run of the timeline; default: the fastest Attention2D"
-    add("--run", metavar="NAME", help=text)
     return plot
 
 
@@ -146,8 +141,7 @@ def schedule(parser: Parser) -> Callable:
     rank that computes them.  Hidden pairs are grey.  Ranks that share the heads have stripes.
     Middle: bytes that a rank receives from each other rank, phase by phase.  Right: the
     predicted time of every rank by part, phase by phase.  Ranks are counted as MPI counts them:
-    neighbours share nodes, whose ranks have shades of one colour.  --trace FILE writes the same
-    times for Perfetto, with all kernel calls and messages.
+    neighbours share nodes, whose ranks have shades of one colour.
     """
     from a2d_mpi.experiments.candidates import add_problem
     from a2d_mpi.figures import schedule_plots
@@ -158,7 +152,6 @@ def schedule(parser: Parser) -> Callable:
     group = parser.add_argument_group("plans")
     text = f"at most {schedule_plots.PLANS} plans, see the end of this help"
     add_options(group, "plans", default="auto:each", help=text)
-    add_trace(group, "all plans with the predicted times, one after the other")
     return schedule_plots.plot_schedule
 
 

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from a2d_mpi.experiments.cli import Parser, add_engine, run, together
 from a2d_mpi.experiments.grids import add_grid
 from a2d_mpi.experiments.model_options import add_model, add_sizes, add_training
-from a2d_mpi.experiments.options import add_options, add_trace, path, real, whole
+from a2d_mpi.experiments.options import add_options, path, real, whole
 
 
 def gpt(parser: Parser) -> Callable:
@@ -37,7 +37,6 @@ def gpt(parser: Parser) -> Callable:
     add = add_training(parser).add_argument
     text = "share of the documents to hold out, and to evaluate at the end"
     add("--validate", type=real(0, 1), metavar="X", default=0.0, help=text)
-    add("--until", type=whole(1), metavar="N", help="stop after this step; default: --steps")
     text = "steps until the learning rate is highest"
     add("--warmup-steps", dest="warmup", type=whole(1), metavar="N", default=20, help=text)
 
@@ -45,13 +44,8 @@ def gpt(parser: Parser) -> Callable:
     add = group.add_argument
     add("--folder", type=path, metavar="DIR", required=True, help="folder of checkpoints")
     add("--every", type=whole(1), metavar="N", default=50, help="steps between checkpoints")
-    start = group.add_mutually_exclusive_group()
-    text = "resume from the latest whole checkpoint"
-    add_options(start, "resume", help=text)
-    text = "begin, and move checkpoints to a folder in --folder"
-    start.add_argument("--anew", action="store_true", help=text)
+    add_options(group, "resume", help="resume from the latest whole checkpoint")
     add_options(group, "output", help="HDF5 file for losses, seconds and traffic")
-    add_trace(group, "the last step")
     add_options(add_grid(parser), "survive")
     add_engine(parser)
     return train
@@ -69,8 +63,6 @@ def llama(parser: Parser) -> Callable:
     """
     add_sizes(parser, layers=2, width=128, mlp=344, nheads=8, nheads_kv=2)
     group = add_training(parser)
-    text = "do not compare the first step: one process would have seqlen x seqlen matrices"
-    group.add_argument("--unchecked", action="store_true", help=text)
     add_options(group, "output", help="HDF5 file for losses, seconds and checks")
     add_grid(parser)
     add_engine(parser)

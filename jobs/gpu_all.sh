@@ -13,7 +13,7 @@
 #
 # PARTS is a bash pattern of names of parts: 'tests*' runs the tests, '!(tests*)' all other parts.
 # FOLDER then has gpu.txt with all output and gpu.h5 with all measurements.  drivers/plot.py results
-# draws gpu.h5 (--what kernels, timeline or phases).  Each part has a limit of seconds, and all parts
+# draws gpu.h5 (--what kernels or phases) and main_4.json (--what trace).  Each part has a limit of seconds, and all parts
 # together have A2D_MPI_GPU_SECONDS (520).  If a part fails, the other parts run, the last lines name
 # the part, and the exit code is 1.  With A2D_MPI_ENV=active only the wheels of A2D_MPI_WHEELS are
 # installed.
@@ -68,7 +68,7 @@ main() {
   local ranks=$1 grid=$2
   part "main job on $ranks" 50 "$ranks" python drivers/attention.py data/minilm_l3_1536.h5 \
     --device gpu --rows "$grid" --cols "$grid" --mask causal --backward --dtype bfloat16 \
-    --check full --trials 5 --output "$folder/main_$ranks.h5"
+    --check full --trials 5 --output "$folder/main_$ranks.h5" --trace "$folder/main_$ranks.json"
 }
 
 # If cuDNN is missing, `auto` is the plain kernel, and nothing else reports this.
@@ -122,7 +122,7 @@ everything() {
   fi
   # This part makes gpu.h5.
   local plan=(python drivers/bench.py "${output[@]}" --resume --device gpu --seqlens 16K)
-  plan+=(--nheads 16 --headdim 128 --dtypes bfloat16 --backward --plans attention2d --spans all)
+  plan+=(--nheads 16 --headdim 128 --dtypes bfloat16 --backward --plans attention2d)
   if wanted "4 ranks"; then with_mps part "4 ranks" 90 4 "${plan[@]}" --overlap --no-overlap; fi
   part "1 rank" 50 1 "${plan[@]}"
   main 1 1

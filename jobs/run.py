@@ -211,7 +211,6 @@ picks {scale} 64|256|1024 --seqlens 64K,256K,1M,4M --nheads-kv 8,32|8,32|32 {thr
     --plans auto:each
 # Networks that are worse than one switch.
 networks {networks} --networks switch,fat_tree,fat_tree:2,fat_tree:4,dragonfly
-networks {networks} --slow-rank|--slow-port|--latency 2|2|10
 # A ring of 4096 ranks has 50 million messages.
 links {links} --ranks 64,256,1024,4096 --plans attention2d,ring --profile {single}
 links {links} --ranks 64,256,1024 --plans attention2d,ring,node_aware --profile {a100}

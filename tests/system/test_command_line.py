@@ -51,9 +51,9 @@ def examples(text):
 
 @pytest.mark.parametrize("program, parser", PARSERS, ids=[x.prog for _, x in PARSERS])
 def test_help(program, parser):
-    """The help shows the whole docstring, its examples parse, and every option has a help text."""
+    """The help shows the docstring, its examples parse, and every option has a help text."""
     text = parser.format_help()
-    assert " ".join(parser.description.split()) in " ".join(text.split())
+    assert parser.description in text
     found = list(examples(text))
     assert found, f"no example of {parser.prog}"
     for _, name, options in found:
@@ -64,7 +64,6 @@ def test_help(program, parser):
     shown = [x for x in parser._actions if x.help != argparse.SUPPRESS]
     for x in shown:
         assert x.help and (x.nargs == 0 or not x.option_strings or x.metavar or x.choices)
-    assert text.count("(required)") == sum(x.required for x in shown)
     if "--plans" in parser._option_string_actions and "see the end" in text:
         assert "METHOD[:RxC[xU]][@ORDER][/RxC][*F[xB]]" in text
 
@@ -97,11 +96,6 @@ def test_examples_run(tmp_path, ranks):
     codes = [code for code, _ in each]
     assert codes == [0] * len(cases), f"{dict(zip(names, codes))} {done.stderr}"
     assert "\r" not in done.stderr
-
-
-def test_tables_of_a_help_keep_their_lines():
-    lines = parser_of("drivers/plot.py").commands["results"].format_help().splitlines()
-    assert "training     loss by tokens (train.py gpt)" in lines
 
 
 def test_version():

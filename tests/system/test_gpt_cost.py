@@ -115,8 +115,6 @@ def test_benchmark(tmp_path):
         for run in file["runs"].values():
             assert run.attrs["passed"] and run["seconds"].shape == (2, 2, len(STEP_PARTS))
             assert run["checks/gradients"].attrs["error"] < 1e-5
-            sizes = GPTConfig(256, 1, 32, 4, 64).parameters
-            assert (run["sent"][:, 1] == sizes * 4).all()  # two halves, to the other rank
 
 
 def test_benchmark_fails(tmp_path):

@@ -248,15 +248,11 @@ def test_driver(tmp_path):
     """Both kinds of plans are checked, timed and counted; a wrong result is reported."""
     sizes = ["linear", "--nheads", 2, "--headdim", 8, "--seqlens", "40,90", "--trials", 2]
     path, program = tmp_path / "linear.h5", "bench.py"
-    others = ["--feature-map", "random", "--norm", "denominator", "--decay", 0.9]
     done, found = drive_each([
         (program, [*sizes, "--output", path], []),
-        (program, [*sizes, *others, "--distribution", "zigzag", "--dtype", "float64"], []),
-        (program, [*sizes, "--mask", "full", "--plans", "lasp"], []),
-        (program, [*sizes, "--decay", 0.9, "--mask", "full"], []),
+        (program, [*sizes, "--dtype", "float64"], []),
     ], 2)  # fmt: skip
-    assert [code for code, _ in found] == [0, 0, 0, 2], done.stderr
-    assert "a decay needs a causal mask, got Full" in done.stderr
+    assert [code for code, _ in found] == [0, 0], done.stderr
     with h5py.File(path) as file:
         assert list(file["runs"]) == ["attention2d", "lasp", "lasp2"]
         for name in ("lasp", "lasp2"):

@@ -1,4 +1,4 @@
-"""Timelines of all ranks: the format, every message and its bytes, measured and predicted."""
+"""Timelines of all ranks: the format, every message and its bytes."""
 
 import sys
 from contextlib import contextmanager
@@ -9,23 +9,12 @@ import numpy as np
 import pytest
 from cases import PLANS
 from dense import problem_for, results_of
-from helpers import ROOT, SAMPLE, assert_all, drive_each
+from helpers import ROOT, SAMPLE, assert_all, drive
 
 from a2d_mpi import Attention2D, Causal
-from a2d_mpi.core.config import PHASES
-from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.trace import Trace, events_of, predicted, read_trace
-from a2d_mpi.planning import cost
-from a2d_mpi.planning.model import predict
-from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import problem_of, write
-from a2d_mpi.schedules.steps import Attend, Differentiate
+from a2d_mpi.experiments.trace import Trace, read_trace
 
-TEXT = ROOT / "LICENSE"
-MACHINE = read_machine(ROOT / "data" / "machines" / "a100-16x4.toml")
 SIZES = {"seqlen": 61, "nheads": 12, "nheads_kv": 2, "headdim": 8}
-WORK = Workload(700, 4, 8, 2, mask=Causal(), backward=True)
 
 
 def slices(events, category=None):
@@ -138,8 +127,9 @@ def test_measured(comm, grid_of, tmp_path, name):
 
 
 def test_wrong_traces():
-    """The checks of this file find wrong traces."""
-    events = events_of(predicted(MACHINE, "attention2d", Layout(2, 2), WORK, "plan"))
+    """The checks of this file pass the committed trace, and find wrong ones."""
+    events = read_trace(ROOT / "data" / "results" / "trace.json")
+    assert wrong(events, 4) == []
     begins, ends = ([i for i, x in enumerate(events) if x["ph"] == y] for y in "sf")
     waits = [i for i, x in enumerate(events) if x.get("cat") == "wait"]
     call = next(i for i, x in enumerate(events) if x.get("cat") == "compute")
@@ -187,56 +177,11 @@ def test_on_a_gpu(comm, grid_of, cupy, tmp_path, monkeypatch):
     assert_all(comm, same and not bad and named, f"{same}, {bad}, {set(ranges)}")
 
 
-@pytest.mark.parametrize(
-    "method, layout",
-    [
-        ("attention2d", Layout(2, 3)),
-        ("attention2d", Layout(2, 2, 2, "ucr")),
-        ("ring", Layout(1, 4)),
-        ("triangle", Layout(1, 6)),
-    ],
-)
-def test_predicted(method, layout):
-    """The end is the simulator's, and the arrows have all messages with their bytes."""
-    events = events_of(predicted(MACHINE, method, layout, WORK, "plan"))
-    assert wrong(events, layout.size) == []
-    phases = predict(MACHINE, method, layout, WORK)
-    end = max(x["ts"] + x["dur"] for x in slices(events))
-    assert end == pytest.approx(1e6 * sum(x.total.max() for x in phases.values()), abs=0.01)
-    problem = problem_of(method, layout, WORK, WORK.mask)
-    for rank, place in enumerate(layout.world_ranks().tolist()):
-        sums = np.sum(list(cost.traffic(method, layout, problem, rank).values()), axis=0)
-        assert flow_bytes(events, place) == {(None, None): sums.tolist()}
-        mine = [x for x in slices(events) if x["pid"] == place]
-        for part in ("compute", "merge", "wait"):
-            seconds = sum(x["dur"] for x in mine if x["cat"] == part) / 1e6
-            expected = sum(getattr(x, part)[rank] for x in phases.values())
-            assert seconds == pytest.approx(expected, abs=1e-7), part
-        programs = [write(method, x, layout, problem, rank, True) for x in PHASES]
-        steps = [y for x in programs for program in x for y in program.steps]
-        calls = [x for x in steps if isinstance(x, Attend | Differentiate)]
-        shown = [x["args"] for x in mine if x["name"] in ("attend", "differentiate")]
-        assert [(x["rows"], x["columns"]) for x in shown] == [
-            (x.queries.count, x.keys.count) for x in calls
-        ]
-
-
-def test_drivers(tmp_path):
-    """All three drivers write traces; a training step has the calls of all layers."""
-    small = ["--seqlen", "61", "--trials", "1", "--rows", "2", "--cols", "2"]
-    train = ["--layers", "2", "--width", "8", "--nheads", "2", "--seqlen", "40", "--steps", "2"]
-    files = {x: ["--trace", tmp_path / f"{x}.json"] for x in ("attention", "bench", "train")}
-    done, found = drive_each([
-        ("attention.py", [SAMPLE, "--backward", *small, *files["attention"]], []),
-        ("bench.py", ["--output", tmp_path / "b.h5", "--plans", "attention2d:2x2,ring", *small[:4],
-                      "--seqlens", "61", *files["bench"]], []),
-        ("train.py gpt", [TEXT, "--folder", tmp_path / "run", *train, *files["train"]], []),
-    ], 4)  # fmt: skip
-    assert [code for code, _ in found] == [0, 0, 0], done.stderr
-    events = {x: read_trace(tmp_path / f"{x}.json") for x in files}
-    assert {x: wrong(y, 4) for x, y in events.items()} == {x: [] for x in files}
-    calls = {x: [z["name"] for z in slices(y, "total") if z["pid"] == 3]
-             for x, y in events.items()}  # fmt: skip
-    assert calls["attention"] == ["attention2d forward", "attention2d backward"]
-    assert [x.split("-")[0] for x in calls["bench"]] == ["attention2d", "ring"]
-    assert calls["train"] == ["step 2 forward"] * 2 + ["step 2 backward"] * 2
+def test_driver(tmp_path):
+    path = tmp_path / "a.json"
+    options = ["--seqlen", 61, "--trials", 1, "--rows", 2, "--cols", 2, "--trace", path]
+    drive("attention.py", 4, SAMPLE, "--backward", *options)
+    events = read_trace(path)
+    assert wrong(events, 4) == []
+    calls = [x["name"] for x in slices(events, "total") if x["pid"] == 3]
+    assert calls == ["attention2d forward", "attention2d backward"]

@@ -80,7 +80,7 @@ def test_grid_auto(tmp_path):
     """With few KV heads the planner chooses another grid, with the bits of that grid."""
     options = [TEXT, *SMALL, "--nheads", "4", "--nheads-kv", "1", "--steps", "4"]
     chosen = {
-        "auto": ["--grid", "auto", "--profile", ROOT / "data/results/16x1.toml"],
+        "auto": ["--profile", ROOT / "data/results/16x1.toml"],
         "same": ["--rows", "2", "--cols", "1"],
         "default": [],
     }

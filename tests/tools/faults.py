@@ -82,13 +82,13 @@ DRIVERS = {
               ["--steps", 150, "--every", 1, "--resume", *NUMPY]),
     "generate": ("generate.py", 2, ["{model}", "--prompt", "So "],
                  ["--tokens", 30, "--temperature", 0.7]),
-    "apart": ("generate.py", 3, ["{model}", "--prompt", "So ", "--prompt", "Or", "--arrive", "0,1",
-                                 "--tokens", 3, "--attention-ranks", 2, "--ffn-ranks", 1], []),
+    "apart": ("generate.py", 3, ["{model}", "--prompt", "So ", "--prompt", "Or", "--tokens", 3,
+                                 "--ffn-ranks", 1], []),
     "attention": ("attention.py", 2, [SAMPLE, "--backward", "--output", "{}/out.h5",
                                       "--save-outputs"], ["--seqlen", 256, "--trials", 3, *NUMPY]),
     "bench": ("bench.py", 2, ["--output", "{}/bench.h5", "--nheads", 2, "--headdim", 8],
               ["--trials", 2, "--seqlens", "64,65,66,67", "--plans", "all", "--resume", *NUMPY]),
-    "steps": ("bench.py train", 2, ["--output", "{}/runs.h5", *MODEL, "--vocab", 16],
+    "steps": ("bench.py train", 2, ["--output", "{}/runs.h5", *MODEL],
               ["--seqlen", 64, "--trials", 3, "--plans", "ring,attention2d:1x2,attention2d:2x1",
                "--resume"]),
     "decode": ("bench.py decode", 3, ["--output", "{}/decode.h5", "--width", 32, "--nheads", 4],
@@ -98,7 +98,7 @@ DRIVERS = {
 }  # fmt: skip
 # In place of these, for jobs in which an error is raised.
 LITTLE = {
-    "train": ["--steps", 2, "--trace", "{}/trace.json"], "generate": ["--tokens", 3],
+    "train": ["--steps", 2], "generate": ["--tokens", 3],
     "attention": ["--seqlen", 64, "--trials", 2],
     "steps": ["--seqlen", 32, "--trials", 2, "--plans", "ring"],
     "bench": ["--trials", 1, "--seqlens", 64, "--plans", "ring,attention2d:1x2"],
@@ -250,7 +250,7 @@ def generation():
     """Return options of generate.py, and the answers without a loss."""
     folder = Path(TOP.name, "survivals")
     drive("train.py gpt", 2, *TRAINING, "--folder", folder)
-    options = [folder, *ASKING, "--tokens", 30, "--temperature", 0.8, "--arrive", "0,0,9,15"]
+    options = [folder, *ASKING, "--tokens", 30, "--temperature", 0.8]
     return options, answers_of(drive("generate.py", 2, *options))
 
 

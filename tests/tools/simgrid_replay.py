@@ -96,21 +96,6 @@ def test_oversubscription(factor):
     assert over - whole == pytest.approx((factor - 1) * hop, rel=0.05, abs=1e-3)
 
 
-def test_slow_ranks_and_ports():
-    plan = machine(LINK, start=0.5), "ring", Layout(8, 1), work_of()
-    usual = simulate(*plan).total
-    slow = np.ones(8)
-    slow[3] = 3
-    assert simulate(*plan, slow=slow).total == pytest.approx(usual + 1.0, rel=0.01)
-    port = simulate(*plan, network=Network(slow_port=2.0)).total
-    assert port == pytest.approx(usual + 7 * of_ring(8), rel=0.01)
-
-
-def test_out_of_time():
-    with pytest.raises(TimeoutError, match="more than"):
-        simulate(machine(LINK), "ring", Layout(64, 1), work_of(), timeout=1e-3)
-
-
 @pytest.mark.parametrize("method, layout, stages", [
     # Gathers and returns.
     ("attention2d", Layout(1, 16), {"forward": 2, "backward": 2}),

@@ -6,11 +6,9 @@ import h5py
 import numpy as np
 import pytest
 from helpers import SAMPLE, assert_all_refused, drive, drive_each
-from machines import MACHINES
 
 from a2d_mpi import Documents, IntervalMask
-from a2d_mpi.experiments.mask_file import read_mask
-from a2d_mpi.experiments.results import read_benchmark, read_result
+from a2d_mpi.experiments.results import read_benchmark, read_mask, read_result
 from a2d_mpi.masks.patterns import PATTERNS
 
 N = 40
@@ -165,37 +163,3 @@ def test_all_masks_of_a_benchmark(tmp_path):
     drive("bench.py", 2, *options, *more, "--output", output)
     masks = [x.config["mask"] for x in read_benchmark(output).values()]
     assert {"sliding_window:3,1", "causal_document:seed=4"} < set(masks)
-
-
-@pytest.mark.launches
-def test_files_of_benchmarks_and_planner(tmp_path):
-    """A benchmark names a mask by its contents; plan.py and plot.py take it, too."""
-    mask, again = (write(tmp_path / f"{x}.h5", begin=BEGIN, end=END) for x in ("mask", "again"))
-    other = write(tmp_path / "other.h5", begin=BEGIN, end=changed(END, (1, 39), 39))
-    output, picture = tmp_path / "bench.h5", tmp_path / "a.png"
-    sizes = ["--nheads", "2", "--headdim", "4", "--seqlens", N, "--trials", "1"]
-    bench = [*sizes, "--plans", "ring", "--resume", "--output", output]
-    files = [("bench.py", [*bench, "--mask-file", x], []) for x in (mask, again, other)]
-    done, found = drive_each(files, 2)
-    assert [code for code, _ in found] == [0, 0, 0], done.stderr
-    assert ["are in" in text for _, text in found] == [False, True, False]
-    results = {x.config["mask"]: int(x.area.sum()) for x in read_benchmark(output).values()}
-    area = int((END - BEGIN).clip(0).sum())
-    assert results == {f"file:{mask}": area, f"file:{other}": area - 1}
-    problem = ["--profile", MACHINES / "a100-16x4.toml", "--mask-file", mask]
-    problem += ["--ranks", "4", "--nheads", "4"]
-    done, found = drive_each(
-        [("plan.py", [*problem, "--seqlen", N], []),
-         ("plot.py", ["schedule", picture, *problem, "--seqlen", N, "--plans", "ring"], []),
-         ("plan.py", [*problem, "--seqlen", "50"], [])], 0
-    )  # fmt: skip
-    assert [code for code, _ in found] == [0, 0, 2] and picture.exists(), done.stderr
-    text = f"IntervalMask has intervals of {N} queries, but the sequence has 50"
-    assert text in done.stderr
-    bench = [*bench, "--mask-file", mask]
-    assert_all_refused("bench.py", 2, [
-        ([*bench, "--seqlens", "50"], [], text),
-        ([*bench, "--masks", "full"], [], "--masks: not allowed with argument --mask-file"),
-        (bench, ["--mask-file", str(other)], "ranks disagree on --mask"),
-        ([*bench, "--output", mask], [], f"{mask}: it is the input"),
-    ])  # fmt: skip

@@ -122,6 +122,6 @@ def test_drivers(tmp_path):
         ([SAMPLE, "--rank-block", "2"], [], "--rank-block must be ROWSxCOLUMNS, got '2'"),
         ([SAMPLE, "--rank-block", "3x1"], [], "3x1 blocks do not divide a grid of 2 x 2"),
         ([SAMPLE, "--rank-block", "2x2"], ["--rank-block", "1x1"], "disagree on --rank-block"),
-        ([SAMPLE, "--grid", "auto", "--profile", profile, "--rank-block", "2x1"], [],
+        ([SAMPLE, "--profile", profile, "--rank-block", "2x1"], [],
          "chooses --rows, --cols, --head-ranks, --order and --rank-block"),
     ])  # fmt: skip

@@ -9,24 +9,19 @@ from zlib import crc32
 import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
-from tqdm import tqdm
 
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.grids import plan_of
-from a2d_mpi.experiments.mask_file import FILE
 from a2d_mpi.experiments.measure import Measurement, open_device, origin_of, random_inputs, turns
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
 from a2d_mpi.experiments.results import Result, add_results, phases_of, start_benchmark
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.summary import summarise, table
 from a2d_mpi.experiments.sweep import Configuration, cases_of, plans_for
-from a2d_mpi.experiments.trace import Trace, check_trace
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.profile import read_machine, to_toml
-
-SPANS = ("none", "picked", "all")  # plans whose spans are kept: spans are most of a file
 
 
 def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
@@ -34,30 +29,20 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     prepared = comm.bcast(together(comm, lambda: _prepare(args, comm.size), on=0))
     sweep, settings, machine, done = prepared
     grids: dict[tuple, ProcessGrid] = {}
-    together(comm, lambda: [block[0].case.name for block in sweep])  # nodes read mask files, too
-    device, trace = open_device(comm, args.device), Trace(comm, args.trace) if args.trace else None
-    calls = args.trials + max(1, args.warmup)
+    device = open_device(comm, args.device)
     skipped = [c for block in sweep for c in block if c.name in done]
-    blocks = [[c for c in block if c.name not in done] for block in sweep]
+    blocks = ([c for c in block if c.name not in done] for block in sweep)
     passed = all(done[c.name] for c in skipped)
+    if comm.rank == 0 and skipped:
+        print(f"{len(skipped)} configurations are in {args.output} already")
     with (
         threadpool_limits(args.threads),
-        progress(total=calls * sum(map(len, blocks)), rank=comm.rank, unit="call") as bar,
+        progress([x for x in blocks if x], comm.rank, desc="workloads") as bar,
     ):
-        if comm.rank == 0 and skipped:
-            bar.write(f"{len(skipped)} configurations are in {args.output} already")
-        for block in filter(None, blocks):
-            bar.set_description(block[0].case.name)
-            runs = _checked(comm, block, args, device, grids, bar)
-            # The file is made only now, when all checks of the options have passed.
-            together(comm, lambda: add_results(args.output, settings, {}), on=0)
-            if trace:
-                for c, run in runs.items():
-                    run.traced(trace, c.name)
-                together(comm, trace.write, on=0)
+        for block in bar:
+            runs = _checked(comm, block, args, device, grids)
             for run in turns(list(runs.values()), args.trials):
                 run.trial()
-                bar.update(1)
             origin = origin_of(comm, device)
             results = {c.name: _result(c, run, args, machine, origin) for c, run in runs.items()}
             for run in runs.values():
@@ -77,10 +62,8 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
 def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
     """Return configurations by workload, settings, machine, and earlier results; on one rank."""
-    check_trace(args.trace)
     machine = read_machine(args.profile) if args.profile else None
-    masks = [f"{FILE}{args.mask_file}"] if args.mask_file else args.masks
-    cases = cases_of(args, masks)
+    cases = cases_of(args)
     for c in cases:  # before anything walks over all tokens
         c.work()
         c.check_room(ranks)
@@ -100,7 +83,6 @@ def _checked(
     args: argparse.Namespace,
     device: Device,
     grids: dict[tuple, ProcessGrid],
-    bar: tqdm,
 ) -> dict[Configuration, Measurement]:
     """Make and check all plans of a workload."""
     inputs: dict[bytes, dict[str, np.ndarray]] = {}
@@ -116,7 +98,6 @@ def _checked(
         runs[c] = Measurement(plan, inputs[tokens], args.backward, device)
         for _ in range(max(1, args.warmup)):
             runs[c].call()
-            bar.update(1)
         runs[c].check(checked_rows(args.check), args.seed)
     return runs
 
@@ -132,8 +113,5 @@ def _result(
     config = {"name": c.name, "workload": c.case.name, "mask": c.case.mask, "picked": c.picked}
     result = run.result(args, config, origin)
     if result is not None:
-        plan = run.plan
-        result.predicted = c.expected(machine, plan.layout, plan.distribution.name)
-        if args.spans == "none" or (args.spans == "picked" and not c.picked):
-            result.spans.clear()
+        result.predicted = c.expected(machine, run.plan.layout, run.plan.distribution.name)
     return result

@@ -6,7 +6,6 @@ import argparse
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from types import ModuleType
@@ -39,16 +38,11 @@ from a2d_mpi.masks.patterns import make_mask
 MASKS = ("full", "causal")  # masks that torch has
 # Largest errors relative to the largest value of a tensor.
 BOUNDS = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
-COLUMNS = ("shape/mask", "phase", "kernel", "GFLOP/s", "of the full mask's", "of torch's")
-BACKENDS = ("CUDNN", "FLASH", "EFFICIENT")  # backends of torch on a GPU
-# Options of the driver, by device.
+COLUMNS = ("shape/mask", "phase", "kernel", "GFLOP/s", "of torch's")
+# Shapes, dtype and kernels by device.
 DEFAULTS = {
-    "cpu": {
-        "shapes": [(4096, 4, 128), (8192, 2, 64)],
-        "dtype": "float32",
-        "kernels": ["numpy", "auto"],
-    },
-    "gpu": {"shapes": [(16384, 16, 128)], "dtype": "bfloat16", "kernels": ["auto"]},
+    "cpu": ([(4096, 4, 128), (8192, 2, 64)], "float32", ["numpy", "auto"]),
+    "gpu": ([(16384, 16, 128)], "bfloat16", ["auto"]),
 }
 
 
@@ -70,7 +64,7 @@ def bench_kernel(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
 
 def _bench_kernel(args: argparse.Namespace) -> int:
-    for name, value in DEFAULTS[args.device].items():
+    for name, value in zip(("shapes", "dtype", "kernels"), DEFAULTS[args.device]):
         if getattr(args, name) is None:
             setattr(args, name, value)
     check_output(args.output, BENCHMARK_SCHEMA)
@@ -151,13 +145,7 @@ def _torch(device: Device) -> ModuleType | None:
 def _torch_calls(
     torch: ModuleType, tile: RandomTile, causal: bool
 ) -> dict[str, Callable[[], None]]:
-    """Return calls of torch on the same numbers, by phase, for each backend that takes them."""
-    ways = {"torch": nullcontext}
-    if tile.device is not HOST:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        backends = {x: getattr(SDPBackend, f"{x}_ATTENTION") for x in BACKENDS}
-        ways = {f"torch {x}": partial(sdpa_kernel, backend) for x, backend in backends.items()}
+    """Return calls of torch on the same numbers, by phase."""
     dtype = getattr(torch, tile.q.dtype.name)
     options = {"is_causal": causal}
     if tile.q.shape[1] != tile.k.shape[1]:
@@ -173,48 +161,31 @@ def _torch_calls(
         x.requires_grad_()
     wait = (lambda: None) if tile.device is HOST else torch.cuda.synchronize
 
-    def attend(way: Callable):
-        with way():
-            return torch.nn.functional.scaled_dot_product_attention(*qkv, **options)
+    attend = torch.nn.functional.scaled_dot_product_attention
 
-    def forward(way: Callable) -> None:
+    def forward() -> None:
         with torch.no_grad():
-            attend(way)
+            attend(*qkv, **options)
         wait()
 
-    def backward(out) -> None:
+    out = attend(*qkv, **options)
+
+    def backward() -> None:
         for x in qkv:
             x.grad = None
         out.backward(dout, retain_graph=True)
         wait()
 
-    calls = {}
-    for name, way in ways.items():
-        try:  # a backend may have a forward pass only
-            out = attend(way)
-            backward(out)
-        except RuntimeError:
-            continue
-        calls[f"forward/{name}"] = partial(forward, way)
-        calls[f"backward/{name}"] = partial(backward, out)
-    return calls
+    return {"forward/torch": forward, "backward/torch": backward}
 
 
 def _speeds(times: dict[str, object]) -> Iterator[list[str]]:
-    """Yield a row of the table for each shape, mask, phase and implementation.
-
-    A row has the median speed, its ratio to the speed under the full mask, if this was timed, and
-    its ratio to the speed of torch's fastest backend.
-    """
-    speeds = kernel_speeds(times)
-    for group, here in speeds.items():
+    """Yield a row of the table for each shape, mask, phase and implementation: median speeds."""
+    for group, here in kernel_speeds(times).items():
         shape, mask, phase = group.split("/")
-        full = speeds.get(f"{shape}/full/{phase}", {})
-        torch = max((x for name, x in here.items() if name.startswith("torch")), default=None)
         for name, speed in here.items():
-            of_full = f"{speed / full[name]:.2f}" if mask != "full" and name in full else ""
-            of_torch = f"{speed / torch:.3f}" if torch and not name.startswith("torch") else ""
-            yield [f"{shape}/{mask[:40]}", phase, name, f"{1e3 * speed:.4g}", of_full, of_torch]
+            of_torch = f"{speed / here['torch']:.3f}" if "torch" in here else ""
+            yield [f"{shape}/{mask[:40]}", phase, name, f"{1e3 * speed:.4g}", of_torch]
 
 
 class RandomTile:

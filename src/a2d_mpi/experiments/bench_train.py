@@ -7,9 +7,7 @@ The file::
         checks/<...>  attributes: error, bound, rows, passed
         seconds       (trials, ranks, parts) seconds of steps
         operator      (trials, ranks) seconds of attention alone, forward and backward once
-        sent          (ranks, 2) bytes of a step: attention, sums of gradients
         activations   (ranks,) peak bytes of a step without attention's buffers
-        buffers       (ranks,) bytes of attention's buffers
 """
 
 from __future__ import annotations
@@ -25,21 +23,21 @@ from threadpoolctl import threadpool_limits
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
 from a2d_mpi.experiments.check import check_step, report
-from a2d_mpi.experiments.cli import check_room, together
+from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.grids import plan_of
 from a2d_mpi.experiments.hdf5 import check_output, extend_file, read_file
 from a2d_mpi.experiments.measure import Measurement, origin_of, random_inputs, turns
 from a2d_mpi.experiments.model_options import model_of
-from a2d_mpi.experiments.results import Check
+from a2d_mpi.experiments.results import Check, attributes_of
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.summary import STEPS_SCHEMA as SCHEMA
 from a2d_mpi.experiments.summary import Steps
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
 from a2d_mpi.gpt.config import GPTConfig
-from a2d_mpi.gpt.cost import STEP_PARTS, activations, predict_step, training_bytes
+from a2d_mpi.gpt.cost import STEP_PARTS, predict_step
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
-from a2d_mpi.gpt.text import Batch
+from a2d_mpi.gpt.text import VOCAB, Batch
 from a2d_mpi.gpt.training import Training
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.planning.machine import Machine
@@ -61,11 +59,10 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         if comm.rank == 0:
             print(f"all runs are in {args.output} already")
         return 0
-    _check_room(comm, config, args, len(ways))
-    weights = Parameters(config, initial(config, args.seed, args.dtype))
-    batch = _batch(config, args.seed)
-    mask = plans[0].case.work().mask
-    wanted = comm.bcast(_expected(weights, batch, mask) if comm.rank == 0 else None)
+    # Steps and their check may need more memory than there is.
+    weights = Parameters(config, together(comm, lambda: initial(config, args.seed, args.dtype)))
+    batch, mask = _batch(config, args.seed), plans[0].case.work().mask
+    wanted = comm.bcast(together(comm, lambda: _expected(weights, batch, mask), on=0))
     moments = np.zeros((2, config.parameters), args.dtype)
     # A learning rate of 0 keeps the weights, so that all plans can use the same ones.
     trainings = {x: Training(comm, weights, moments, recompute=x) for x in ways}
@@ -92,7 +89,7 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
 def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
     """Return sizes, plans, machine, and the names of earlier results; on one rank."""
-    config = model_of(args, vocab=args.vocab, seqlen=args.seqlen)
+    config = model_of(args, vocab=VOCAB, seqlen=args.seqlen)
     machine = read_machine(args.profile) if args.profile else None
     case = Case(
         seqlen=args.seqlen, **config.heads, dtype=args.dtype, mask=args.mask, backward=True
@@ -100,21 +97,6 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
     plans = plans_for(case, args.plans, ranks, machine=machine)
     there = check_output(args.output, SCHEMA, args.resume)
     return config, plans, machine, set(read_file(args.output, SCHEMA)["runs"]) if there else set()
-
-
-def _check_room(
-    comm: MPI.Intracomm, config: GPTConfig, args: argparse.Namespace, ways: int
-) -> None:
-    """Refuse sizes for which the steps or the reference need too much memory."""
-    size, n = np.dtype(args.dtype).itemsize, args.seqlen
-    state = training_bytes(config, 0, size)
-    step = training_bytes(config, -(-n // comm.size), size) - state
-    # The reference in float64: weights, gradients, activations of all tokens, and four N x N
-    # matrices per head.
-    wide = 8 * (2 * config.parameters + n * activations(config) + 4 * config.nheads * n * n)
-    what = f"{config.parameters} parameters (--layers, --width, --vocab), {n} tokens (--seqlen)"
-    check_room(comm, f"{what}: steps on one rank", ways * state + step)
-    check_room(comm, f"{what}: arrays of the check in float64", wide, 1)
 
 
 def _batch(config: GPTConfig, seed: int) -> Batch:
@@ -172,7 +154,7 @@ class _Run:
         return loss
 
     def check(self, wanted: tuple[float, np.ndarray]) -> None:
-        """Do a first step, check it, and count its memory and its bytes."""
+        """Do a first step, check it, and count its memory."""
         self.first = self.step()
         # Adam has clipped the gradients: clip the expected ones in the same way.
         gradient = wanted[1] * min(1.0, 1.0 / np.linalg.norm(wanted[1]))
@@ -181,11 +163,7 @@ class _Run:
         self.checks = check_step(step, exact, config.dtype, config.seqlen, self.comm)
         self.activations = self._activations()
         self.operator.call()
-        self.plan.traffic.clear()
-        before = self.training.sum.nbytes
         self.step()
-        attention = sum(x[0] for x in self.plan.traffic.bytes.values())
-        self.sent = attention, self.training.sum.nbytes - before
         self.seconds = []
 
     def trial(self) -> None:
@@ -208,9 +186,7 @@ class _Run:
         gathered = self.comm.gather({
             "seconds": self.seconds,
             "operator": np.sum(operator, axis=0),
-            "sent": self.sent,
             "activations": self.activations,
-            "buffers": self.plan.buffer_bytes,
         })  # fmt: skip
         differ = float(self.comm.allreduce(self.differ))
         self.checks["repeat"] = Check(differ, 0.0, self.comm.size)
@@ -219,8 +195,7 @@ class _Run:
         attributes = {
             "origin": origin, **c.attributes, **asdict(config), "parts": list(STEP_PARTS),
             "recompute": self.recompute, "distribution": self.plan.distribution.name,
-            "passed": all(x.passed for x in self.checks.values()),
-            "checks": {name: x.attributes for name, x in self.checks.items()},
+            **attributes_of(self.checks),
         }  # fmt: skip
         if machine is not None:
             plan = candidate(machine, c.method, c.layout, c.case.work())

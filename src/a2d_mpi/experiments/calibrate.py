@@ -30,7 +30,7 @@ from a2d_mpi.experiments.cli import Place, together
 from a2d_mpi.experiments.measure import in_turn, seconds_of
 from a2d_mpi.experiments.origin import blas_name
 from a2d_mpi.experiments.streams import progress
-from a2d_mpi.kernels import check_kernel, make_kernel
+from a2d_mpi.kernels import make_kernel
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning.calibration import Sample, fit_kernel, fit_link, fit_steps, steadiness
 from a2d_mpi.planning.machine import KernelModel, Link, Machine
@@ -66,7 +66,7 @@ def calibrate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     place = Place(comm)
     where = together(comm, lambda: _validated(args, place))
     together(comm, lambda: check_writable(args.output, 1 << 16, read_machine), on=0)
-    machine, notes = _measure(comm, args, where)
+    machine, notes = _measure(comm, where, args.name, args.dtypes, args.seconds)
     lines = [
         f"Measured {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC by drivers/calibrate.py",
         f"{comm.size} ranks on {len(where.hosts)} nodes: {', '.join(where.hosts[:8])}",
@@ -91,33 +91,33 @@ def measured_machine(comm: MPI.Intracomm, dtypes: list[str], seconds: float) -> 
     CollectiveError
         If nodes have different numbers of ranks.
     """
-    args = argparse.Namespace(dtypes=dtypes, seconds=seconds, kernel="auto", threads=1, name=None)
-    place = Place(comm)
-    return _measure(comm, args, together(comm, lambda: _validated(args, place)))[0]
+    args, place = argparse.Namespace(dtypes=dtypes, name=None), Place(comm)
+    where = together(comm, lambda: _validated(args, place))
+    return _measure(comm, where, args.name, dtypes, seconds)[0]
 
 
 def _measure(
-    comm: MPI.Intracomm, args: argparse.Namespace, where: Place
+    comm: MPI.Intracomm, where: Place, name: str, dtypes: list[str], seconds: float
 ) -> tuple[Machine, list[str]]:
     """Measure the machine; also return notes on the errors.  The same on all ranks."""
-    dtypes, kernels, links, notes = args.dtypes, {}, {}, []
+    kernels, links, notes = {}, {}, []
     with (
-        threadpool_limits(args.threads),
+        threadpool_limits(1),
         progress(total=len(dtypes) + len(where.partners) + 1, rank=comm.rank, desc="parts") as bar,
     ):
         for dtype in dtypes:
-            kernels[dtype], new = _kernels(comm, where, dtype, args, 0.5 / len(dtypes))
+            kernels[dtype], new = _kernels(comm, where, dtype, 0.5 * seconds / len(dtypes))
             notes += new
             bar.update()
-        for name in where.partners:
-            links[name] = _link(comm, where, name, 0.15 * args.seconds)
+        for link in where.partners:
+            links[link] = _link(comm, where, link, 0.15 * seconds)
             bar.update()
-        copy, merging = _memory_rates(comm, 0.05 * args.seconds)
+        copy, merging = _memory_rates(comm, 0.05 * seconds)
         # A barrier right after a barrier: seconds until the last rank has started.
         start = float(np.median(in_turn({"": comm.Barrier}, 20, comm)[""]))
         work, grid, ring = _tiny(comm, dtypes[0])
     machine = Machine(
-        args.name,
+        name,
         links.get("inside"),
         links.get("between"),
         kernels,
@@ -127,42 +127,39 @@ def _measure(
         start=start,
         copy=copy / where.share,
         merge=merging / where.share,
-        computed_by=_computed_by(dtypes, args),
+        computed_by=_computed_by(dtypes),
     )
     measured = {"step": (Attention2D.method, grid), "hop_overhead": (RingAttention.method, ring)}
     return fit_steps(machine, comm.size, work, measured), notes
 
 
-def _computed_by(dtypes: list[str], args: argparse.Namespace) -> str:
-    """Return the text for `computed_by`: kernels by dtype, BLAS and its threads."""
-    kernels = (f"{x}: {make_kernel(args.kernel, HOST, as_dtype(x), 1.0).name}" for x in dtypes)
-    threads = "1 thread" if args.threads == 1 else f"{args.threads} threads"
-    return f"{', '.join(kernels)}; {blas_name()[:100]}; {threads}"
+def _computed_by(dtypes: list[str]) -> str:
+    """Return the text for `computed_by`: kernels by dtype, and BLAS."""
+    kernels = (f"{x}: {make_kernel('auto', HOST, as_dtype(x), 1.0).name}" for x in dtypes)
+    return f"{', '.join(kernels)}; {blas_name()[:100]}; 1 thread"
 
 
 def _validated(args: argparse.Namespace, where: Place) -> Place:
     if args.name is None:
         args.name = where.hosts[0]
     Machine(args.name, None, None, {})  # raises an error if the name is not valid
-    for dtype in args.dtypes:
-        check_kernel(args.kernel, as_dtype(dtype))
     if not where.even:
         raise ValueError("calibrate needs the same number of ranks on every node")
     return where
 
 
 def _kernels(
-    comm: MPI.Intracomm, where: Place, dtype: str, args: argparse.Namespace, share: float
+    comm: MPI.Intracomm, where: Place, dtype: str, seconds: float
 ) -> tuple[dict[str, KernelModel], list[str]]:
-    """Measure kernels by phase in a share of the time; also return notes on the errors."""
+    """Measure kernels by phase; also return notes on the errors."""
     calls, repeats, samples = {}, {}, {}
     for phase, shape in product(PHASES, SHAPES):
-        by_phase, samples[phase, shape] = _kernel_calls(dtype, shape, name=args.kernel)
+        by_phase, samples[phase, shape] = _kernel_calls(dtype, shape)
         # Repeated for so long that ranks on one core have taken turns.
         once = _mean(comm, by_phase[phase])
         repeats[phase, shape] = n = min(200, max(1, math.ceil(0.02 / where.share / once)))
         calls[phase, shape] = lambda call=by_phase[phase], n=n: [call() for _ in range(n)]
-    rounds = _rounds(comm, calls, share * args.seconds)
+    rounds = _rounds(comm, calls, seconds)
     for x, taken in zip(calls, np.median(rounds, axis=0)):
         samples[x] = replace(samples[x], seconds=float(taken) / repeats[x] * where.share)
     kernels, notes = {}, [f"{dtype}: {steadiness(rounds)}"]
@@ -174,12 +171,12 @@ def _kernels(
 
 
 def _kernel_calls(
-    dtype: str, shape: tuple, poll: Callable | None = None, name: str = "auto"
+    dtype: str, shape: tuple, poll: Callable | None = None
 ) -> tuple[dict[str, Callable], Sample]:
     """Return the calls of a kernel by phase, and their `Sample` without seconds."""
     nq, nk, *heads, mask = shape
     tile = RandomTile(*shape, dtype)
-    kernel = make_kernel(name, HOST, tile.q.dtype, tile.softmax_scale, poll)
+    kernel = make_kernel("auto", HOST, tile.q.dtype, tile.softmax_scale, poll)
     tile.forward(kernel)
     cut = 0 if isinstance(mask, Full) else nq - 1
     return tile.calls(kernel), Sample(tile.area, nq, nk, cut, (*heads, heads[-1]), 0.0)

@@ -7,8 +7,7 @@ import math
 from functools import partial
 
 from a2d_mpi.core.sizes import misfit
-from a2d_mpi.experiments.mask_file import FILE
-from a2d_mpi.experiments.options import Parser, add_mask, add_options, whole
+from a2d_mpi.experiments.options import Parser, add_options, whole
 from a2d_mpi.experiments.streams import aligned, progress
 from a2d_mpi.experiments.sweep import SIZES, Case
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
@@ -38,9 +37,7 @@ def add_problem(parser: Parser, ranks: int, needs_heads: bool = True) -> None:
     add_options(group, "headdim", default=128)
     add_options(group, "headdim-v")
     add_options(group, "dtype", default="bfloat16")
-    add_options(group, "wire")
-    add_mask(group)
-    add_options(group, "backward", "overlap")
+    add_options(group, "wire", "mask", "backward", "overlap")
 
 
 def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
@@ -58,15 +55,7 @@ def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
     machine = read_machine(args.profile)
     given = {x: getattr(args, x) for x in (*SIZES, "mask", "backward")}
     given["wire"] = None if args.wire == "none" else args.wire
-    if args.mask_file:
-        given["mask"] = f"{FILE}{args.mask_file}"
     case = Case(**given)
-    width = max(case.headdim, case.headdim_v)
-    if args.ranks * case.seqlen * case.nheads * width >= 1 << 57:
-        raise ValueError(
-            f"{args.ranks} ranks x {case.seqlen} tokens x {case.nheads} heads x {width}: "
-            "the bytes that all ranks receive do not fit a 64-bit integer; lower a number"
-        )
     machine.links(args.ranks)  # raises an error if the profile lacks a link
     if args.dtype not in machine.kernels:
         fixes = " or ".join(f"--dtype {x}" for x in machine.kernels) or "another profile"

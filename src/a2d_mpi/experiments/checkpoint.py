@@ -8,12 +8,11 @@ import operator
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.experiments.hdf5 import read_file, reading, write_file
+from a2d_mpi.experiments.hdf5 import read_file, write_file
 from a2d_mpi.gpt.config import GPTConfig
 
 SCHEMA = ("a2d_mpi.gpt", 2)
@@ -83,8 +82,6 @@ class State:
 def save(folder: Path, state: State) -> Path:
     """Write a checkpoint, and remove earlier ones except the latest; return its path.
 
-    Files of other runs, files of later steps, and damaged files are not removed.
-
     Raises
     ------
     OSError
@@ -94,7 +91,7 @@ def save(folder: Path, state: State) -> Path:
     arrays = {name: getattr(state, name) for name in _ARRAYS}
     attributes = {**state.texts, "step": state.step, "sha256": state.digest()}
     write_file(path, SCHEMA, {**attributes, **arrays})
-    earlier = [x for x in _paths(folder) if x.name < path.name and _is_of(x, state)]
+    earlier = [x for x in _paths(folder) if x.name < path.name]
     for old in earlier[KEPT - 1 :]:
         old.unlink()
     return path
@@ -183,38 +180,20 @@ def resumed(
     """
     if not _paths(folder, ".h5*"):
         return None
-    anew = "--anew moves them away and begins at the first step"
     if not resume:
-        raise ValueError(f"{folder} has checkpoints; --resume continues from the latest, {anew}")
+        raise ValueError(f"{folder} has checkpoints; --resume continues from the latest")
     state, refused = latest(folder)
     if state is None:
         why = "; ".join(refused.values()) or "damaged ones were renamed"
-        raise ValueError(f"{folder} has no complete checkpoint: {why}; {anew}")
+        raise ValueError(f"{folder} has no complete checkpoint: {why}")
     was, wanted = ({**asdict(c), **r} for c, r in ((state.config, state.run), (config, run)))
     if changes := differences(was, wanted):
         raise ValueError(f"the run in {folder} has other options: {changes}")
     for path, why in refused.items():
-        aside = _unused(path.with_name(f"{path.name}.damaged"))
+        aside = path.with_name(f"{path.name}.damaged")
         path.rename(aside)
         print(f"renamed to {aside.name}, because {why}", file=sys.stderr, flush=True)
     return state
-
-
-def put_away(folder: Path) -> None:
-    """Move all checkpoints into a new subfolder `before`; print a line on stderr for each."""
-    paths = sorted(_paths(folder, ".h5*"))
-    if paths:
-        before = _unused(folder / "before")
-        before.mkdir()
-        for path in paths:
-            path.rename(before / path.name)
-            print(f"{path} is now {before / path.name}", file=sys.stderr, flush=True)
-
-
-def _unused(path: Path) -> Path:
-    """Return the path, or the first of NAME-2, NAME-3, ... that does not exist."""
-    others = (path.with_name(f"{path.name}-{number}") for number in count(2))
-    return next(x for x in chain([path], others) if not x.exists())
 
 
 def differences(was: Mapping[str, object], now: Mapping[str, object]) -> str:
@@ -222,15 +201,6 @@ def differences(was: Mapping[str, object], now: Mapping[str, object]) -> str:
     return "; ".join(
         f"{name} was {was.get(name)}, now {x}" for name, x in now.items() if was.get(name) != x
     )
-
-
-def _is_of(path: Path, state: State) -> bool:
-    """Return whether a file is a readable checkpoint of the run of a state."""
-    try:
-        with reading(path, SCHEMA) as file:
-            return all(file.attrs[name] == state.texts[name] for name in ("config", "run"))
-    except (OSError, ValueError):
-        return False
 
 
 def _paths(folder: Path, end: str = ".h5") -> list[Path]:

@@ -28,9 +28,15 @@ from a2d_mpi.comm.watch import name_ranks
 from a2d_mpi.core.atomic import held
 from a2d_mpi.core.config import TRANSFERS
 from a2d_mpi.core.sizes import check_memory
-from a2d_mpi.experiments.files import check_files, files_written
-from a2d_mpi.experiments.options import BAD_INPUT, INTERRUPTED, Parser, add_options
-from a2d_mpi.experiments.streams import lost_output, open_streams, reason
+from a2d_mpi.experiments.options import (
+    BAD_INPUT,
+    INTERRUPTED,
+    Parser,
+    add_options,
+    check_files,
+    files_written,
+)
+from a2d_mpi.experiments.streams import open_streams, reason
 from a2d_mpi.kernels import KERNELS
 
 T = TypeVar("T")
@@ -125,20 +131,13 @@ def holding(comm: MPI.Intracomm, *paths: str | os.PathLike[str]) -> Iterator[Non
 def add_engine(parser: Parser) -> None:
     """Add the options that say what a plan runs on."""
     group = parser.add_argument_group("device")
-    add = group.add_argument
-    add(
-        "--device",
-        choices=("cpu", "gpu"),
-        default="cpu",
-        help="where to compute; ranks may share a GPU",
-    )
-    add("--kernel", choices=KERNELS, default="auto", help="auto: the fastest one for the device")
-    add(
-        "--transfers",
-        choices=TRANSFERS,
-        default="auto",
-        help="path of GPU arrays to MPI, see docs/gpus.md",
-    )
+    for name, choices, text in (
+        ("device", ("cpu", "gpu"), "where to compute; ranks may share a GPU"),
+        ("kernel", KERNELS, "auto: the fastest one for the device"),
+        ("transfers", TRANSFERS, "path of GPU arrays to MPI, see docs/gpus.md"),
+    ):
+        default = "cpu" if name == "device" else "auto"
+        group.add_argument(f"--{name}", choices=choices, default=default, help=text)
     add_options(group, "threads")
 
 
@@ -221,8 +220,7 @@ def run(
         if not interrupted:
             traceback.print_exc()
         abort(code)
-    if lost_output(prog):
-        code = BAD_INPUT
+    print(end="", flush=True)
     # A launcher that sees an exit code ends the other ranks: first the message must be printed.
     # `codes` has a zero bit for each code.  The agreement ands the bits, also if ranks died.
     codes = np.array([~(1 << code)], np.intc)

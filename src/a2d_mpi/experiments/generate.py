@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +14,11 @@ from threadpoolctl import threadpool_limits
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.experiments.checkpoint import State, latest, load
-from a2d_mpi.experiments.cli import check_room, check_survive, surviving, together
+from a2d_mpi.experiments.cli import check_survive, surviving, together
 from a2d_mpi.experiments.grids import grid_shape
 from a2d_mpi.experiments.measure import open_device
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.gpt.apart import MICRO_BATCHES, attention_grid, open_apart, weights_of_rank
-from a2d_mpi.gpt.cost import cache_bytes
 from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.parameters import Parameters
 from a2d_mpi.gpt.serve import Service, sample
@@ -31,25 +29,21 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Generate text; return the exit code: 1 if a request was refused."""
     check_survive(comm, args.survive)
     prompts = together(comm, lambda: _prompts(args))
-    split = together(comm, lambda: _split(args))
+    split = together(comm, lambda: _split(args, comm.size))
     ranks = split[0] if split else comm.size
-    rows, cols = together(comm, lambda: grid_shape(ranks, args.rows, args.cols, args.head_ranks))
+    rows, cols = grid_shape(ranks, args.rows, args.cols, args.head_ranks)
     shape = rows, cols, args.head_ranks
     grid = attention_grid(comm, split, shape) if split else ProcessGrid(comm, *shape)
     weights = _weights(comm, args, split)
-    arrive = args.arrive if args.arrive is not None else [0] * len(prompts)
-    wrong = f"--arrive must be a number for each of the {len(prompts)} prompts, got {arrive}"
-    agree(comm, wrong if len(arrive) != len(prompts) else None)
     rooms = args.room if args.room is not None else [1 << 30] * (rows * cols)
     wrong = f"--room must be a number for each of the {rows * cols} positions, got {rooms}"
     agree(comm, wrong if len(rooms) != rows * cols else None)
-    answers = _Answers(args, weights, prompts, dict(enumerate(arrive)))
+    answers = _Answers(args, weights, prompts)
     options = args.kv_block, args.method, args.transfers, args.kernel
     with threadpool_limits(args.threads):
         if split:
             batches = args.micro_batches or MICRO_BATCHES
             decoder = open_apart(comm, grid, split, weights, rooms, *options, batches)
-            answers.check_room(comm, rooms, ranks)
             code = answers.complete(decoder, comm, first=0)
             if grid:
                 grid.free()
@@ -62,13 +56,11 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
                 rooms = [min(room_of[x] for x in ranks) for ranks in positions]
                 answers.free()
                 decoder = Decoder(grid, weights, rooms, *options)
-                answers.check_room(comm, rooms, comm.size)
                 return answers.complete(decoder, comm, first=numbers[0])
 
             code = surviving("generate.py", grid, work, args.survive, args.method)
     if code is None:
         return 0
-    answers.report()
     answers.free()
     return code
 
@@ -83,26 +75,19 @@ class _Answers:
     weights : Parameters
     prompts : dict of int to (n,) int64
         Tokens of each prompt.
-    arrive : dict of int to int
-        Step at which each prompt arrives.
     """
 
     def __init__(
-        self,
-        args: argparse.Namespace,
-        weights: Parameters,
-        prompts: Mapping[int, np.ndarray],
-        arrive: Mapping[int, int],
+        self, args: argparse.Namespace, weights: Parameters, prompts: Mapping[int, np.ndarray]
     ) -> None:
         self._args, self._weights, self._prompts = args, weights, prompts
         new = dict.fromkeys(prompts, args.tokens)
-        self._service = Service(prompts, new, self._choose, arrive)
+        self._service = Service(prompts, new, self._choose)
         self._decoder: Decoder | None = None
         self._latest: list[tuple[int, np.ndarray | ValueError]] = []  # answers of the latest step
         self._first: int | None = None  # rank, in the first grid, that prints
         self._prints = False
-        self._tokens, self._refused = 0, 0
-        self._start, self._seconds = time.perf_counter(), 0.0
+        self._refused = 0
 
     def complete(self, decoder: Decoder, comm: MPI.Intracomm, first: int) -> int:
         """Serve all unanswered prompts; return the exit code.  Collective.
@@ -117,27 +102,12 @@ class _Answers:
             self._print_latest()
         while self._service.unanswered:
             self._latest = self._service.step()
-            for _, answer in self._latest:
-                refused = isinstance(answer, ValueError)
-                self._refused += refused
-                self._tokens += 0 if refused else len(answer)
+            self._refused += sum(isinstance(answer, ValueError) for _, answer in self._latest)
             self._print_latest()
-        self._seconds = time.perf_counter() - self._start
         return FAILED_CHECK if self._refused else 0
 
-    def check_room(self, comm: MPI.Intracomm, rooms: Sequence[int], ranks: int) -> None:
-        """Refuse a cache on `ranks` ranks that needs more memory than a node has.  Collective."""
-        args, config = self._args, self._weights.config
-        most = [min(len(x) + args.tokens, config.seqlen) for x in self._prompts.values()]
-        blocks = min(max(rooms), -(-sum(-(-x // args.kv_block) for x in most) // len(rooms)))
-        tokens = blocks * args.kv_block
-        nbytes = cache_bytes(config, tokens, self._weights.flat.dtype.itemsize)
-        what = f"{tokens} tokens of keys and values on one rank (--tokens, --kv-block)"
-        check_room(comm, what, nbytes // args.head_ranks, ranks)
-
     def _choose(self, name: int, length: int, logits: np.ndarray) -> int:
-        args = self._args
-        return sample(logits, args.temperature, args.top_k, (args.seed, name, length))
+        return sample(logits, self._args.temperature, (self._args.seed, name, length))
 
     def _print_latest(self) -> None:
         """Print the latest answers, on the first rank."""
@@ -146,14 +116,6 @@ class _Answers:
                 print(f"{name}: refused: {answer}", flush=True)
             else:
                 print(f"{name}: {_text(self._prompts[name]) + _text(answer)!r}", flush=True)
-
-    def report(self) -> None:
-        """Print the speed, on the first rank."""
-        if self._prints:
-            nbytes, messages = self._decoder.sent
-            print(f"{self._tokens} tokens in {self._seconds:.2f} s, "
-                  f"{self._tokens / self._seconds:.1f} tokens/s; rank 0 sent {nbytes} bytes in "
-                  f"{messages} messages in decoding steps")  # fmt: skip
 
     def free(self) -> None:
         """Free the decoder, if there is one.  Collective, also after a loss."""
@@ -170,18 +132,15 @@ def _prompts(args: argparse.Namespace) -> dict[int, np.ndarray]:
     return {i: np.frombuffer(x, np.uint8).astype(np.int64) for i, x in enumerate(texts)}
 
 
-def _split(args: argparse.Namespace) -> tuple[int, int] | None:
+def _split(args: argparse.Namespace, ranks: int) -> tuple[int, int] | None:
     """Return the numbers of attention ranks and FFN ranks; None if all ranks are alike."""
-    split = args.attention_ranks, args.ffn_ranks
-    if args.survive and split != (None, None):
+    if args.ffn_ranks is None:
+        if args.micro_batches:
+            raise ValueError("--micro-batches needs --ffn-ranks")
+        return None
+    if args.survive:
         raise ValueError("--survive and --ffn-ranks cannot be combined")
-    if None not in split:
-        return split
-    if split != (None, None) or args.micro_batches:
-        raise ValueError(
-            "give both of --attention-ranks and --ffn-ranks, or none; --micro-batches needs them"
-        )
-    return None
+    return ranks - args.ffn_ranks, args.ffn_ranks
 
 
 def _weights(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from typing import TYPE_CHECKING
 
 from mpi4py import MPI
@@ -32,20 +31,17 @@ def add_grid(parser: Parser) -> argparse._ArgumentGroup:
     block = pair("x", "ROWSxCOLUMNS")
     text = "rows and columns of a block of the grid whose ranks are neighbours"
     group.add_argument("--rank-block", type=block, metavar="RxC", default="1x1", help=text)
-    text = "take the fastest grid for the machine of --profile"
-    group.add_argument("--grid", choices=("auto",), help=text)
-    add_options(group, "profile")
+    text = "TOML profile of this machine: take the fastest grid for it"
+    add_options(group, "profile", help=text)
     return group
 
 
 def _check_options(args: argparse.Namespace) -> None:
     """Refuse options of a grid that contradict each other."""
-    if (args.grid == "auto") != (args.profile is not None):
-        raise ValueError("--grid auto needs --profile, and --profile needs --grid auto")
     shape = args.rows, args.cols, args.head_ranks, args.order, args.rank_block
-    if args.grid and shape != (None, None, 1, "rcu", (1, 1)):
+    if args.profile and shape != (None, None, 1, "rcu", (1, 1)):
         raise ValueError(
-            "--grid auto chooses --rows, --cols, --head-ranks, --order and --rank-block: "
+            "--profile chooses --rows, --cols, --head-ranks, --order and --rank-block: "
             "leave these out"
         )
 
@@ -55,33 +51,18 @@ def grid_shape(
 ) -> tuple[int, int]:
     """Return rows and columns of a grid; default: as square as the ranks allow.
 
-    Raises
-    ------
-    ValueError
-        If there is no default, because the given sizes do not divide the ranks.  The grid itself
-        refuses other sizes that do not fit.
+    The grid refuses sizes that do not fit the ranks.
     """
-    if rows is not None and cols is not None:
-        return rows, cols
-    sizes = {
-        "rows": rows,
-        "columns": cols,
-        "ranks per Ulysses group": heads if heads > 1 else None,
-    }
-    given = {name: n for name, n in sizes.items() if n is not None}
-    group, rest = divmod(ranks, math.prod(given.values()))
-    if rest:
-        shape = " x ".join(f"{n} {name}" for name, n in given.items())
-        raise ValueError(f"{shape} do not divide {ranks} ranks")
-    if rows is not None or cols is not None:
-        return rows or group, cols or group
-    return squarest(group)
+    group = max(1, ranks // heads)
+    if rows is None and cols is None:
+        return squarest(group)
+    return rows or max(1, group // cols), cols or max(1, group // rows)
 
 
 def open_grid(comm: MPI.Intracomm, args: argparse.Namespace, work: Workload) -> ProcessGrid:
     """Make the grid of the options of `add_grid`; the grid refuses sizes that do not fit."""
     together(comm, lambda: _check_options(args))
-    if args.grid == "auto":
+    if args.profile:
         from a2d_mpi.planning.planner import best_candidate
         from a2d_mpi.planning.profile import read_machine
 
@@ -90,9 +71,8 @@ def open_grid(comm: MPI.Intracomm, args: argparse.Namespace, work: Workload) -> 
             return best_candidate(machine, comm.size, work, methods=(args.method,)).layout
 
         return ProcessGrid.from_layout(comm, comm.bcast(together(comm, choose, on=0)))
-    heads = args.head_ranks
-    rows, cols = together(comm, lambda: grid_shape(comm.size, args.rows, args.cols, heads))
-    return ProcessGrid(comm, rows, cols, heads, args.order, args.rank_block)
+    shape = grid_shape(comm.size, args.rows, args.cols, args.head_ranks)
+    return ProcessGrid(comm, *shape, args.head_ranks, args.order, args.rank_block)
 
 
 def plan_of(

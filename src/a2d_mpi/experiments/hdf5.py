@@ -16,14 +16,12 @@ from typing import Any
 
 import h5py
 import numpy as np
-from h5py import h5g, h5p, h5t
 
 from a2d_mpi.core.atomic import check_writable, read_regular, replacing
 
 # Arrays of fewer bytes would hardly shrink.  Larger ones are tensors and weights: their digits are
 # random, and packing them would take a second for each 50 MB.
 PACKED = range(128, 1 << 24)
-MOST_ATTRIBUTES = 60000  # in the header of a group; HDF5 takes up to 65535
 
 
 class Tree(dict):
@@ -171,7 +169,7 @@ def fill(group: h5py.Group, tree: Mapping[str, object], written: dict | None = N
         if key in written:
             group[name] = written[key]
         elif isinstance(x, Mapping):
-            fill(_new_group(group, name), x, written)
+            fill(group.require_group(name), x, written)
         else:
             packs = x.nbytes in PACKED and not x.dtype.hasobject
             packed = {"chunks": x.shape, "compression": "gzip", "shuffle": True}
@@ -189,21 +187,6 @@ def _key(x: object) -> object:
         is_small = x.nbytes < PACKED.stop and not x.dtype.hasobject
         return (x.dtype.str, x.shape, x.tobytes()) if is_small else None
     return repr(_attribute(x))
-
-
-def _new_group(parent: h5py.Group, name: str) -> h5py.Group:
-    """Return a group, which is made if it does not exist.
-
-    Its attributes stay in its header: HDF5 would give more than eight of them a heap and a
-    B-tree, which take 3 KB.
-    """
-    if name in parent:
-        return parent[name]
-    links, creation = h5p.create(h5p.LINK_CREATE), h5p.create(h5p.GROUP_CREATE)
-    links.set_char_encoding(h5t.CSET_UTF8)
-    links.set_create_intermediate_group(True)
-    creation.set_attr_phase_change(MOST_ATTRIBUTES, MOST_ATTRIBUTES)
-    return h5py.Group(h5g.create(parent.id, name.encode(), links, creation))
 
 
 def _attribute(value: object) -> object:
@@ -296,8 +279,7 @@ def check_output(
 def member(group: h5py.Group, path: str) -> h5py.Group | h5py.Dataset | None:
     """Return the object under a path, or None; OSError if numbers of the dataset are missing."""
     data = group.get(path)
-    is_whole = not isinstance(data, h5py.Dataset) or data.external or data.is_virtual
-    if is_whole or data.shape is None or 0 in data.shape:
+    if not isinstance(data, h5py.Dataset) or data.shape is None or 0 in data.shape:
         return data
     if data.chunks:
         needed = prod(-(-n // size) for n, size in zip(data.shape, data.chunks))

@@ -34,6 +34,7 @@ from a2d_mpi.experiments.results import (
     Result,
     inspect_input,
     phases_of,
+    read_mask,
     read_shard,
     write_result,
 )
@@ -79,11 +80,12 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         if checked:
             measured.check(checked_rows(args.check), args.seed)
         if trace:
-            measured.traced(trace, args.method)
+            with trace.calls(plan, args.method):
+                measured.call(dict(measured.tensors))  # the checked results stay
             together(comm, trace.write, on=0)
         for _ in progress(range(args.trials), comm.rank, desc="trials"):
             measured.trial()
-    config = {"mask": args.mask, "sink": args.sink, "input": str(args.input)}
+    config = {"mask": args.mask, "input": str(args.input)}
     outputs = measured.outputs() if args.save_outputs else {}
     origin = origin_of(comm, device) | (digests or {})
     result = measured.result(args, config, origin, outputs=outputs)
@@ -112,14 +114,12 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
     if args.seqlen > tokens:
         raise ValueError(f"{args.input} has {tokens} tokens, but --seqlen is {args.seqlen}")
     wire = None if args.wire == "none" else args.wire
-    options = {"dtype": args.dtype, "logit_softcap": args.softcap, "wire": wire}
-    config = replace(info.config, seqlen=args.seqlen, seqlen_kv=args.seqlen, **options)
+    lengths = {"seqlen": args.seqlen, "seqlen_kv": args.seqlen}
+    config = replace(info.config, **lengths, dtype=args.dtype, wire=wire)
     config.check_room(ranks)
     if args.mask_file:
-        from a2d_mpi.experiments.mask_file import FILE, mask_of
-
-        args.mask = f"{FILE}{args.mask_file}"  # the name in reports and results
-        return info, config, mask_of(args.mask, config.seqlen)
+        args.mask = f"file:{args.mask_file}"  # the name in reports and results
+        return info, config, read_mask(args.mask_file, config.seqlen)
     return info, config, make_mask(args.mask, config.seqlen)
 
 
@@ -137,9 +137,6 @@ def _read(args: argparse.Namespace, info: InputInfo, plan: AttentionPlan) -> dic
     if args.backward and not info.has_dout:
         shape = plan.config.shape("dout")
         tensors["dout"] = random_rows(plan.tokens.tolist(), shape, plan.dtype, args.seed)
-    if args.sink:  # streams 0 to 3 are for `random_inputs`
-        sinks = random_rows([0], plan.config.shape("lse"), plan.compute_dtype, args.seed, stream=4)
-        tensors["sink"] = sinks[0]  # (nheads,)
     return tensors
 
 

@@ -18,26 +18,22 @@ import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from socket import gethostname
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import CollectiveError, agree
-from a2d_mpi.core.config import OF_KEYS, AttentionConfig
+from a2d_mpi.core.config import OF_KEYS
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.experiments.check import check_attention, digests, worse
 from a2d_mpi.experiments.origin import provenance
-from a2d_mpi.experiments.results import SPAN, TIMED_PARTS, Check, Result, usual_trial
-from a2d_mpi.schedules.steps import SUMS
-
-if TYPE_CHECKING:  # few runs are traced
-    from a2d_mpi.experiments.trace import Trace
+from a2d_mpi.experiments.results import TIMED_PARTS, Check, Result
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
-TENSORS = ("q", "k", "v", "dout", "sink")
+TENSORS = ("q", "k", "v", "dout")
 T = TypeVar("T")
 
 
@@ -77,8 +73,7 @@ class Measurement:
     ----------
     plan : AttentionPlan
     tensors : dict of arrays
-        This rank's shards of q, k, v and, for the backward pass, dout, and perhaps the "sink";
-        NumPy arrays.
+        This rank's shards of q, k, v and, for the backward pass, dout; NumPy arrays.
     backward : bool
         Also compute the gradients.
     device : Device
@@ -119,7 +114,7 @@ class Measurement:
         self.seconds: dict[str, list[float]] = {
             f"{phase}/{part}": [] for phase in self.phases for part in TIMED_PARTS
         }
-        self._spans: list[dict[str, list]] = []
+        self._trials = 0
 
     def call(self, tensors: dict[str, Array] | None = None) -> None:
         """Run all phases; all ranks begin each phase together.
@@ -128,17 +123,11 @@ class Measurement:
         """
         t, comm = self.tensors if tensors is None else tensors, self.plan.grid.comm
         comm.Barrier()
-        t["out"], t["lse"] = self.plan.forward(t["q"], t["k"], t["v"], t.get("sink"))
+        t["out"], t["lse"] = self.plan.forward(t["q"], t["k"], t["v"])
         if "backward" in self.phases:
             comm.Barrier()
             given = (t[name] for name in ("dout", "q", "k", "v", "out", "lse"))
-            gradients = self.plan.backward(*given, t.get("sink"))
-            t |= zip(("dq", "dk", "dv", "dsink"), gradients)  # without a sink there is no dsink
-
-    def traced(self, trace: Trace, name: str) -> None:
-        """Run once for a trace, before the trials whose bytes count; `name` is the plan's name."""
-        with trace.calls(self.plan, name):
-            self.call(dict(self._given))
+            t["dq"], t["dk"], t["dv"] = self.plan.backward(*given)
 
     def check(self, rows: int | None, seed: int = 0) -> None:
         """Check the results of the latest call, and of a call on other data, against float64.
@@ -163,19 +152,19 @@ class Measurement:
 
     def trial(self) -> None:
         """Run once; count the seconds and the bytes."""
-        if not self._spans:
+        if not self._trials:
             self.plan.traffic.clear()
         tensors, data = self.tensors, 0
         if self._result_bits:
             # 0, 1, 1, 0, ...: 0, 1, 0, 1 would hide errors of a plan that alternates two buffers.
-            tensors, data = dict(self._given), (len(self._spans) + 1) // 2 % 2
+            tensors, data = dict(self._given), (self._trials + 1) // 2 % 2
         if data:
             self._exchange()
         self.call(tensors)
         timings = self.plan.timings
         for name, so_far in self.seconds.items():
             so_far.append(timings[name])
-        self._spans.append({phase: self.plan.spans(phase) for phase in self.phases})
+        self._trials += 1
         if self._result_bits:
             results = self._results(tensors)
             if not self.plan.deterministic:
@@ -200,13 +189,12 @@ class Measurement:
 
     def _results(self, tensors: Mapping[str, Array]) -> dict[str, np.ndarray]:
         """Return the results among the tensors as NumPy arrays."""
-        names = (*RESULTS, "dsink")
-        return self._on_host({name: tensors[name] for name in names if name in tensors})
+        return self._on_host({name: tensors[name] for name in RESULTS if name in tensors})
 
     def outputs(self) -> dict[str, np.ndarray]:
         """Gather the results in the order of the sequence on rank 0; empty on other ranks."""
         tensors, plan = self._results(self.tensors), self.plan
-        outputs = {name: plan.gather(tensors[name]) for name in RESULTS if name in tensors}
+        outputs = {name: plan.gather(x) for name, x in tensors.items()}
         return outputs if plan.grid.comm.rank == 0 else {}
 
     def result(
@@ -238,12 +226,12 @@ class Measurement:
             for name, number in (("repeat", self._differ), ("inputs", changed)):
                 self.checks[name] = Check(float(comm.allreduce(number)), 0.0, comm.size)
         counted = plan.traffic.bytes
-        gathered = comm.gather((self.seconds, counted, plan.area(), self._spans, gethostname()))
+        gathered = comm.gather((self.seconds, counted, plan.area(), gethostname()))
         if gathered is None:
             return None
-        seconds, counted, area, spans, hosts = zip(*gathered)
+        seconds, counted, area, hosts = zip(*gathered)
         timings = {name: np.array([x[name] for x in seconds]).T for name in self.seconds}
-        traffic, off = _traffic(plan, self.phases, counted, max(1, len(self._spans)))
+        traffic, off = _traffic(plan, self.phases, counted, max(1, self._trials))
         self.checks["traffic"] = Check(float(off), 0.0, comm.size)
         return Result(
             provenance={**origin, "hostnames": list(hosts)},
@@ -258,10 +246,6 @@ class Measurement:
             timings=timings,
             traffic=traffic,
             checks=self.checks,
-            spans={
-                phase: _usual_spans(phase, timings[f"{phase}/total"], spans)
-                for phase in self.phases
-            },
             **others,
         )
 
@@ -279,7 +263,6 @@ def _config(plan: AttentionPlan) -> dict[str, object]:
         **plan.config.arguments,
         "logit_softcap": plan.logit_softcap or 0.0,  # 0: none
         "wire": plan.config.wire or "none",
-        "sent": _sent(plan.config),
         "overlap": plan.overlap,
         "slices": plan.layout.sliced,  # of the forward and the backward pass
         # Node of every grid rank; empty if each rank is alone on its node.
@@ -288,16 +271,6 @@ def _config(plan: AttentionPlan) -> dict[str, object]:
         # Path of tensors to MPI: directly, or copied to the host.
         "transfers": "host" if plan.staged_bytes else "direct",
     }
-
-
-def _sent(config: AttentionConfig) -> str:
-    """Return the dtype or format of each tensor in messages, as text."""
-    texts = []
-    for name in ("q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv"):
-        accumulated = name in SUMS
-        encoded = config.rounds(name, accumulated)
-        texts.append(f"{name} {config.wire if encoded else config.dtype_of(name, accumulated)}")
-    return ", ".join(texts)
 
 
 def _traffic(
@@ -322,17 +295,6 @@ def _traffic(
             for i, direction in enumerate(("sent", "received"))
         }
     return traffic, off
-
-
-def _usual_spans(phase: str, total: np.ndarray, spans: list) -> np.ndarray:
-    """Return the spans of all ranks in the trial whose slowest rank took the median time."""
-    trial = usual_trial(total)
-    rows = [
-        (rank, TIMED_PARTS.index(part), start, end)
-        for rank, trials in enumerate(spans)
-        for part, start, end in trials[trial][phase]
-    ]
-    return np.array(rows, SPAN)
 
 
 def turns(items: Sequence[T], trials: int) -> Iterator[T]:
@@ -394,8 +356,7 @@ def other_data(name: str, x: np.ndarray, back: bool = False) -> np.ndarray:
     """Make other numbers with the same norms, for which kernels take the same time.
 
     The rows of a shard are reversed and negated, and their elements are rotated by a number that
-    differs between tensors.  The elements of a sink, which is the same on all ranks, are only
-    rotated.
+    differs between tensors.
 
     Parameters
     ----------
@@ -406,8 +367,6 @@ def other_data(name: str, x: np.ndarray, back: bool = False) -> np.ndarray:
         Invert the operation: return the first numbers, bit for bit.
     """
     by = 1 + TENSORS.index(name)
-    if name == "sink":
-        return np.roll(x, -by if back else by)
     return -(np.roll(x, -by, axis=-1)[::-1] if back else np.roll(x[::-1], by, axis=-1))
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 
 from a2d_mpi.experiments.options import (
-    HEADDIM,
-    HEADS,
     Parser,
     add_options,
     path,
@@ -17,34 +15,22 @@ from a2d_mpi.experiments.options import (
 from a2d_mpi.gpt.config import POSITIONS, PRESETS, GPTConfig
 
 FLOATS = ("float32", "float64")  # storage dtypes of a model
-SIZES = {
-    "layers": (whole(1, 4096), "number of layers"),
-    "width": (whole(1, 1 << 20), "elements of a token between the layers"),
-    "mlp": (whole(1, 1 << 20), "elements of a token inside an MLP"),
-    "nheads": (HEADS, "query heads"),
-    "nheads_kv": (HEADS, "KV heads"),
-    "headdim": (HEADDIM, "elements of a head"),
-}
 
 
 def add_sizes(parser: Parser, **defaults: object) -> argparse._ArgumentGroup:
-    """Add sizes of a model with their defaults; a text says which one.  Returns the group."""
+    """Add sizes of a model with their defaults.  Returns the group."""
     group = parser.add_argument_group("model")
     for name, default in defaults.items():
-        kind, text = SIZES[name]
-        if isinstance(default, str):
-            text, default = f"{text}; default: {default}", None
-        name = name.replace("_", "-")
-        group.add_argument(f"--{name}", type=kind, metavar="N", default=default, help=text)
+        add_options(group, name.replace("_", "-"), default=default)
     return group
 
 
 def add_model(parser: Parser) -> argparse._ArgumentGroup:
     """Add the options of a GPT's sizes, see `model_of`; returns their group."""
     names = "layers", "width", "nheads", "nheads_kv", "headdim"
-    group = add_sizes(parser, **dict.fromkeys(names, "the preset's"))
+    group = add_sizes(parser, **dict.fromkeys(names))
     add = group.add_argument
-    text = f"sizes of a known model: {', '.join(PRESETS)}"
+    text = f"a model whose sizes are the defaults of the others: {', '.join(PRESETS)}"
     add("--preset", choices=PRESETS, metavar="MODEL", default="tiny", help=text)
     add("--positions", choices=POSITIONS, help="encoding of positions; default: the preset's")
     add("--recompute", action="store_true", help="keep less of each layer, and compute it again")

@@ -5,23 +5,22 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from textwrap import fill
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from a2d_mpi import __version__
-from a2d_mpi.core.atomic import held, read_regular
+from a2d_mpi.core.atomic import held, read_regular, same_file
 from a2d_mpi.core.config import DISTRIBUTIONS, LARGEST, WIRES
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import parse_count
-from a2d_mpi.experiments.files import check_files, files_written
-from a2d_mpi.experiments.streams import lost_output, open_streams, reason
+from a2d_mpi.experiments.streams import open_streams, reason
 from a2d_mpi.masks.patterns import PATTERNS, parse_mask, split_masks
 from a2d_mpi.schedules import METHODS
 
@@ -96,15 +95,6 @@ def one_of(values: Collection[str]) -> Callable[[str], str]:
         return text
 
     return word
-
-
-def utf8(text: str) -> str:
-    """Parse an option that is UTF-8 text; refuse bytes of other encodings."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise BadOption(f"must be UTF-8, got {text[:40]!r}") from None
-    return text
 
 
 def escaped(text: str) -> bytes:
@@ -187,8 +177,8 @@ def masks(text: str) -> list[str]:
     return texts
 
 
-def import_file(text: str) -> str:
-    """Run a user's Python file, once in a process, and return its name.
+def import_file(text: str) -> Path:
+    """Run a user's Python file, once in a process, and return its path.
 
     Raises
     ------
@@ -197,9 +187,8 @@ def import_file(text: str) -> str:
     BadOption
         If the file raises an exception; the message has the line.
     """
-    name = str(path(text))
-    _run_file(name, read_regular(name))
-    return name
+    _run_file(text, read_regular(path(text)))
+    return path(text)
 
 
 @cache
@@ -259,11 +248,13 @@ OPTIONS: dict[str, dict[str, object]] = {
     "mask": {"type": mask_text, "metavar": "MASK", "default": "causal", "help": MASK_HELP},
     "masks": {"type": masks, "metavar": "MASK,...", "default": "causal",
               "help": f"all, or {MASK_HELP}"},
-    "mask-file": {"type": path, "metavar": "FILE", "help": "HDF5 file with begin and end, or "
-                  "cu_seqlens and causal: see docs/masks.md"},
     "nheads": {"type": HEADS, "metavar": "N", "help": "number of query heads"},
     "nheads-kv": {"type": HEADS, "metavar": "N", "help": "number of KV heads; default: --nheads"},
     "headdim": {"type": HEADDIM, "metavar": "N", "help": "elements of a head of q and k"},
+    "layers": {"type": whole(1, 4096), "metavar": "N", "help": "number of layers"},
+    "width": {"type": whole(1, 1 << 20), "metavar": "N",
+              "help": "elements of a token between the layers"},
+    "mlp": {"type": whole(1, 1 << 20), "metavar": "N", "help": "elements of a token in an MLP"},
     "headdim-v": {"type": HEADDIM, "metavar": "N",
                   "help": "elements of a head of v and out; default: --headdim"},
     "dtype": {"choices": DTYPES, "default": "float32", "help": "storage dtype"},
@@ -317,24 +308,10 @@ def add_options(to: argparse._ActionsContainer, *names: str, **changes: object) 
 _ABOUT = "-h", "--help", "--version"  # options of a program before its subcommand
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Show docstrings, and each option with its default or "(required)".
-
-    Paragraphs are wrapped at the width of the terminal.  Examples, which have indented lines, and
-    tables, which have two spaces between their columns, are not wrapped.
-    """
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n\n".join(
-            x
-            if re.search(r"^ |\w {2,}\S", x, re.MULTILINE)
-            else fill(x, width, fix_sentence_endings=True, break_on_hyphens=False)
-            for x in inspect.cleandoc(text).split("\n\n")
-        )
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Show docstrings as they are, and each option with its default, if it has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        if action.required:
-            return f"{action.help} (required)"
         if action.default is None or action.default is False:  # the help says what happens then
             return action.help
         return super()._get_help_string(action)
@@ -375,7 +352,7 @@ class Parser(argparse.ArgumentParser):
         )
         super().__init__(
             prog=prog,
-            description=description,
+            description=inspect.cleandoc(description),
             formatter_class=_Help,
             parents=[self._imports],
             **others,
@@ -442,31 +419,50 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} (see --help)")
 
 
-def add_trace(to: argparse._ActionsContainer, what: str) -> None:
-    """Add --trace."""
-    text = f"JSON file for a timeline of all ranks, for Perfetto: {what}"
-    to.add_argument("--trace", type=path, metavar="FILE", help=text)
-
-
-def add_mask(to: argparse._ActionsContainer, name: str = "mask") -> None:
-    """Add --mask (or --masks) and --mask-file; one of the two may be given."""
-    add_options(to.add_mutually_exclusive_group(), name, "mask-file")
-
-
-def add_workloads(parser: Parser) -> argparse._ArgumentGroup:
-    """Add the options of a sweep, see `a2d_mpi.experiments.sweep.cases_of`, but the masks."""
+def add_workloads(parser: Parser) -> None:
+    """Add the options of a sweep, see `a2d_mpi.experiments.sweep.cases_of`."""
     group = parser.add_argument_group("workloads (every combination is run)")
     add_options(group, "seqlens", default="2048")
     for name, kind, default in (
         ("nheads", HEADS, "8"), ("nheads-kv", HEADS, None), ("headdim", HEADDIM, "64")
     ):  # fmt: skip
         add_options(group, name, type=listed(kind), metavar="N,...", default=default)
-    add_options(group, "headdim-v", "dtypes", "backward")
+    add_options(group, "headdim-v", "masks", "dtypes", "backward")
     formats = OPTIONS["wire"]["choices"]
     text = f"formats of tensors in messages, from {', '.join(formats)}: see docs/wire.md"
     kind = listed(one_of(formats))
     add_options(group, "wire", type=kind, choices=None, metavar="FORMAT,...", help=text)
-    return group
+
+
+WRITTEN = ("output", "picture", "trace")  # options that name files to write
+
+
+def files_written(args: argparse.Namespace) -> list[Path]:
+    """Return all files that a driver writes, by its options, except files in a folder."""
+    return [x for name in WRITTEN if (x := getattr(args, name, None))]
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Check before the work that no output is the same file as an input or another output.
+
+    Inputs are all other paths in the options; of a folder, all files in it.
+
+    Raises
+    ------
+    OSError
+        If an output is an input or another output.
+    """
+    written, read = files_written(args), []
+    for name, given in vars(args).items() if written else ():
+        paths = given if isinstance(given, list) else [given]
+        if name not in (*WRITTEN, "folder"):  # of checkpoints or figures
+            read += [x for x in paths if isinstance(x, Path)]
+    read += [inside for x in read if x.is_dir() for inside in x.iterdir()]
+    for i, target in enumerate(written):
+        for other in [*read, *written[:i]]:
+            if same_file(target, other):
+                what = "input" if other in read else "output"
+                raise OSError(f"cannot write {target}: it is the {what} {other}")
 
 
 def run_serial(
@@ -474,9 +470,10 @@ def run_serial(
 ) -> NoReturn:
     """Run a program of one process, or its subcommand, on its options and exit with its code.
 
-    It is 2, with one line, if the program raises ValueError, OSError or MemoryError, or if output
-    is lost, and 130 after Ctrl-C.
+    It is 2, with one line, if the program raises ValueError, OSError or MemoryError, and 130 after
+    Ctrl-C.  A reader that stops, such as `| head -1`, ends the program.
     """
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     open_streams()
     parser = build_parser()
     try:
@@ -494,4 +491,4 @@ def run_serial(
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         code = INTERRUPTED
-    sys.exit(BAD_INPUT if lost_output(parser.prog) else code)
+    sys.exit(code)

@@ -1,4 +1,4 @@
-"""The input file of a run, its result, and files of one result or of many, all HDF5.
+"""The input and the mask of a run, its result, and files of one result or of many, all HDF5.
 
 Every function raises OSError if a file cannot be read or written, and ValueError if its contents
 are wrong.  The message is one line that names the file, for the user to read.
@@ -21,20 +21,21 @@ from a2d_mpi.experiments.hdf5 import (
     extend_file,
     flat,
     member,
+    plain,
     read_file,
     reading,
     write_file,
 )
+from a2d_mpi.masks.documents import Documents
+from a2d_mpi.masks.mask import IntervalMask
 from a2d_mpi.sharding.distribution import Distribution
 
 INPUT_SCHEMA = ("a2d_mpi input", 1)
+MASK_SCHEMA = ("a2d_mpi mask", 1)
 RESULT_SCHEMA = ("a2d_mpi result", 1)
 BENCHMARK_SCHEMA = ("a2d_mpi benchmark", 2)
 LINEAR_SCHEMA = ("a2d_mpi linear attention", 2)
 TRAINING_SCHEMA = ("a2d_mpi.training", 1)
-# A span of time of a rank: `part` is an index into TIMED_PARTS, `start` and `end` are seconds
-# since the phase began on this rank.
-SPAN = np.dtype([("rank", "i4"), ("part", "i4"), ("start", "f4"), ("end", "f4")])
 # Seconds are stored in eighths of a microsecond: finer digits are noise of barriers and Python,
 # and would be most of a file, because noise cannot be packed.
 TICKS = 1 << 23
@@ -139,6 +140,65 @@ def _dataset(file: h5py.File, name: str) -> h5py.Dataset:
     return data
 
 
+def read_mask(path: str | os.PathLike[str], seqlen: int) -> IntervalMask | Documents:
+    """Read the mask of `seqlen` queries and keys.  Many processes may read at the same time.
+
+    The file::
+
+        /begin, /end   (seqlen,) or (m, seqlen) integers: query i sees the keys [begin[i], end[i]);
+                       with m rows it has m intervals.  An interval is empty if end <= begin.
+        or
+        /cu_seqlens    (documents + 1,) integers: first token of each packed document, and the end
+        /              attribute causal, true or false: whether documents are causal
+
+    The attributes schema ("a2d_mpi mask") and schema_version (1) are optional.
+
+    Raises
+    ------
+    OSError
+        If the file is missing, unreadable, not HDF5 or cut short, or its numbers are elsewhere.
+    ValueError
+        If datasets are missing, have a wrong type or shape, or do not fit the sequence.
+    """
+    with reading(path, MASK_SCHEMA, needs_schema=False) as file:
+        members = {name: member(file, name) for name in ("begin", "end", "cu_seqlens")}
+        datasets = {name: x[()] for name, x in members.items() if isinstance(x, h5py.Dataset)}
+        attributes = plain(file.attrs)
+    try:
+        if list(datasets) == ["cu_seqlens"]:
+            mask = Documents(**datasets, causal=_causal(attributes))
+            mask.check(seqlen)
+        elif list(datasets) == ["begin", "end"]:
+            mask = IntervalMask(**datasets)
+            mask.check(seqlen)
+            _check_range(seqlen, **datasets)
+        else:
+            names = " and ".join(datasets) or "none of them"
+            raise ValueError(f"must have datasets begin and end, or cu_seqlens, got {names}")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return mask
+
+
+def _causal(attributes: dict[str, object]) -> bool:
+    """Return the attribute "causal"; 0 and 1 count as truth values, too."""
+    value = attributes.get("causal")
+    if value not in (False, True):
+        shown = "got none" if value is None else f"got {value!r}"
+        raise ValueError(f"cu_seqlens needs the attribute causal, true or false, {shown}")
+    return bool(value)
+
+
+def _check_range(seqlen: int, **arrays: np.ndarray) -> None:
+    """Refuse intervals that reach beyond `seqlen` keys."""
+    for name, x in arrays.items():
+        wrong = np.argwhere((x < 0) | (x > seqlen))
+        if len(wrong):
+            place = tuple(wrong[0])
+            index = ", ".join(map(str, place))
+            raise ValueError(f"{name}[{index}] must be 0 to {seqlen}, got {x[place]}")
+
+
 @dataclass(frozen=True)
 class Check:
     """The check of one tensor.
@@ -185,6 +245,14 @@ class Check:
         return "passed" if self.error <= self.bound else "FAILED"
 
 
+def attributes_of(checks: Mapping[str, Check]) -> dict[str, object]:
+    """Return the checks of a run as they stand in files, and whether all passed."""
+    return {
+        "passed": all(x.passed for x in checks.values()),
+        "checks": {name: x.attributes for name, x in checks.items()},
+    }
+
+
 @dataclass(eq=False)
 class Result:
     """Everything that one run has measured.
@@ -209,8 +277,6 @@ class Result:
     predicted : dict of str to number or str
         Predictions: "memory" in bytes of a rank, "forward seconds" of the slowest rank, "forward
         lower bound" of a rank's bytes, ...
-    spans : dict of str to (n,) SPAN
-        Spans of all ranks in one trial, by phase.
     """
 
     provenance: dict[str, object]
@@ -221,7 +287,6 @@ class Result:
     checks: dict[str, Check]
     outputs: dict[str, np.ndarray] = field(default_factory=dict)
     predicted: dict[str, object] = field(default_factory=dict)
-    spans: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -307,8 +372,6 @@ def add_results(
     path: str | os.PathLike[str], settings: Mapping[str, object], results: Mapping[str, Result]
 ) -> None:
     """Add results by name to a file, or make the file; if writing fails, nothing changes."""
-    if not results and os.path.exists(path):
-        return
     runs = {name: _tree(result) for name, result in results.items()}
     extend_file(path, BENCHMARK_SCHEMA, {"settings": settings, "runs": runs})
 
@@ -339,9 +402,8 @@ def _tree(result: Result) -> dict[str, object]:
             for name, x in result.outputs.items()
         },
         "predicted": result.predicted,
-        "spans": result.spans,
     }
-    optional = ("outputs", "predicted", "spans")
+    optional = ("outputs", "predicted")
     return {name: x for name, x in tree.items() if name not in optional or x}
 
 
@@ -363,5 +425,4 @@ def _result(run: Tree) -> Result:
         },
         outputs=flat(run.get("outputs", {})),
         predicted=run.get("predicted", {}),
-        spans=flat(run.get("spans", {})),
     )

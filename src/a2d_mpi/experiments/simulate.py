@@ -12,10 +12,7 @@ The file::
 ``<phase> simulated``, ``predicted``  seconds of the slowest rank
 ``<phase> simulated wait``, ...       mean wait of all ranks
 ``memory``, ``room``                  peak bytes of a rank; bytes that a rank may use
-``cost seconds``, ``memory``, ...     cost of the simulation
 ``coarse``                            seconds within which ends of messages were one event
-``timeout``                           seconds after which the simulation was given up; it has
-                                      nothing simulated
 ====================================  ==========================================================
 """
 
@@ -23,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -31,7 +27,6 @@ import numpy as np
 
 from a2d_mpi.experiments.hdf5 import check_output, flat, read_file, write_file
 from a2d_mpi.experiments.origin import provenance
-from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.summary import Summary
 from a2d_mpi.experiments.sweep import Configuration, cases_of, plans_for
 from a2d_mpi.planning.machine import Machine
@@ -46,99 +41,73 @@ SCHEMA = ("a2d_mpi simulation", 2)
 RANKS = 4096
 
 
-@dataclass(frozen=True)
-class Task:
-    """A plan on a machine with a network.
+def _simulated(
+    what: Configuration, machine: Machine, network: Network, coarse: float
+) -> dict[str, object]:
+    """Run the simulation of a plan; return the attributes of its entry.
 
-    Attributes
-    ----------
-    what : Configuration
-    machine : Machine
-    network : Network
-    slow_rank : float
-        Factor by which rank 0 is slower.
-    coarse : float
-        `coarse` of `a2d_mpi.planning.simgrid.simulate`, as a share of the predicted time of the
-        shortest phase.
+    `coarse` is a share of the predicted time of the shortest phase.
     """
-
-    what: Configuration
-    machine: Machine
-    network: Network
-    slow_rank: float = 1.0
-    coarse: float = 0.0
-
-    @property
-    def name(self) -> str:
-        """Name of the entry in files."""
-        network, odd = self.network, ""
-        for word, factor in (("rank", self.slow_rank), ("port", network.slow_port)):
-            odd += f"-slow {word} {factor:g}" * (factor > 1)
-        return f"{self.what.name}-{network.name}{odd}-{self.machine.name}".replace("/", "_")
-
-    def run(self, timeout: float) -> dict[str, object]:
-        """Run the simulation; return the attributes of its entry."""
-        what, layout, work = self.what, self.what.layout, self.what.case.work(self.what.overlap)
-        entry: dict[str, object] = {
-            **what.attributes,
-            "machine": self.machine.name,
-            "network": self.network.name,
-            "slow_rank": self.slow_rank,
-            "slow_port": self.network.slow_port,
-        }
-        problem = problem_of(what.method, layout, work, work.mask)
-        entry["distribution"] = problem.queries.name
-        entry["memory"] = most_memory(what.method, layout, problem, work.backward)
-        entry["room"] = np.inf
-        if self.machine.memory is not None:
-            entry["room"] = float(self.machine.memory - self.machine.reserved)
-        plan = self.machine, what.method, layout, work
-        predicted = predict(*plan)
-        entry["coarse"] = self.coarse * min(float(x.total.max()) for x in predicted.values())
-        slow = np.ones(layout.size)
-        slow[0] = self.slow_rank
-        both = {"predicted": predicted}
-        options = {"slow": slow, "timeout": timeout, "coarse": entry["coarse"]}
-        try:
-            replay = simulate(*plan, network=self.network, **options)
-        except TimeoutError:
-            entry["timeout"] = timeout
-        else:
-            both["simulated"] = replay.phases
-            for name in ("seconds", "memory", "messages"):
-                entry[f"cost {name}"] = getattr(replay, name)
-        for name, phases in both.items():
-            for phase, parts in phases.items():
-                entry[f"{phase} {name}"] = float(parts.total.max())
-                entry[f"{phase} {name} wait"] = float(parts.wait.mean())
-        return entry
+    layout, work = what.layout, what.case.work(what.overlap)
+    problem = problem_of(what.method, layout, work, work.mask)
+    plan = machine, what.method, layout, work
+    predicted = predict(*plan)
+    coarse *= min(float(x.total.max()) for x in predicted.values())
+    room = np.inf if machine.memory is None else float(machine.memory - machine.reserved)
+    entry = {
+        **what.attributes,
+        "machine": machine.name,
+        "network": network.name,
+        "distribution": problem.queries.name,
+        "memory": most_memory(what.method, layout, problem, work.backward),
+        "room": room,
+        "coarse": coarse,
+    }
+    replay = simulate(*plan, network=network, coarse=coarse)
+    for name, phases in (("predicted", predicted), ("simulated", replay.phases)):
+        for phase, parts in phases.items():
+            entry[f"{phase} {name}"] = float(parts.total.max())
+            entry[f"{phase} {name} wait"] = float(parts.wait.mean())
+    return entry
 
 
 def simulate_all(args: argparse.Namespace) -> int:
     """Run the simulations that a file lacks, one after the other; return the exit code."""
-    networks = [replace(parse_network(x), slow_port=args.slow_port) for x in args.networks]
+    networks = [parse_network(x) for x in args.networks]
     replayer()  # raises an error now if SimGrid is not installed
     there = check_output(args.output, SCHEMA, args.resume)
     done = read_simulations(args.output) if there else {}
     origin, before = provenance("none", ["simulated"]), 0
-    with progress(_tasks(args, networks), unit="plan") as bar:
-        for task in bar:  # the planner runs lazily, in this loop
-            entry = done.get(task.name)
-            # A simulation that was given up is repeated if it may take longer now.
-            if entry is None or entry.get("timeout", np.inf) < args.timeout:
-                entry = task.run(args.timeout)
-                bar.write(_line(task.name, entry))
-            else:
-                before += 1
-                if entry["picked"] or not task.what.picked:
-                    continue
-                entry["picked"] = True  # an earlier run named this plan, now the planner picks it
-            done[task.name] = entry
-            write_file(args.output, SCHEMA, {**origin, "runs": _table(done)})
+    for what, machine, network in _plans(args, networks):
+        name = f"{what.name}-{network.name}-{machine.name}".replace("/", "_")
+        entry = done.get(name)
+        if entry is None:
+            entry = _simulated(what, machine, network, args.coarse)
+            both = (f"{x} {seconds(entry, x):.4g} s" for x in ("predicted", "simulated"))
+            print(f"{name}: {', '.join(both)}", flush=True)
+        else:
+            before += 1
+            if entry["picked"] or not what.picked:
+                continue
+            entry["picked"] = True  # an earlier run named this plan, now the planner picks it
+        done[name] = entry
+        write_file(args.output, SCHEMA, {**origin, "runs": _table(done)})
     if before:
         print(f"{before} simulations were in {args.output} already")
     print(f"written to {args.output}")
     return 0
+
+
+def _plans(
+    args: argparse.Namespace, networks: list[Network]
+) -> Iterator[tuple[Configuration, Machine, Network]]:
+    """Yield each plan with its machine and network; the planner runs lazily."""
+    for path, ranks, case in product(args.profile, args.ranks, cases_of(args)):
+        machine = read_machine(path)
+        if args.links_alone:
+            machine = machine.links_alone()
+        for what in plans_for(case, args.plans, ranks, machine=machine):
+            yield from ((what, machine, network) for network in networks)
 
 
 def read_simulations(path: str | Path) -> dict[str, dict[str, object]]:
@@ -171,7 +140,7 @@ def _table(rows: Mapping[str, Mapping[str, object]]) -> dict[str, np.ndarray]:
 
 
 def read_summaries(path: str | Path) -> list[Summary]:
-    """Read the summaries of all simulations in a file that ended and fit in memory.
+    """Read the summaries of all simulations in a file whose plans fit in memory.
 
     Raises
     ------
@@ -189,7 +158,7 @@ def read_summaries(path: str | Path) -> list[Summary]:
             predicted=seconds(x, "predicted"),
         )
         for name, x in read_simulations(path).items()
-        if "timeout" not in x and x["memory"] <= x["room"]
+        if x["memory"] <= x["room"]
     ]
 
 
@@ -200,29 +169,3 @@ def seconds(entry: Mapping[str, object], kind: str, part: str = "") -> float:
     """
     phases = ("forward", "backward") if entry["backward"] else ("forward",)
     return sum(float(entry.get(f"{phase} {kind}{part}", np.nan)) for phase in phases)
-
-
-def _tasks(args: argparse.Namespace, networks: list[Network]) -> Iterator[Task]:
-    cases = cases_of(args, args.masks)
-    for path, ranks, case in product(args.profile, args.ranks, cases):
-        machine = read_machine(path)
-        if args.links_alone:
-            machine = machine.links_alone()
-        if args.latency != 1:
-            links = {
-                name: replace(link, latency=link.latency * args.latency)
-                for name in ("inside", "between")
-                if (link := getattr(machine, name))
-            }
-            name = f"{machine.name}, latency x {args.latency:g}"
-            machine = replace(machine, name=name, **links)
-        for what in plans_for(case, args.plans, ranks, machine=machine):
-            for network in networks:
-                yield Task(what, machine, network, args.slow_rank, args.coarse)
-
-
-def _line(name: str, entry: Mapping[str, object]) -> str:
-    line = f"{name}: predicted {seconds(entry, 'predicted'):.4g} s, "
-    if "timeout" in entry:
-        return line + f"not simulated in {entry['timeout']:g} s"
-    return line + f"simulated {seconds(entry, 'simulated'):.4g} in {entry['cost seconds']:.1f} s"

@@ -1,59 +1,17 @@
-"""Standard output and error: printing never ends a program; tables, progress, errors."""
+"""Standard output and error: tables, progress, errors."""
 
 from __future__ import annotations
 
-import io
-import os
 import sys
 from collections.abc import Container, Iterable, Sequence
 
 from tqdm import tqdm
 
 
-class _Unread(io.FileIO):
-    """A standard stream that swallows output when nobody reads it or the disk is full.
-
-    `lost_output` reports a full disk.
-    """
-
-    error: OSError | None = None
-
-    def write(self, data: bytes) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            if not isinstance(error, BrokenPipeError):
-                _Unread.error = error
-            return len(data)
-
-
-def lost_output(prog: str) -> bool:
-    """Return whether output could not be written; if so, say it on stderr."""
-    sys.stdout.flush()
-    if _Unread.error is None:
-        return False
-    why = os.strerror(_Unread.error.errno)
-    print(f"{prog}: error: cannot write to standard output: {why}", file=sys.stderr, flush=True)
-    return True
-
-
 def open_streams() -> None:
-    """Make printing safe: odd paths, closed pipes (`| head -1`) and streams (`>&-`) do no harm."""
-    for name in ("stdout", "stderr"):
-        old = getattr(sys, name)
-        if old is None:  # closed
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-            continue
-        old.flush()
-        raw = _Unread(old.fileno(), "w", closefd=False)
-        new = io.TextIOWrapper(
-            io.BufferedWriter(raw),
-            old.encoding,
-            "backslashreplace",  # paths need not be UTF-8
-            line_buffering=old.line_buffering,
-            write_through=old.write_through,
-        )
-        setattr(sys, name, new)
+    """Print paths that are not UTF-8 with escapes."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it is closed
+        stream.reconfigure(errors="backslashreplace")
 
 
 def reason(error: Exception) -> str:

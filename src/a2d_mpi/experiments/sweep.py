@@ -6,14 +6,15 @@ import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
 
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.mask_file import FILE, mask_of
 from a2d_mpi.experiments.options import method_name, slices
+from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.layouts import layouts
 from a2d_mpi.planning.machine import Machine
@@ -27,6 +28,7 @@ from a2d_mpi.schedules.slices import slices_of
 # Most ranks for which the planner searches.  With h100-8.toml, 1M causal tokens and gradients,
 # 1024 ranks take 18 s of CPU time, 4096 ranks 127 s and 0.9 GB (tests/tools/plan_times.py).
 PLANNED = 4096
+mask_of = lru_cache(maxsize=32)(make_mask)  # masks keep what they have computed
 SIZES = ("seqlen", "nheads", "nheads_kv", "headdim", "headdim_v", "dtype")
 _SPEC = re.compile(
     r"([a-z0-9 _]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?(?:/(\d+)x(\d+))?(?:\*(.+))?"
@@ -44,12 +46,10 @@ class Case(AttentionConfig):
     @property
     def name(self) -> str:
         """Name in files and messages; no two cases have the same name."""
-        passes, mask = "backward" if self.backward else "forward", self.mask
-        if mask.startswith(FILE):  # by its contents, which a path does not identify
-            mask = f"file_{mask_of(mask, self.seqlen).digest(self.seqlen)}"
+        passes = "backward" if self.backward else "forward"
         values = f"x{self.headdim_v}" * (self.headdim_v != self.headdim)
         return (
-            f"{mask}-n{self.seqlen}-h{self.nheads}-kv{self.nheads_kv}-d{self.headdim}{values}"
+            f"{self.mask}-n{self.seqlen}-h{self.nheads}-kv{self.nheads_kv}-d{self.headdim}{values}"
             f"-{self.dtype}{f'-{self.wire}' if self.wire else ''}-{passes}"
         )
 
@@ -65,11 +65,13 @@ class Case(AttentionConfig):
         return Workload(**self.arguments, mask=mask, backward=self.backward, overlap=overlap)
 
 
-def cases_of(args: argparse.Namespace, masks: Sequence[str]) -> list[Case]:
+def cases_of(args: argparse.Namespace) -> list[Case]:
     """Return all combinations of the sizes in a driver's options, without duplicates."""
     heads_kv = args.nheads_kv or [None]  # None: as many KV heads as query heads
     wires = [None if x == "none" else x for x in args.wire]
-    sizes = product(args.dtypes, wires, args.headdim, args.nheads, heads_kv, args.seqlens, masks)
+    sizes = product(
+        args.dtypes, wires, args.headdim, args.nheads, heads_kv, args.seqlens, args.masks
+    )
     common = {"headdim_v": args.headdim_v, "backward": args.backward}
     cases = (
         Case(seqlen, nheads, headdim, kv, dtype=dtype, wire=wire, mask=mask, **common)

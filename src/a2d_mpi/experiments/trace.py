@@ -1,4 +1,4 @@
-"""Timelines of all ranks in one file for Perfetto and Chrome, from measured or predicted times.
+"""Timelines of all ranks in one file for Perfetto and Chrome.
 
 The file is JSON in the Trace Event Format.
 
@@ -6,7 +6,7 @@ Each rank is a process of the file.  Its thread "compute" shows calls of the pla
 with their blocks, and merges.  Its thread "communication" shows posts and waits.  A message is an
 arrow, from the slice in which it is posted to the end of the wait that completes it.
 
-Measured times come from each rank's own clock, `time.perf_counter`.  They begin at the end of a
+Times come from each rank's own clock, `time.perf_counter`.  They begin at the end of a
 barrier of all ranks before the calls.  The barrier ends at slightly different times on two ranks,
 which is the error of the times.  It is a few microseconds inside a node and some latencies of the
 network between nodes.  It is larger if ranks share a core.  So an arrow may seem to end before it
@@ -27,32 +27,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from a2d_mpi.core.atomic import check_writable, replacing
-from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.accounts import nbytes, pairs_of
-from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import problem_of, write
+from a2d_mpi.schedules import write
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.steps import (
-    KINDS,
-    Attend,
-    Differentiate,
-    Message,
-    Rows,
-    Send,
-    Wait,
-)
+from a2d_mpi.schedules.steps import Attend, Differentiate, Message, Send, Wait
 
-if TYPE_CHECKING:  # predicted traces need no MPI, measured traces need no simulator
+if TYPE_CHECKING:  # figures of traces need no MPI
     from mpi4py import MPI
 
     from a2d_mpi.attention.engine import Recorded
     from a2d_mpi.attention.plan import AttentionPlan
-    from a2d_mpi.planning.machine import Machine
-    from a2d_mpi.planning.survey import Survey
 
 COMPUTE, COMMUNICATION = THREADS = "compute", "communication"
 _BEGIN = '{"traceEvents": ['  # first characters of every file
-_RUNS = 4  # most runs of tokens that the text of a block has
 
 
 class Arrow(NamedTuple):
@@ -67,7 +54,7 @@ class Arrow(NamedTuple):
     sent : bool
         True: sent; False: received.
     args : dict
-        "bytes", "from" and "to"; a measured message also has "phase" and "channel".
+        "bytes", "from", "to", "phase" and "channel".
     """
 
     key: object
@@ -132,8 +119,18 @@ class Trace:
             self.sections.append(section)
 
     def write(self) -> None:
-        """Write the file.  Local, for rank 0."""
-        write_trace(self._path, self.sections, "measured")
+        """Write the file.  Local, for rank 0.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be written; an existing file is left as it was.
+        """
+        lines = ",\n".join(json.dumps(x) for x in events_of(self.sections))
+        with replacing(self._path) as (target, temporary):
+            with open(temporary, "w") as file:
+                file.write(f'{_BEGIN}\n{lines}\n],\n"displayTimeUnit": "ms"}}\n')
+            os.replace(temporary, target)
 
 
 def measured(
@@ -164,9 +161,9 @@ def measured(
                 if isinstance(step, Message):
                     x = _arrow(program, step, place, call.phase)
                     x = posted[(*of, step.index)] = x._replace(key=(number, *of, *x.key))
-                    slices.append(
-                        _post(f"{'send' if x.sent else 'receive'} {x.kind}", [x], begin, end)
-                    )
+                    label, arrows = ("send", [x]) if x.sent else ("receive", [])
+                    post = COMMUNICATION, f"{label} {x.kind}", "post", begin, end
+                    slices.append(Slice(*post, x.args, arrows))
                 elif isinstance(step, Wait):
                     messages = [posted[(*of, x)] for x in step.messages]
                     slices.append(_wait(messages, begin, end))
@@ -187,120 +184,19 @@ def _arrow(program: Program, step: Message, place: list[int], phase: str) -> Arr
     return Arrow((source, to, kind, step.tag, step.turn), kind, sent, args)
 
 
-def _post(name: str, messages: list[Arrow], begin: float, end: float) -> Slice:
-    """Make the slice of a post."""
-    args, sent = messages[0].args if len(messages) == 1 else {}, [x for x in messages if x.sent]
-    return Slice(COMMUNICATION, name, "post", begin, end, args, sent)
-
-
 def _wait(messages: list[Arrow], begin: float, end: float) -> Slice:
     """Make the slice of a wait for messages."""
-    args: dict[str, object] = {"bytes": sum(x.args["bytes"] for x in messages)}
-    for i, x in enumerate(messages):
-        peer = f"to {x.args['to']}" if x.sent else f"from {x.args['from']}"
-        args[f"message {i}"] = f"{x.kind} {peer}, {x.args['bytes']} bytes"
+    args = {"messages": len(messages), "bytes": sum(x.args["bytes"] for x in messages)}
     received = [x for x in messages if not x.sent]
     return Slice(COMMUNICATION, "wait", "wait", begin, end, args, received)
 
 
 def _blocks(program: Program) -> Iterator[dict[str, object]]:
-    """Yield the block of every kernel call of a program: tokens, and visible pairs per head."""
+    """Yield the block of every kernel call of a program, with its visible pairs per head."""
     calls = [x for x in program.steps if isinstance(x, Attend | Differentiate)]
     pairs = pairs_of(program, calls)[0].tolist() if calls else []
     for call, count in zip(calls, pairs):
-        sizes = {"rows": call.queries.count, "columns": call.keys.count, "pairs": count}
-        tokens = {x: _tokens(program, getattr(call, x)) for x in ("queries", "keys")}
-        yield sizes | tokens
-
-
-def _tokens(program: Program, rows: Rows) -> str:
-    """Return tokens as text, as Python's slices; if there are many, "..." replaces the last."""
-    runs = [x for x in program.token_runs(rows) if len(x)]
-    texts = [f"{x.start}:{x.stop}" + f":{x.step}" * (x.step != 1) for x in runs[:_RUNS]]
-    return ", ".join(texts + ["..."] * (len(runs) > _RUNS))
-
-
-def predicted(
-    machine: Machine, method: str, layout: Layout, work: Workload, name: str
-) -> list[Section]:
-    """Predict a plan by the simulator; return the sections of a trace, one for each phase.
-
-    Parameters
-    ----------
-    machine : Machine
-    method : str
-        One of `a2d_mpi.schedules.METHODS`.
-    layout : Layout
-    work : Workload
-    name : str
-        Name of the plan.
-
-    Raises
-    ------
-    ValueError
-        If the heads do not fit the layout, or the machine has no kernel for the dtype.
-    """
-    from a2d_mpi.planning.model import simulated
-    from a2d_mpi.planning.survey import survey_of
-
-    problem, sections = problem_of(method, layout, work, work.mask), []
-    place = layout.world_ranks().tolist()
-    for phase in work.phases:
-        survey = survey_of(machine, method, layout, work, problem, phase)
-        spans = [[] for _ in range(layout.size)]
-        simulated(machine, layout, survey, spans)
-        section: list[list[Slice]] = [[] for _ in range(layout.size)]
-        for rank, slices in enumerate(section[x] for x in place):
-            programs = write(method, phase, layout, problem, rank, work.overlap)
-            blocks = [x for program in programs for x in _blocks(program)]
-            # A backward pass begins by computing delta, which is not a step of a program.
-            computes = sum(part == "compute" for part, *_ in spans[rank])
-            labels = iter([{}] * (computes - len(blocks)) + blocks)
-            call = "attend" if phase == "forward" else "differentiate"
-            last = spans[rank][-1][2]
-            slices.append(Slice(COMPUTE, f"{name} {phase}", "total", 0.0, last, {}))
-            for part, begin, end, numbers in spans[rank]:
-                arrows = [_simulated(survey, x, rank, place) for x in numbers]
-                if part == "wait":
-                    slices.append(_wait(arrows, begin, end))
-                elif numbers:
-                    slices.append(_post("post", arrows, begin, end))
-                else:
-                    args = next(labels) if part == "compute" else {}
-                    slices.append(Slice(COMPUTE, call if args else part, part, begin, end, args))
-        sections.append(section)
-    return sections
-
-
-def _simulated(survey: Survey, number: int, rank: int, place: list[int]) -> Arrow:
-    """Make the arrow of a message of the simulator."""
-    source, to, nbytes = (int(x[number]) for x in survey.messages)
-    args = {"bytes": nbytes, "from": place[source], "to": place[to]}
-    return Arrow(number, list(KINDS)[survey.kinds[number]], source == rank, args)
-
-
-def write_trace(path: Path, sections: Sequence[Section], times: str) -> None:
-    """Write a file of sections, one after the other in time.
-
-    If writing fails, an existing file is left as it was.
-
-    Parameters
-    ----------
-    path : Path
-    sections : sequence of Section
-    times : {"measured", "predicted"}
-
-    Raises
-    ------
-    OSError
-        If the file cannot be written.
-    """
-    lines = ",\n".join(json.dumps(x) for x in events_of(sections))
-    others = json.dumps({"displayTimeUnit": "ms", "otherData": {"times": times}})
-    with replacing(path) as (target, temporary):
-        with open(temporary, "w") as file:
-            file.write(f"{_BEGIN}\n{lines}\n],\n{others[1:]}\n")
-        os.replace(temporary, target)
+        yield {"rows": call.queries.count, "columns": call.keys.count, "pairs": count}
 
 
 def events_of(sections: Sequence[Section]) -> list[dict[str, object]]:

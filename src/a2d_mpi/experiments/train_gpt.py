@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -20,21 +19,19 @@ from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments.checkpoint import State, differences, put_away, resumed, save
+from a2d_mpi.experiments.checkpoint import State, differences, resumed, save
 from a2d_mpi.experiments.cli import check_room, check_survive, holding, surviving, together
-from a2d_mpi.experiments.files import files_written
 from a2d_mpi.experiments.grids import open_grid
 from a2d_mpi.experiments.hdf5 import check_output, write_file
 from a2d_mpi.experiments.measure import open_device, origin_of
 from a2d_mpi.experiments.model_options import model_of
-from a2d_mpi.experiments.options import FAILED_CHECK
+from a2d_mpi.experiments.options import FAILED_CHECK, files_written
 from a2d_mpi.experiments.origin import blas_name, cpu_name
 from a2d_mpi.experiments.results import TRAINING_SCHEMA as SCHEMA
 from a2d_mpi.experiments.streams import progress
-from a2d_mpi.experiments.trace import Trace, check_trace
 from a2d_mpi.gpt.adam import learning_rate
 from a2d_mpi.gpt.config import LINEAR, GPTConfig
-from a2d_mpi.gpt.cost import STEP_PARTS, training_bytes
+from a2d_mpi.gpt.cost import training_bytes
 from a2d_mpi.gpt.gradients import total
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
@@ -42,10 +39,9 @@ from a2d_mpi.gpt.training import Training
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.linear.plan import LinearAttention
 from a2d_mpi.masks.documents import Documents
-from a2d_mpi.masks.mask import Causal, Mask
+from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning.workload import Workload
 
-LOGGED_PARTS = (*STEP_PARTS, "plan")  # parts of a step's seconds in result files
 # Options that must be the same when a run is resumed.
 SAME = ("seqlen", "dtype", "seed", "rate", "warmup", "steps", "separator", "validate")
 
@@ -100,23 +96,27 @@ def _finish(
     held: Text | None,
 ) -> int:
     """Train to the last step, evaluate and write; return the exit code.  Collective."""
-    trace = Trace(comm, args.trace) if args.trace else None
     try:
-        trainer.run(args.until or args.steps, trace)
+        trainer.run(args.steps)
     except FloatingPointError as error:
         _say(comm, f"step {trainer.state.step + 1}: {error}; the training ends, and the "
                    f"checkpoints in {args.folder} stay as they are")  # fmt: skip
         return FAILED_CHECK
-    if trace:
-        # If all steps were done before, there is nothing new, and an earlier trace is kept.
-        together(comm, lambda: trace.write() if trace.sections else None, on=0)
-    traffic = comm.gather(trainer.traffic())  # before the evaluation, which sends, too
     if held:
         trainer.held_out = {"loss": trainer.evaluate(held), **held.sizes()}
     origin = origin_of(comm, trainer.device)
     if args.output:
-        trained_on = about_text(args, text)
-        together(comm, lambda: write(args.output, trainer, origin, trained_on, traffic), on=0)
+        state = trainer.state
+        tree = {
+            **origin,
+            "loss": state.losses,
+            "seconds": {"total": state.seconds},
+            "config": state.run | asdict(state.config) | trainer.settings,
+            "text": about_text(args, text),
+            "held_out": trainer.held_out,
+            "ranges": {f"{i}": x for i, x in enumerate(state.ranges)},
+        }
+        together(comm, lambda: write_file(args.output, SCHEMA, tree), on=0)
     return 0
 
 
@@ -148,8 +148,8 @@ class Trainer:
     state : State
     settings : dict
         Settings of all ranks that may change the bits of results.
-    parts : list of list of float
-        Seconds of this rank by step since this start and by `LOGGED_PARTS`.
+    start : int
+        Steps before this start.
     held_out : dict
         Loss and sizes of the held-out text, once it is evaluated.
     """
@@ -174,9 +174,8 @@ class Trainer:
             comm, weights, moments, state.step, args.recompute, args.transfers, grid.failures
         )
         self._plan: AttentionPlan | None = None
-        self._bytes: dict[str, np.ndarray] = {}
         self._lost = False  # whether ranks died
-        self.parts: list[list[float]] = []
+        self.start = state.step
         self.held_out: dict[str, object] = {}
 
     def go_on(self, comm: MPI.Intracomm, grid: ProcessGrid) -> None:
@@ -185,7 +184,8 @@ class Trainer:
         Collective over the surviving ranks.
         """
         start = time.perf_counter()
-        self._bytes, self._lost = self.traffic(), True
+        self._forget()
+        self._lost = True
         self._comm, self.rank, self._grid = comm, comm.rank, grid
         self.settings = self._settings()
         self._training.go_on(comm, grid.failures)
@@ -195,10 +195,8 @@ class Trainer:
         _say(comm, f"continues after step {self.state.step}; communicators took "
                    f"{made - start:.3f} s, a plan {end - made:.3f} s")  # fmt: skip
 
-    def run(self, stop: int, trace: Trace | None = None) -> None:
-        """Train up to step `stop`, and write checkpoints; `trace` records the last step.
-
-        Collective.
+    def run(self, stop: int) -> None:
+        """Train up to step `stop`, and write checkpoints.  Collective.
 
         Raises
         ------
@@ -212,8 +210,7 @@ class Trainer:
             self._keep_if_due(stop)
         with progress(range(state.step, stop), comm.rank, desc="steps") as shown:
             for _ in shown:
-                last = trace if state.step + 1 == stop else None
-                shown.set_postfix(loss=f"{self.step(last):.3f}")
+                shown.set_postfix(loss=f"{self.step():.3f}")
                 self._keep_if_due(stop)
 
     def _keep_if_due(self, stop: int) -> None:
@@ -221,18 +218,15 @@ class Trainer:
         if self.state.step % self._args.every == 0 or self.state.step == stop:
             together(self._comm, lambda: self.keep(self._args.folder), on=0)
 
-    def step(self, trace: Trace | None = None) -> float:
+    def step(self) -> float:
         """Do one step; return the loss before it.  Collective."""
         args, state, batch = self._args, self.state, self._batch()
         start = time.perf_counter()
         plan = self._plan_for(batch)
         planned = time.perf_counter() - start
         rate = learning_rate(state.step, args.rate, args.warmup, args.steps)
-        with trace.calls(plan, f"step {state.step + 1}") if trace else nullcontext():
-            loss, parts = self._training.step(plan, batch, rate)
-            # Counted now, because a rank may die when the trace sends its records.
-            state.add_step(loss, planned + sum(parts.values()), self.settings)
-            self.parts.append([*parts.values(), planned])
+        loss, parts = self._training.step(plan, batch, rate)
+        state.add_step(loss, planned + sum(parts.values()), self.settings)
         return loss
 
     def _batch(self) -> Batch:
@@ -250,23 +244,24 @@ class Trainer:
 
     def _plan_for(self, batch: Batch) -> AttentionPlan:
         """Return the plan of a batch; it is made anew only if the mask has changed."""
-        args, config, mask = self._args, self.state.config, mask_of_batch(batch, self._args)
+        args, config = self._args, self.state.config
+        mask = Documents(batch.cu_seqlens, causal=True) if args.separator else Causal()
         if self._plan is None or self._plan.mask != mask:
             self._forget()
-            self._plan = plan = plan_of_batch(self._grid, mask, args, config.heads)
+            names = ("seqlen", "dtype", "threads", "kernel", "transfers")
+            options = {x: getattr(args, x) for x in names}
+            plan = make_plan(args.method, self._grid, mask, **config.heads, **options)
+            self._plan = plan
             if config.hybrid:  # a plan of linear attention with the same tokens
-                sizes = {"nheads": config.nheads, "headdim": config.headdim}
-                sizes |= {x: getattr(args, x) for x in ("seqlen", "dtype", "threads")}
-                options = {**sizes, **LINEAR, "distribution": plan.distribution}
-                self._training.linear = LinearAttention(self._grid, mask, **options)
+                sizes = {x: options[x] for x in ("seqlen", "dtype", "threads")}
+                sizes |= {"nheads": config.nheads, "headdim": config.headdim}
+                self._training.linear = LinearAttention(
+                    self._grid, mask, **sizes, **LINEAR, distribution=plan.distribution
+                )
         return self._plan
 
     def _forget(self) -> None:
         if self._plan:
-            for plan in filter(None, (self._plan, self._training.linear)):
-                for key, counts in plan.traffic.bytes.items():
-                    totals = self._bytes.setdefault("/".join(key), np.zeros(2, np.int64))
-                    totals += counts
             self._plan.free()
             self._plan = None
 
@@ -286,13 +281,6 @@ class Trainer:
             "blas": blas,
             "numpy": np.__version__,
         }
-
-    def traffic(self) -> dict[str, np.ndarray]:
-        """Return the bytes that this rank has sent and received, by phase and communicator."""
-        self._forget()
-        name, sums = "gradients/all", self._training.sum
-        counts = self._bytes.get(name, np.zeros(2, np.int64))
-        return {**self._bytes, name: counts + (sums.nbytes if sums else 0)}
 
     def weights(self) -> np.ndarray:
         """Return the weights as a flat array on the host."""
@@ -317,20 +305,6 @@ def agree_on_text(comm: MPI.Intracomm, text: Text) -> None:
 def about_text(args: argparse.Namespace, text: Text) -> dict[str, object]:
     """Return the attributes of a training text in files."""
     return {"name": args.text.name, "sha256": text.sha256, **text.sizes()}
-
-
-def mask_of_batch(batch: Batch, args: argparse.Namespace) -> Mask:
-    """Return the mask of a batch: its documents, or all earlier tokens without a separator."""
-    return Documents(batch.cu_seqlens, causal=True) if args.separator else Causal()
-
-
-def plan_of_batch(
-    grid: ProcessGrid, mask: Mask, args: argparse.Namespace, heads: Mapping[str, int]
-) -> AttentionPlan:
-    """Make the plan of a mask, by the options of a training program."""
-    names = ("seqlen", "dtype", "threads", "kernel", "transfers")
-    options = {x: getattr(args, x) for x in names}
-    return make_plan(args.method, grid, mask, **heads, **options)
 
 
 def say_losses(
@@ -361,8 +335,6 @@ def _validated(args: argparse.Namespace) -> tuple[Text, Text | None, GPTConfig]:
             f"linear layers (--layer-pattern {config.layer_pattern}) see all earlier tokens, and "
             "run on the host: they need --separator '' and --device cpu"
         )
-    if args.until and args.until > args.steps:
-        raise ValueError(f"--until {args.until} must be at most --steps {args.steps}")
     return text, held, config
 
 
@@ -374,9 +346,6 @@ def _resumed(
 
     def earlier() -> State | None:
         check_output(args.output, SCHEMA)
-        check_trace(args.trace)
-        if args.anew:
-            put_away(args.folder)
         return resumed(args.folder, config, run, args.resume)
 
     state = comm.bcast(together(comm, earlier, on=0))
@@ -387,37 +356,13 @@ def _resumed(
     return state
 
 
-def write(
-    path: Path,
-    trainer: Trainer,
-    origin: dict,
-    trained_on: dict[str, object],
-    traffic: list[dict],
-) -> None:
-    """Write losses, seconds and traffic of a run, and the numbers of the text."""
-    state = trainer.state
-    config = state.run | asdict(state.config) | trainer.settings
-    tree = {**origin, "loss": state.losses, "config": config}
-    tree |= {"text": trained_on, "held_out": trainer.held_out}
-    # The parts are seconds of rank 0 in the steps since this start.
-    parts = np.array(trainer.parts).reshape(-1, len(LOGGED_PARTS)).T
-    tree["seconds"] = {**dict(zip(LOGGED_PARTS, parts)), "total": state.seconds}
-    for name in set().union(*traffic):  # after a loss not all ranks have all channels
-        counts = np.array([x.get(name, (0, 0)) for x in traffic])  # (ranks, 2)
-        tree[f"traffic/{name}"] = dict(zip(("sent", "received"), counts.T))
-    tree["ranges"] = {f"{i}": x for i, x in enumerate(state.ranges)}
-    write_file(path, SCHEMA, tree)
-
-
 def _report(trainer: Trainer, text: Text) -> None:
     """Print the short table."""
     state, held_out = trainer.state, trainer.held_out
     for name in held_out and ("loss", "unigram_entropy"):
         print(f"held-out text: {name.replace('_', ' ')} {held_out[name]:.4f} nats")
-    if not trainer.parts:
+    if state.step == trainer.start:
         print(f"nothing to do: all {state.step} steps are done already")
         return
-    seconds = np.median(state.seconds[-len(trainer.parts) :])
+    seconds = np.median(state.seconds[trainer.start :])
     say_losses(state.config.parameters, state.losses, seconds, text, state.config.seqlen)
-    parts = zip(LOGGED_PARTS, np.median(trainer.parts, axis=0))
-    print("seconds of a step (median, rank 0):", ", ".join(f"{x} {y:.3f}" for x, y in parts))

@@ -21,13 +21,9 @@ from a2d_mpi.experiments.grids import open_grid
 from a2d_mpi.experiments.hdf5 import write_file
 from a2d_mpi.experiments.measure import open_device, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.results import TRAINING_SCHEMA, Check
+from a2d_mpi.experiments.results import TRAINING_SCHEMA, Check, attributes_of
 from a2d_mpi.experiments.streams import progress
-from a2d_mpi.experiments.train_gpt import (
-    about_text,
-    agree_on_text,
-    say_losses,
-)
+from a2d_mpi.experiments.train_gpt import about_text, agree_on_text, say_losses
 from a2d_mpi.gpt.gradients import total
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
 from a2d_mpi.masks.mask import Causal
@@ -39,10 +35,8 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Train; return the exit code: 1 if the check failed or the loss is no longer finite."""
     text, config = together(comm, lambda: _validated(args))
     agree_on_text(comm, text)
-    if not args.unchecked:
-        nbytes = 8 * 4 * args.nheads * args.seqlen**2
-        what = f"{args.seqlen} tokens (--seqlen): matrices of the check in float64 (--unchecked)"
-        check_room(comm, what, nbytes, 1)
+    what = f"{args.seqlen} tokens (--seqlen): matrices of the check in float64"
+    check_room(comm, what, 8 * 4 * args.nheads * args.seqlen**2, 1)
     device = open_device(comm, args.device)
     where = "cpu" if device is HOST else f"cuda:{device.index}"
     if device is not HOST:
@@ -68,7 +62,7 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             term.backward()
             hooks.finish()
             loss = total(comm, term.item())
-            if step == 0 and not args.unchecked:
+            if step == 0:
                 own = _check(model, config, args, batch, loss) if comm.rank == 0 else None
                 checks = comm.bcast(own)
             optimizer.step()
@@ -86,16 +80,16 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         parameters = sum(x.numel() for x in model.parameters())
         say_losses(parameters, losses, np.median(seconds), text, args.seqlen)
     if args.output:
-        settings = {**grid.layout.attributes, "method": args.method, "kernel": kernel,
-                    "torch": torch.__version__, **_options(args)}  # fmt: skip
+        options = {x: str(y) for x, y in vars(args).items() if x not in ("output", "command")}
+        others = {**grid.layout.attributes, "kernel": kernel, "torch": torch.__version__}
         tree = {
             **origin,
             "loss": np.array(losses),
             "seconds": {"total": np.array(seconds)},
-            "config": settings,
+            "config": options | others,
             "text": about_text(args, text),
             "held_out": {},
-            "checks": {name: x.attributes for name, x in checks.items()},
+            **attributes_of(checks),
         }
         together(comm, lambda: write_file(args.output, TRAINING_SCHEMA, tree), on=0)
     hooks.free()
@@ -155,10 +149,3 @@ def _check(
     )
     both = (loss, gradient), (wanted.item(), exact_gradient)
     return check_step(*both, args.dtype, args.seqlen)
-
-
-def _options(args: argparse.Namespace) -> dict[str, object]:
-    """Return the options of a run that result files have as attributes."""
-    names = ("seqlen", "layers", "width", "mlp", "nheads", "nheads_kv", "dtype", "rate", "seed",
-             "threads", "device")  # fmt: skip
-    return {x: getattr(args, x) for x in names} | {"separator": str(args.separator)}

@@ -137,15 +137,14 @@ def _values(axes) -> Iterator[np.ndarray]:
         yield image.get_array()
 
 
-def workload_title(config: Mapping[str, object], seqlen: object = "", phase: str = "both") -> str:
+def workload_title(config: Mapping[str, object], seqlen: object = "") -> str:
     """Describe a workload: its mask, tokens (if given), heads, dtype and phases."""
     c = config
     heads = f"{c['nheads']} heads of {c['headdim']}"
     if c["nheads_kv"] != c["nheads"]:
         heads += f" ({c['nheads_kv']} KV heads)"
-    both = "forward and backward" if c["backward"] else "forward"
+    phases = "forward and backward" if c["backward"] else "forward"
     tokens = (f"{seqlen} tokens",) if seqlen else ()
-    phases = both if phase == "both" else phase
     return ", ".join((str(c["mask"]), *tokens, heads, str(c["dtype"]), phases))
 
 

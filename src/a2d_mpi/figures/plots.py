@@ -14,14 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from a2d_mpi.experiments.hdf5 import read_file
-from a2d_mpi.experiments.results import (
-    BENCHMARK_SCHEMA,
-    TRAINING_SCHEMA,
-    Result,
-    phases_of,
-    read_benchmark,
-)
-from a2d_mpi.experiments.results import TIMED_PARTS as SPAN_PARTS
+from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, TRAINING_SCHEMA, read_benchmark
 from a2d_mpi.experiments.summary import PARTS, Summary, best_of_families, in_order, summarise
 from a2d_mpi.experiments.trace import read_trace
 from a2d_mpi.figures.crossover_plots import draw_crossover, read_crossover
@@ -37,14 +30,11 @@ from a2d_mpi.figures.pictures import (
     save,
     stacked,
     style,
-    timeline,
     workload_title,
 )
 from a2d_mpi.figures.scale_plots import AT_SCALE, draw_by_ranks, efficiency, read_scale
 from a2d_mpi.figures.trace_plots import draw_trace
-from a2d_mpi.schedules import METHODS
 
-PHASES = {"forward": ["forward"], "backward": ["backward"], "both": None}
 MOST_PLANS = 16  # bars of one figure
 Figure = Callable[[Summary], float]  # one number of a result
 
@@ -91,21 +81,18 @@ class Choice:
     Attributes
     ----------
     all : list of Summary
-        All results that have the phase.
+        All results.
     of_workload : list of Summary
         The results of one workload.
     ranks : int
         The number of ranks of `phases`.
-    run : Result
-        The run of the timeline.
     """
 
     def __init__(self, args) -> None:
-        results, phases = read_benchmark(args.results), PHASES[args.phase]
-        usable = [x for x in results.values() if set(phases or ()) <= set(phases_of(x))]
-        if not usable:
+        results = read_benchmark(args.results)
+        if not results:
             raise ValueError(f"{args.results} has no result to plot")
-        self.all = [summarise(result, phases) for result in usable]
+        self.all = [summarise(result) for result in results.values()]
         counts = Counter(name for name, _ in {(x.workload, x.ranks) for x in self.all})
         of_each = Counter(x.workload for x in self.all)
         usual = max(counts, key=lambda x: (counts[x], of_each[x], x))
@@ -114,22 +101,10 @@ class Choice:
         if not self.of_workload:
             raise ValueError(f"no workload {self.workload!r}: {', '.join(sorted(counts))}")
         most = max(x.ranks for x in self.of_workload)
-        self.ranks, self.phase = most if args.ranks is None else args.ranks, args.phase
-        here = [x for x in self.of_workload if x.ranks == self.ranks]
-        if not here:
+        self.ranks = most if args.ranks is None else args.ranks
+        if self.ranks not in {x.ranks for x in self.of_workload}:
             raise ValueError(f"{self.workload} was not run on {self.ranks} ranks")
-        first = next(iter(METHODS))
-
-        def rank(x: Summary) -> tuple:
-            return not results[x.name].spans, x.method != first, not x.overlap, x.seconds
-
-        fastest = min(here, key=rank)
-        name = fastest.name if args.run is None else args.run
-        if name not in results:
-            raise ValueError(f"no run {name!r} in {args.results}")
-        self.run: Result = results[name]
-        # It names the workload, even if the timeline shows another one.
-        self.config = next(results[x.name].config for x in self.of_workload)
+        self.config = self.of_workload[0].config
 
     def families(self, key: Figure, fewest: int = 1) -> dict[str, list[Summary]]:
         """Find each method's plan of least `key` at every number of ranks from `fewest` on."""
@@ -141,7 +116,7 @@ class Choice:
     @property
     def title(self) -> str:
         """Describe the workload."""
-        return workload_title(self.config, self.config["seqlen"], self.phase)
+        return workload_title(self.config, self.config["seqlen"])
 
 
 def draw_scaling(plt, choice: Choice):
@@ -227,32 +202,7 @@ def draw_model(plt, choice: Choice):
     return finish(figure, f"{len(runs)} runs: {within} of the measured time (grey bands)")
 
 
-def draw_timeline(plt, choice: Choice):
-    """Draw the spans of every rank."""
-    result, c = choice.run, choice.run.config
-    if not result.spans:
-        raise NothingToDraw(f"{c['name']} was kept without spans (bench.py --spans)")
-    phases, ranks = phases_of(result), int(c["ranks"])
-    figure, panels = plt.subplots(
-        1, len(phases), figsize=(WIDTH, 1.4 + min(0.16 * ranks, 4.0)), sharey=True, squeeze=False
-    )
-    for phase, axes in zip(phases, panels[0]):
-        spans = result.spans[phase]
-        for rank in range(ranks):
-            bars = [
-                (SPAN_PARTS[x["part"]].replace("total", "other"), 1e3 * x["start"], 1e3 * x["end"])
-                for x in spans[spans["rank"] == rank]
-            ]
-            timeline(axes, rank, bars, 0.8)
-        axes.set(xlabel=f"{phase}, ms", xlim=(0, 1e3 * spans["end"].max()))
-        axes.set_ylim(ranks - 0.4, -0.6)
-    panels[0, 0].set_ylabel("rank")
-    panels[0, 0].yaxis.set_major_locator(plt.MaxNLocator(8, integer=True))
-    title = f"{summarise(result).plan.removesuffix('@rcu')}, {c['mask']}, {c['seqlen']} tokens"
-    return finish(figure, title)
-
-
-_DRAWN = (draw_scaling, draw_phases, draw_bytes, draw_model, draw_timeline)
+_DRAWN = (draw_scaling, draw_phases, draw_bytes, draw_model)
 FIGURES = {draw.__name__.removeprefix("draw_"): draw for draw in _DRAWN}
 # A kind of file: how to read it, and how to draw each of its figures.
 FILE_KINDS: list[tuple[Callable, dict[str, Callable]]] = [

@@ -72,17 +72,14 @@ def read_scale(path: str | Path, workload: str | None = None) -> Scale:
     """Read the simulations of a workload, with sequences of any length, from a file.
 
     `workload` is a part of the name.  Default: the workload with the most numbers of ranks, then
-    with the most entries.  Simulations with slow ranks or ports are left out.
+    with the most entries.
 
     Raises
     ------
     OSError, ValueError
         If the file cannot be read, or has no simulation of this workload.
     """
-    usable = [
-        x for x in read_summaries(path) if x.config["slow_rank"] == x.config["slow_port"] == 1
-    ]
-    if not usable:
+    if not (usable := read_summaries(path)):
         raise ValueError(f"{path} has no simulation to plot")
     named = [x for x in usable if (workload or "") in x.name]
     if not named:

@@ -8,9 +8,7 @@ from functools import partial
 import numpy as np
 
 from a2d_mpi.experiments.candidates import read_problem
-from a2d_mpi.experiments.mask_file import mask_of
-from a2d_mpi.experiments.sweep import plans_for
-from a2d_mpi.experiments.trace import check_trace, predicted, write_trace
+from a2d_mpi.experiments.sweep import mask_of, plans_for
 from a2d_mpi.figures.pictures import (
     SETTINGS,
     check_picture,
@@ -35,7 +33,6 @@ _HIDDEN = "#E8E8E8"
 def plot_schedule(args: argparse.Namespace) -> int:
     """Draw the plans that are asked for; returns the exit code."""
     check_picture(args.output)
-    check_trace(args.trace)
     machine, case = read_problem(args)
     found = plans_for(case, args.plans, args.ranks, (args.overlap,), machine)
     if not 1 <= len(found) <= PLANS:
@@ -45,12 +42,6 @@ def plot_schedule(args: argparse.Namespace) -> int:
     workload = workload_title(vars(case), in_short(case.seqlen))
     title = f"simulated: {workload}; {args.ranks} ranks, {nodes_of(machine.name)}"
     save(draw(rows, machine.ranks_per_node, title), args.output)
-    if args.trace:
-        sections = []
-        for x, row in zip(found, rows):
-            work = case.work(x.overlap)
-            sections += predicted(machine, x.method, x.layout, work, row.title)
-        write_trace(args.trace, sections, "predicted")
     return 0
 
 

@@ -214,11 +214,6 @@ class AttentionRank(Apart):
             line.end()
         return self._no_logits()
 
-    @property
-    def exchanges(self) -> list[ArrayExchange]:
-        """The exchanges that decoding steps use."""
-        return [*super().exchanges, self._pipe.decode]
-
     def free(self) -> None:
         """Free the communicators.  Collective."""
         super().free()
@@ -313,11 +308,6 @@ class FFNRank(Apart):
     def release(self, name: int) -> None:
         """Forget a request."""
         self.table.release(name)
-
-    @property
-    def exchanges(self) -> list[ArrayExchange]:
-        """The exchanges that decoding steps use."""
-        return [self._pipe.decode]
 
     def free(self) -> None:
         """Free the communicators.  Collective."""

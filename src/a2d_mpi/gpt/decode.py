@@ -215,11 +215,6 @@ class Decoder:
         return self._grid.comm, 0
 
     @property
-    def exchanges(self) -> list[ArrayExchange]:
-        """The exchanges that decoding steps use."""
-        return self.attention.exchanges
-
-    @property
     def sent(self) -> tuple[int, int]:
         """Bytes and messages that this rank has sent in decoding steps; see `step_traffic`."""
         kinds = self.traffic.bytes, self.traffic.messages

@@ -37,11 +37,6 @@ class ArrayExchange:
         Path of a GPU's arrays to MPI, as of a plan.
     failures : Failures, optional
         `ProcessGrid.failures` of these ranks, if MPI may continue when one of them dies.
-
-    Attributes
-    ----------
-    log : list of (str, float, float) or None
-        If it is a list, each wait appends "wait" with its begin and end by `time.perf_counter`.
     """
 
     def __init__(
@@ -55,7 +50,7 @@ class ArrayExchange:
         failures: Failures | None = None,
     ) -> None:
         self._failures = failures or Failures(comm, [])
-        self.comm, self._device, self.log = self._failures.duplicate(comm), device, None
+        self.comm, self._device = self._failures.duplicate(comm), device
         self._channel, self._phase = Channel(self.comm, name, traffic), phase
         aware, call = True, Call(comm)
         with call.checks():  # both read environment variables, which may differ between nodes
@@ -105,8 +100,6 @@ class ArrayExchange:
     def wait(self, messages: list) -> None:
         """Complete messages, and empty the list."""
         self._channel.wait(messages)
-        if self.log is not None:
-            self.log += [("wait", begin, end) for begin, end in self._channel.waits]
         self._channel.waits.clear()
 
     def forget_buffers(self) -> None:

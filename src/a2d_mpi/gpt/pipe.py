@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from mpi4py import MPI
@@ -51,7 +50,6 @@ class Line:
     ) -> None:
         self._exchange, self._to, self._sources, self._tag = exchange, to, sources, tag
         self._shape, self._like, self._takes, self._messages = shape, like, takes, []
-        self._begin = time.perf_counter()  # begin of this rank's computing for the batch
         self._expect()
 
     def take(self) -> Array:
@@ -61,13 +59,10 @@ class Line:
         for x in others:
             total += x
         self._expect()
-        self._begin = time.perf_counter()
         return total
 
     def give(self, rows: Array) -> None:
         """Start to send rows, which must not change afterwards."""
-        if self._exchange.log is not None:
-            self._exchange.log.append((f"batch {self._tag}", self._begin, time.perf_counter()))
         for peer in self._to:
             self._messages += self._exchange.send(rows, peer, self._tag)
 

@@ -9,12 +9,7 @@ import numpy as np
 from a2d_mpi.gpt.decode import Decoder
 
 
-def sample(
-    logits: np.ndarray,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    seed: Sequence[int] = (),
-) -> int:
+def sample(logits: np.ndarray, temperature: float = 0.0, seed: Sequence[int] = ()) -> int:
     """Draw a token of `logits`, (V,).
 
     Parameters
@@ -22,8 +17,6 @@ def sample(
     logits : (V,) array
     temperature : float
         Divisor of the logits; 0: the likeliest token.
-    top_k : int, optional
-        Draw one of the `top_k` likeliest tokens.  Default: any token.
     seed : sequence of int
         Seed of the draw.
 
@@ -37,8 +30,6 @@ def sample(
     scaled = logits.astype(np.float64)
     with np.errstate(over="ignore"):  # an overflow to -inf is right: such tokens are never drawn
         scaled = (scaled - scaled.max()) / temperature
-    if top_k is not None and top_k < len(scaled):
-        scaled[scaled < np.partition(scaled, -top_k)[-top_k]] = -np.inf
     p = np.exp(scaled)
     return int(np.random.default_rng(seed).choice(len(p), p=p / p.sum()))
 
@@ -55,13 +46,11 @@ class Service:
     choose : callable
         ``choose(request, length, logits)`` returns the next token.  It is called on one rank, the
         first that has the logits, and must not communicate.
-    arrive : dict of int to int, optional
-        Step, from 0, at which each request arrives.  Default: all requests arrive at the start.
 
     Attributes
     ----------
     unanswered : list of int
-        Requests in the order of their arrival.  Requests that do not fit wait.
+        Requests in their order.  Requests that do not fit wait.
     """
 
     def __init__(
@@ -69,15 +58,12 @@ class Service:
         prompts: Mapping[int, np.ndarray],
         new: Mapping[int, int],
         choose: Callable[[int, int, np.ndarray], int],
-        arrive: Mapping[int, int] | None = None,
     ) -> None:
         self._decoder: Decoder | None = None
         self._prompts, self._new, self._choose = prompts, new, choose
-        self._comes = arrive or dict.fromkeys(prompts, 0)
-        self.unanswered = sorted(prompts, key=self._comes.__getitem__)
+        self.unanswered = list(prompts)
         self._tokens: dict[int, list[int]] = {name: [] for name in prompts}  # generated so far
         self._running: dict[int, int] = {}  # latest token of each running request
-        self._step = 0
 
     def use(self, decoder: Decoder) -> None:
         """Use this decoder from now on.
@@ -105,14 +91,10 @@ class Service:
         """
         decoder, done = self._decoder, []
         waiting = [name for name in self.unanswered if name not in self._running]
-        if not self._running:  # skip steps in which there would be nothing to do
-            self._step = max(self._step, self._comes[waiting[0]])
         taken: dict[int, np.ndarray] = {}
         for name in waiting:
             prompt, tokens = self._prompts[name], self._tokens[name]
             max_tokens = len(prompt) + self._new[name] - 1  # the last token is not cached
-            if self._comes[name] > self._step:
-                break
             try:
                 if not decoder.admit(name, len(prompt) + len(tokens), max_tokens):
                     break  # requests are admitted in order
@@ -126,7 +108,6 @@ class Service:
             if taken:
                 logits |= dict(zip(taken, decoder.prefill(taken)))
             self._running = decoder.decide(lambda: self._chosen(logits))
-        self._step += 1
         for name, token in list(self._running.items()):
             self._tokens[name].append(token)
             if len(self._tokens[name]) == self._new[name]:
@@ -147,13 +128,12 @@ def serve(
     prompts: Mapping[int, np.ndarray],
     new: Mapping[int, int],
     choose: Callable[[int, int, np.ndarray], int],
-    arrive: Mapping[int, int] | None = None,
 ) -> Iterator[tuple[int, np.ndarray | ValueError]]:
     """Yield each request with its answer, or its error, when it is done.  Collective.
 
     `decoder` is used until the end.  The other parameters are as of `Service`.
     """
-    service = Service(prompts, new, choose, arrive)
+    service = Service(prompts, new, choose)
     service.use(decoder)
     while service.unanswered:
         yield from service.step()

@@ -43,8 +43,7 @@ class SpreadAttention:
         KV heads that this rank keeps.
     seconds : dict of str to float
         Seconds so far: "attention" (to this rank's KV blocks) and "merge" (exchanges and sums).
-        "cpu" is the CPU time of "attention", which is exact even if ranks share cores.  On a GPU
-        these are seconds of the host.
+        On a GPU these are seconds of the host.
     tokens : (requests,) int64
         Positions of the rows.
     """
@@ -63,7 +62,7 @@ class SpreadAttention:
         way = traffic, device, transfers, grid.failures
         self._merging = ArrayExchange(grid.group_comm, "decode", "context", *way)
         self._joining = ArrayExchange(grid.comm, "decode", "all", *way)
-        self.seconds = {"attention": 0.0, "cpu": 0.0, "merge": 0.0}
+        self.seconds = {"attention": 0.0, "merge": 0.0}
 
     def begin(self, names: Sequence[int], positions: np.ndarray, owners: Sequence[int]) -> None:
         """Begin a step of requests.
@@ -88,21 +87,15 @@ class SpreadAttention:
                 self._cache.put(layer, name, k[i : i + 1, own], v[i : i + 1, own])
         return self.attend(layer, self._names, q), None
 
-    @property
-    def exchanges(self) -> list[ArrayExchange]:
-        """The two exchanges of a step."""
-        return [self._merging, self._joining]
-
     def free(self) -> None:
         """Free the communicators.  Collective, also after a loss."""
-        for x in self.exchanges:
-            x.free()
+        self._merging.free()
+        self._joining.free()
 
     def attend(self, layer: int, names: Sequence[int], q: Array) -> Array:
         """Compute attention of one row of each request to all its keys, (requests, H, D)."""
-        start, cpu = time.perf_counter(), time.thread_time()
+        start = time.perf_counter()
         partial = self._partial(layer, names, q)
-        self.seconds["cpu"] += time.thread_time() - cpu
         middle = time.perf_counter()
         out = self._merged(partial, q.shape[1])
         self.seconds["attention"] += middle - start

@@ -35,26 +35,24 @@ class Network:
         messages.
     oversubscription : float
         Ports of a leaf switch of a fat tree, divided by its cables to spine switches.
-    slow_port : float
-        Factor by which the first port of the first node is slower.
     """
 
     kind: str = "switch"
     oversubscription: float = 1.0
-    slow_port: float = 1.0
 
     def __post_init__(self) -> None:
         if self.kind not in NETWORKS:
             raise ValueError(f"kind must be one of {', '.join(NETWORKS)}, got {self.kind!r}")
-        for name in ("oversubscription", "slow_port"):
-            if not 1 <= getattr(self, name) <= PORTS:
-                raise ValueError(f"{name} must be from 1 to {PORTS}, got {getattr(self, name)}")
+        if not 1 <= self.oversubscription <= PORTS:
+            raise ValueError(
+                f"oversubscription must be from 1 to {PORTS}, got {self.oversubscription}"
+            )
         if self.oversubscription > 1 and self.kind != "fat tree":
             raise ValueError(f"only a fat tree may be oversubscribed, got a {self.kind}")
 
     @property
     def name(self) -> str:
-        """Name that `parse_network` reads; it leaves out a slow port."""
+        """Name that `parse_network` reads."""
         return self.kind + f":{self.oversubscription:g}" * (self.oversubscription > 1)
 
 
@@ -102,7 +100,6 @@ class Cables:
         self._all, self._ranks = nodes * self._ports, ranks
         one = self._between.bandwidth * self._between.nics / self._ports
         ports = np.full(self._all, one)
-        ports[0] /= network.slow_port
         links = [np.full(2 * ranks, self._inside.bandwidth), ports, ports]
         self._first = 2 * (ranks + self._all)  # index of the first link between switches
         if network.kind == "fat tree":

@@ -35,7 +35,7 @@ struct Sent {  // one message, while somebody needs it
 };
 
 static Ints bytes, sides, begin, end;
-static Doubles latency, seconds, pace;
+static Doubles latency, seconds;
 static std::vector<Op> ops;
 static std::vector<s4u::Mailbox*> unused;
 static std::unordered_map<int64_t, Sent> sent;  // by message
@@ -94,7 +94,7 @@ static void run(int64_t rank)
   double now = 0, idle = 0;  // SimGrid's clock is behind until others could tell
   for (int64_t i = begin[rank]; i < end[rank]; i++) {
     const Op& op = ops[i];
-    double work = seconds[i] * pace[rank];
+    double work = seconds[i];
     if (op.kind == SPEND) {
       now += work;
     } else if (op.kind == WAIT) {
@@ -124,8 +124,6 @@ int main(int argc, char** argv)
     fprintf(stderr, "usage: replay IN OUT\n");
     return 2;
   }
-  pace = read<double>(input);  // of each rank
-  size_t size = pace.size();
   auto bandwidth = read<double>(input);
   auto from = read<int64_t>(input), towards = read<int64_t>(input);
   auto first = read<int64_t>(input), passed = read<int64_t>(input);  // links of each route
@@ -133,6 +131,7 @@ int main(int argc, char** argv)
   ops = read<Op>(input), seconds = read<double>(input);
   sides = read<int64_t>(input);
   begin = read<int64_t>(input), end = read<int64_t>(input);  // of each rank's ops
+  size_t size = begin.size();
   fclose(input);
 
   std::vector<s4u::Host*> hosts;
