@@ -119,7 +119,7 @@ def test_a_wrong_scale(comm, grid_of, monkeypatch, what):
         return x if what == "all" else reference.rounded(x, name)
 
     monkeypatch.setattr(wire, "encode", wrong)
-    monkeypatch.setattr(hooks, "rounded", half_rounded)
+    monkeypatch.setattr(hooks, "as_sent", half_rounded)
     for name in ("mxfp8", "mxfp4"):
         plan = Attention2D(grid, Full(), seqlen=61, nheads=2, headdim=64, wire=name)
         given = problem_for(plan)

@@ -23,10 +23,10 @@ def round_tensors(engine: Engine, config: AttentionConfig, tensors: dict[str, Ar
     for name in filter(tensors.__contains__, ROUNDED if config.wire else ()):
         if config.rounds(name):
             with engine.clock("merge"):
-                tensors[name] = _as_sent(engine.device, tensors[name], config.wire)
+                tensors[name] = as_sent(engine.device, tensors[name], config.wire)
 
 
-def _as_sent(device: Device, x: Array, wire: str) -> Array:
+def as_sent(device: Device, x: Array, wire: str) -> Array:
     """Return a tensor, (n, heads, headdim), rounded to a narrow format, in a new array."""
     from a2d_mpi.core.wire import FORMATS
 

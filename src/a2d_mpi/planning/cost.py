@@ -22,7 +22,7 @@ Bytes = dict[tuple[str, str], list[int]]
 _MESSAGES = {None: (Send, Receive), True: Send, False: Receive}
 
 
-class Move(NamedTuple):
+class Transfer(NamedTuple):
     """Rows that a rank sends to a peer or receives from it.
 
     Attributes
@@ -55,7 +55,7 @@ def moves(
     rank: int | None,
     phases: Sequence[str] = PHASES,
     sent: bool | None = None,
-) -> Iterator[Move]:
+) -> Iterator[Transfer]:
     """Yield all rows that a rank sends or receives, array by array.
 
     Parameters
@@ -76,7 +76,7 @@ def moves(
         for program in write(method, phase, layout, problem, own):
             for step in program.steps:
                 if isinstance(step, _MESSAGES[sent]):
-                    yield Move(
+                    yield Transfer(
                         phase,
                         step.channel,
                         program.arrays[step.rows.array].kind,
@@ -105,7 +105,7 @@ def messages(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:
     return _summed(moves(method, layout, problem, rank), "messages")
 
 
-def _summed(moved: Iterable[Move], attribute: str) -> Bytes:
+def _summed(moved: Iterable[Transfer], attribute: str) -> Bytes:
     by_channel: Bytes = {}
     for move in moved:
         sums = by_channel.setdefault((move.phase, move.channel), [0, 0])
