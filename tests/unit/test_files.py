@@ -13,7 +13,6 @@ from helpers import DRIVERS, ROOT, SAMPLE, assert_each_refused, launch, parser_o
 from a2d_mpi.core.atomic import check_writable, held, replacing
 from a2d_mpi.experiments.hdf5 import check_output, write_file
 from a2d_mpi.experiments.options import WRITTEN, check_files
-from a2d_mpi.figures.pictures import check_picture
 
 PROGRAMS = sorted(x.name for x in DRIVERS.glob("*.py"))
 # Options whose help says "file" and whose value names something in a file.
@@ -109,12 +108,6 @@ def test_own_and_empty_files_are_replaced(tmp_path):
     (empty := tmp_path / "empty.png").touch()
     check_output(own, SCHEMA)
     check_output(empty, SCHEMA)
-    check_picture(empty)
-    (picture := tmp_path / "x.svg").write_text("<?xml version='1.0'?>")
-    check_picture(picture)
-    picture.write_text("notes")
-    with pytest.raises(ValueError, match="another kind of file: it begins with"):
-        check_picture(picture)
 
 
 HOLD = """

@@ -18,8 +18,7 @@ from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, TRAINING_SCHEMA, read_
 from a2d_mpi.experiments.summary import PARTS, Summary, best_of_families, in_order, summarise
 from a2d_mpi.experiments.trace import read_trace
 from a2d_mpi.figures.crossover_plots import draw_crossover, read_crossover
-from a2d_mpi.figures.kernel_plots import draw_kernels
-from a2d_mpi.figures.loss_plots import draw_losses
+from a2d_mpi.figures.file_plots import draw_kernels, draw_losses, draw_trace
 from a2d_mpi.figures.pictures import (
     SETTINGS,
     WIDTH,
@@ -33,7 +32,6 @@ from a2d_mpi.figures.pictures import (
     workload_title,
 )
 from a2d_mpi.figures.scale_plots import AT_SCALE, draw_by_ranks, efficiency, read_scale
-from a2d_mpi.figures.trace_plots import draw_trace
 
 MOST_PLANS = 16  # bars of one figure
 Figure = Callable[[Summary], float]  # one number of a result
