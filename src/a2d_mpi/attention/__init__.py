@@ -1,1 +1,1 @@
-"""The methods, and the plan that users hold.  `attention2d` is the file to read first."""
+"""The plan that users hold, and the executor of programs."""

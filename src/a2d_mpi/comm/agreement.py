@@ -239,13 +239,13 @@ class PlanCall(Call):
         self.watch.doing = self.text  # not the call, which would keep the plan alive
         # Reduce a buffer, not an object.  mpi4py would reduce objects up a tree and send the
         # result down again, and the ranks would begin the call one after the other.
+        # If ranks differ in a bit, the bit is set in a number and in its complement.
         own = [*self.stamp, _digest(same), self.problem is not None, *flags]
         reduced = array("q", [*own, *(-1 - x for x in own)])
         with self.watch.waiting("to begin"):
             self.comm.Allreduce(MPI.IN_PLACE, reduced, MPI.BOR)
         self.watch.calls += 1
         said = reduced[: len(own)]
-        # If ranks differ in a bit, the bit is set in a number and in its complement.
         differ = [x & y for x, y in zip(said, reduced[len(own) :])]
         if any(differ[:3]):
             calls = by_text(enumerate(self.comm.allgather(self.text)))

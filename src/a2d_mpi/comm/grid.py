@@ -239,7 +239,9 @@ class ProcessGrid:
         """
         if self.comm == MPI.COMM_NULL:
             raise CollectiveError("the grid was freed")
-        alone = self._lock.acquire(blocking=False) or not self._lock.acquire()
+        alone = self._lock.acquire(blocking=False)
+        if not alone:
+            self._lock.acquire()
         try:
             with self.failures.translated(settle):
                 yield PlanCall(self, action, plan, alone)

@@ -9,7 +9,7 @@
         run.trial()
     result = run.result(args, config, origin)  # on rank 0
 
-All functions and methods are collective over the plan's ranks.
+All methods are collective over the plan's ranks.
 """
 
 from __future__ import annotations

@@ -130,6 +130,8 @@ def intervals_of(
 ) -> Intervals:
     """Return what `Mask.intervals` returns, from the stairs of a mask if these are few.
 
+    A first reader can read `Mask.intervals` instead, whose time grows with the tokens.
+
     Parameters
     ----------
     mask : Mask

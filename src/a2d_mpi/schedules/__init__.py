@@ -245,7 +245,8 @@ def drafts_of(
 ) -> list[list[Draft]]:
     """Return the programs of one rank, slice by slice, before they are written.
 
-    The rank runs the program of its context-parallel group.  With a head axis, exchanges of heads
+    The rank runs the program of its context-parallel group: one draft, whose writer is the
+    method's function, without a head axis and slices.  With a head axis, exchanges of heads
     come before and after it.  Several slices are taken and put in the same way.  Ranks have the
     same program if writer, group and rank in the group are equal.  So the U ranks of a position
     share the program of their context-parallel groups.  Ranks of equal Ulysses groups share the

@@ -36,11 +36,12 @@ def forward(p: Program) -> None:
     # Post every receive, and send this rank's own rows; the other rows arrive below.
     row, col = lines(p, "q")  # q: (C n, H, D); k, v: (R n, Hkv, D)
     own = p.rows(row.array, p.rank)
+    # A pass writes the first result for some rows, and merges the later ones (`passes.merged`).
     p.attend(own, p.rows(col.array, p.rank), out)
     for line, owner, rows in col.arrivals(row):
         if line is col:  # own queries meet the keys of each owner as these arrive
             p.attend(own, rows, out)
-        else:  # the queries of each other owner meet all keys in one call
+        else:  # each chunk of others' queries meets all keys in one call
             result = row.result("out", owner, rows)
             p.attend(rows, p.rows(col.array), result)
             row.give(owner, result)
@@ -51,8 +52,9 @@ def forward(p: Program) -> None:
 def backward(p: Program) -> None:
     """Write the backward pass of a rank.
 
-    Gradients of the side with more bytes are finished owner by owner.  They travel while later
-    ones are computed.
+    Gradients of one side, the one with more bytes, are finished owner by owner, and travel while
+    later ones are computed.  Its rows are the `late` ones to arrive.  Gradients of the `early`
+    rows are sums over all that follows, and leave at the end.
     """
     by_query = gradients_by_query(p.group)
     row, col = lines(p, "qd")  # dout, q: (C n, H, D); lse, delta: (C n, H); k, v: (R n, Hkv, D)

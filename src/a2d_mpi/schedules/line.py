@@ -205,7 +205,8 @@ class Line:
     def arrivals(self, late: Line) -> Iterator[tuple[Line, int, Rows]]:
         """Yield line, owner and rows as they arrive: this line's rows, and then the late line's.
 
-        Rows of both lines that other ranks wait for come first, in turn, and are passed on.
+        Rows of both lines that other ranks wait for come first, in turn, and are passed on.  In
+        stars there are none, and the last two loops yield all.
         """
         passed = [[(y, x) for x in y.others if x in y._trees.branches] for y in (self, late)]
         held: dict[int, list[Rows]] = {}

@@ -1,7 +1,7 @@
 """The steps of a program: everything that one rank does in one phase, in order.
 
 A step is a plain value.  It names arrays, and rows by their places in the memory of an array.
-Everything that costs time, bytes or memory is a step or a declared array.
+What costs time, bytes or memory is a step or a declared array.
 """
 
 from __future__ import annotations
@@ -119,6 +119,8 @@ class TokenArray:
 
 class Message(NamedTuple):
     """A message between this rank and a peer of a channel: a `Send` or a `Receive`.
+
+    On MPI it is one message for each tensor of the rows; a parcel is one.
 
     Attributes
     ----------
