@@ -67,7 +67,7 @@ except ImportError:
 
 
 def test_main_job_loads_what_it_uses():
-    """The driver's imports bring in neither the planner nor models, figures or optimisers."""
+    """The driver imports no planner, models or figures, nor what a plain run leaves out."""
     code = "import runpy, sys; runpy.run_path('drivers/attention.py'); print(*sys.modules)"
     modules = {*launch(0, "-c", code, timeout=60, cwd=ROOT).stdout.split()}
     loaded = {x for x in modules if x.startswith("a2d_mpi.")}
@@ -77,7 +77,9 @@ def test_main_job_loads_what_it_uses():
     assert not {"torch", "transformers"} & modules
     unused = {
         *(f"a2d_mpi.planning.{x}" for x in ("planner", "simulator", "profile", "survey")),
-        *(f"a2d_mpi.experiments.{x}" for x in ("model_options", "sweep", "summary")),
+        *(f"a2d_mpi.experiments.{x}" for x in ("model_options", "sweep", "summary", "mask_file")),
+        *(f"a2d_mpi.comm.{x}" for x in ("failures", "gpus", "device_transport")),
+        *("a2d_mpi.core.wire", "a2d_mpi.attention.shards", "a2d_mpi.masks.check"),
     }
     assert not loaded & unused
     assert len(loaded) < 100  # of more than 160

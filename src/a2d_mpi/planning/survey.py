@@ -342,11 +342,9 @@ def _tape(draft: Draft, phase: str, machine: Machine, last: bool, steps: int | N
 
 
 class _Beginning(list):
-    """The first steps of a program; the last one that is wanted raises `_Enough`."""
+    """The first `most` steps of a program; the last one raises `_Enough`."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self.most = most
+    most: int
 
     def append(self, step: Step) -> None:
         super().append(step)
@@ -362,7 +360,8 @@ def _written(draft: Draft, steps: int | None) -> Program:
     """Write a program, or its first steps and the waits for their messages."""
     program = draft.empty()
     if steps is not None:
-        program.steps = _Beginning(steps)
+        program.steps = _Beginning()
+        program.steps.most = steps
     with suppress(_Enough):
         draft.writer(program)
     return draft.complete(program)

@@ -34,8 +34,7 @@ class Methods(UserDict):
             raise ValueError(f"method must be one of {tuple(self.data)}, got {name!r}")
         if isinstance(where := self.data[name], str):
             module, constant = where.split(":")
-            imported = import_module(f"a2d_mpi.schedules.{module}")
-            self.data[name] = getattr(imported, constant)
+            self.data[name] = getattr(import_module(f"a2d_mpi.schedules.{module}"), constant)
         return self.data[name]
 
     def get(self, name: str, default: object = None) -> object:
@@ -297,10 +296,8 @@ def _groups(
 
     Programs compute the heads of one slice.
     """
-    if problem.queries.nshards != layout.size:
-        raise ValueError(
-            f"need a shard for each of {layout.size} ranks, got {problem.queries.nshards}"
-        )
+    if (shards := problem.queries.nshards) != layout.size:
+        raise ValueError(f"need a shard for each of {layout.size} ranks, got {shards}")
     chosen, u = METHODS[method], layout.heads
     whole, shares_kv = problem.cp_group(u), problem.config.nheads_kv < u
     config = whole.config.cp_group(slices)

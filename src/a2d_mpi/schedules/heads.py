@@ -24,9 +24,7 @@ class Ulysses:
     Parcels (messages) before and after attention, forward and backward, share their buffers.
     """
 
-    def __init__(
-        self, p: Program, kind: str, number: int, accumulated: tuple[str, ...] = SUMS
-    ) -> None:
+    def __init__(self, p: Program, kind: str, number: int, accumulated: tuple = SUMS) -> None:
         self.p, self.kind, self._number, self.accumulated = p, kind, number, accumulated
         size = p.group.cols
         p.channels["head"] = tuple(range(size))
