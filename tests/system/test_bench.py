@@ -146,17 +146,17 @@ def test_spans_of_some(tmp_path):
     assert "not drawn: timeline: " in done.stderr and "drawn: model: no pred" in done.stderr
 
 
+@pytest.mark.thorough
 def test_plots_of_chosen_runs(finished, results, tmp_path):
     """By default a figure is a PNG and an SVG; --run and its like choose what it shows."""
-    whole, some = tmp_path / "whole", tmp_path / "some"
     chosen = ["--run", next(x for x in results if x.startswith("ring-2x1x1")), "--ranks", "2"]
     chosen += ["--phase", "backward", "--workload", WORKLOAD]
-    for folder, more in ((whole, []), (some, chosen)):
-        plot(finished[0], "--output", folder, "--what", "timeline,phases", *more)
-        names = {f"{x}.{y}" for x in ("timeline", "phases") for y in ("png", "svg")}
-        assert {x.name for x in folder.iterdir()} == names
-    for name in ("timeline.svg", "phases.svg"):
-        assert (some / name).read_bytes() != (whole / name).read_bytes()
+    for folder, more in (("whole", []), ("some", chosen)):
+        plot(finished[0], "--output", tmp_path / folder, "--what", "timeline", *more)
+        drawn = {x.name for x in (tmp_path / folder).iterdir()}
+        assert drawn == {"timeline.png", "timeline.svg"}
+    whole, some = ((tmp_path / x / "timeline.svg").read_bytes() for x in ("whole", "some"))
+    assert whole != some
 
 
 def test_kernels_on_one_core(tmp_path):
