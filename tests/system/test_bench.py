@@ -123,6 +123,7 @@ def test_one_number_of_ranks(tmp_path):
     assert "not drawn: model: no pred" in done.stderr
 
 
+@pytest.mark.thorough
 def test_plots_of_chosen_runs(finished, results, tmp_path):
     """By default a figure is a PNG and an SVG; --ranks and --workload choose what it shows."""
     whole, some = tmp_path / "whole", tmp_path / "some"
