@@ -29,15 +29,21 @@ DRIVERS = [f"drivers/{x.name}" for x in sorted((ROOT / "drivers").glob("*.py"))]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
-@pytest.mark.parametrize("page, number, told", [
-    ("planning", None, "Layout(rows="),
-    ("models", 1, "{} True\n"),  # one rank
-    ("extending", 3, " [1 1 0 0 1 1 1 1]]\n"),
-    ("extending", 3, "\n33 visible pairs\n"),
+@pytest.mark.launches
+@pytest.mark.parametrize("page, number, ranks, told", [
+    ("planning", None, 0, ["Layout(rows="]), ("models", 1, 0, ["{} True\n"]),  # one rank
+    ("extending", 3, 0, [" [1 1 0 0 1 1 1 1]]\n", "\n33 visible pairs\n"]),
+    ("masks", None, 0, [f"{sum(n * (n + 1) // 2 for n in (100, 300, 600))} visible pairs\n"]),
+    ("tutorial", None, 4, ["(256, 8, 32)"]),
+    ("merging", None, 4, []),  # tests/ranks/test_merging.py compares it with float64
 ])  # fmt: skip
-def test_code_without_ranks(page, number, told):
+def test_code(tmp_path, page, number, ranks, told):
+    """The Python of a page runs, and each rank prints what it should."""
+    (tmp_path / "data").symlink_to(ROOT / "data")
     code = blocks(f"docs/{page}.md", "python")
-    assert told in run_code("\n".join(code) if number is None else code[number])
+    (tmp_path / "x.py").write_text("\n".join(code) if number is None else code[number])
+    done = launch(ranks, "x.py", "Attention2D", cwd=tmp_path, timeout=100)
+    assert [done.stdout.count(x) for x in told] == [max(1, ranks)] * len(told), done.stdout
 
 
 def test_every_page_is_listed():
@@ -64,30 +70,12 @@ def test_reports_name_tests_that_exist():
         assert [x for x in texts if re.search(rf"^def {name}\(", x, re.M)], (file, name)
 
 
-@pytest.mark.launches
-def test_arguments_of_the_tutorial(tmp_path):
-    """Its blocks run, the first ones too."""
-    (tmp_path / "tutorial.py").write_text("\n".join(blocks(START, "python")))
-    done = launch(4, tmp_path / "tutorial.py", "Attention2D", timeout=60)
-    assert done.stdout.count("(256, 8, 32)") == 4
-
-
-@pytest.mark.launches
-def test_merging(tmp_path):
-    """The example runs; tests/ranks/test_merging.py compares what it does with float64."""
-    (tmp_path / "example.py").write_text("\n".join(blocks("docs/merging.md", "python")))
-    launch(4, tmp_path / "example.py", timeout=60)
-
-
 def test_program():
     printed = run_code(blocks("docs/architecture.md", "python")[0])
     assert printed.rstrip() in [x.rstrip() for x in blocks("docs/architecture.md", "text")]
 
 
-def test_masks(tmp_path):
-    printed = run_code("\n".join(blocks("docs/masks.md", "python")), tmp_path)
-    assert printed == f"{sum(n * (n + 1) // 2 for n in (100, 300, 600))} visible pairs\n"
-    assert (tmp_path / "masks.h5").exists()
+def test_masks():
     named = re.findall(r"^\| `(\w+)` \|", read("docs/masks.md"), re.MULTILINE)
     assert named[: len(PATTERNS)] == list(PATTERNS)
 
