@@ -7,25 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import h5py
-import numpy as np
 import pytest
 from helpers import ROOT, SAMPLE, drive, launch
 from pages import blocks, found, read, run, run_code, table
-from tables import PAGES as TABLED
 from tables import made, marked
 
 import a2d_mpi
-from a2d_mpi import Causal
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout, parse_count
-from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.masks.patterns import PATTERNS, make_mask
-from a2d_mpi.planning import cost
 from a2d_mpi.planning.memory import buffers
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidate
 from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import problem_of
 
@@ -35,15 +29,21 @@ DRIVERS = [f"drivers/{x.name}" for x in sorted((ROOT / "drivers").glob("*.py"))]
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
-@pytest.mark.parametrize("page, number, told", [
-    ("planning", None, "Layout(rows="),
-    ("models", 1, "{} True\n"),  # one rank
-    ("extending", 3, " [1 1 0 0 1 1 1 1]]\n"),
-    ("extending", 3, "\n33 visible pairs\n"),
+@pytest.mark.launches
+@pytest.mark.parametrize("page, number, ranks, told", [
+    ("planning", None, 0, ["Layout(rows="]), ("models", 1, 0, ["{} True\n"]),  # one rank
+    ("extending", 3, 0, [" [1 1 0 0 1 1 1 1]]\n", "\n33 visible pairs\n"]),
+    ("masks", None, 0, [f"{sum(n * (n + 1) // 2 for n in (100, 300, 600))} visible pairs\n"]),
+    ("tutorial", None, 4, ["(256, 8, 32)"]),
+    ("merging", None, 4, []),  # tests/ranks/test_merging.py compares it with float64
 ])  # fmt: skip
-def test_code_without_ranks(page, number, told):
+def test_code(tmp_path, page, number, ranks, told):
+    """The Python of a page runs, and each rank prints what it should."""
+    (tmp_path / "data").symlink_to(ROOT / "data")
     code = blocks(f"docs/{page}.md", "python")
-    assert told in run_code("\n".join(code) if number is None else code[number])
+    (tmp_path / "x.py").write_text("\n".join(code) if number is None else code[number])
+    done = launch(ranks, "x.py", "Attention2D", cwd=tmp_path, timeout=100)
+    assert [done.stdout.count(x) for x in told] == [max(1, ranks)] * len(told), done.stdout
 
 
 def test_every_page_is_listed():
@@ -70,78 +70,12 @@ def test_reports_name_tests_that_exist():
         assert [x for x in texts if re.search(rf"^def {name}\(", x, re.M)], (file, name)
 
 
-def test_page_of_results_has_all_names():
-    """Attributes of the root, parts and communicators of result files."""
-    traffic = read("tests/support/traffic.json")
-    names = set(re.findall(r'"(?:forward|backward)/([\w ]+)"', traffic)) | {*PARTS, "total"}
-    names |= provenance("none", ["host"]).keys()
-    assert [x for x in sorted(names) if f"`{x}`" not in read("docs/benchmarks.md")] == []
-
-
-@pytest.mark.launches
-def test_arguments_of_the_tutorial(tmp_path):
-    """Its blocks run, the first ones too."""
-    (tmp_path / "tutorial.py").write_text("\n".join(blocks(START, "python")))
-    done = launch(4, tmp_path / "tutorial.py", "Attention2D", timeout=60)
-    assert done.stdout.count("(256, 8, 32)") == 4
-
-
-# Two continuations of a prefix are two answers to a shared question.  Prints the largest
-# differences of out, dq, dk and dv, relative to the largest values.
-WHOLE = """
-from a2d_mpi import SharedQuestion
-
-whole = Attention2D(grid, SharedQuestion([0, 600, 800, 1000]), seqlen=1000, **heads)
-given = [x[whole.tokens] for x in (Q, K, V)]
-results = whole.forward(*given)
-gradients = whole.backward(DOUT[whole.tokens], *given, *results)
-
-
-def gathered(shards):  # all rows of a tensor, on all ranks
-    everyone = [x for shards in comm.allgather(shards) for x in shards]
-    order = np.argsort(np.concatenate([tokens for tokens, _ in everyone]))
-    return np.concatenate([x for _, x in everyone])[order]
-
-
-merged |= {"dk": [(prefix, dk)], "dv": [(prefix, dv)]}
-for (name, shards), x in zip(merged.items(), (results[0], *gradients)):
-    exact = gathered([(whole.tokens, x)])
-    rows = gathered(shards)
-    error = np.abs(rows - exact[: len(rows)]).max() / np.abs(exact).max()
-    if comm.rank == 0:
-        print(f"{error:.1e}")
-"""
-
-
-@pytest.mark.launches
-def test_merging(tmp_path):
-    """Two continuations of a prefix equal one sequence in which both see the prefix."""
-    (tmp_path / "example.py").write_text("\n".join([*blocks("docs/merging.md", "python"), WHOLE]))
-    done = launch(4, tmp_path / "example.py", timeout=60)
-    assert all(float(x) < 1e-6 for x in done.stdout.split()) and len(done.stdout.split()) == 4
-
-
 def test_program():
     printed = run_code(blocks("docs/architecture.md", "python")[0])
     assert printed.rstrip() in [x.rstrip() for x in blocks("docs/architecture.md", "text")]
 
 
-def test_numbers_that_are_shown():
-    """Shown bytes equal the code's."""
-    given = "attention2d", Layout(2, 2)
-    problem = problem_of(*given, AttentionConfig(1536, 12, 32), Causal())
-    ranks = [cost.traffic(*given, problem, rank) for rank in range(4)]
-    most = {"/".join(key): np.max([x[key] for x in ranks], axis=0).tolist() for key in ranks[0]}
-    shown = re.findall(r"^(\w+/\w+) +(\d+) +(\d+) +(\d+) +(\d+)$", read(START), re.MULTILINE)
-    assert {name: [*map(int, x)] for name, *x in shown} == {
-        name: [sent, sent, received, received] for name, (sent, received) in most.items()
-    }
-
-
-def test_masks(tmp_path):
-    printed = run_code("\n".join(blocks("docs/masks.md", "python")), tmp_path)
-    assert printed == f"{sum(n * (n + 1) // 2 for n in (100, 300, 600))} visible pairs\n"
-    assert (tmp_path / "masks.h5").exists()
+def test_masks():
     named = re.findall(r"^\| `(\w+)` \|", read("docs/masks.md"), re.MULTILINE)
     assert named[: len(PATTERNS)] == list(PATTERNS)
 
@@ -310,17 +244,3 @@ def test_committed_results_passed_their_checks():
 def test_table_is_of_its_files(name, arguments, rows):
     """Numbers in tables are from their files: `python tests/docs/tables.py --write`."""
     assert rows and rows == made(name, arguments)
-
-
-def test_tables_of_numbers_name_their_source():
-    """A table of fractions or per cent stands below a comment: its function, or its command."""
-    bare = []
-    for path in TABLED:
-        text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
-        parts = re.split(r"\n\s*\n *", text)
-        for before, part in zip(parts, parts[1:]):
-            has_numbers = re.search(r"\| *\**-?\d+(\.\d| %)", part)
-            if part.startswith("|") and has_numbers and not before.startswith("<!-- "):
-                bare.append(f"{path.name}: {part.splitlines()[0]}")
-    told = "write <!-- no file: COMMAND --> above a table of numbers that no file holds"
-    assert not bare, "\n".join([told, *bare])

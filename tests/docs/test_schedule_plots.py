@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers import ROOT, deeper, drive, parser_of, runs_on
+from helpers import ROOT, deeper, parser_of, runs_on
 
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
@@ -84,15 +84,3 @@ def test_the_best_of_each_method_is_drawn(tmp_path):
     args = parser_of("drivers/plot.py").commands["schedule"].parse_args([str(x) for x in options])
     assert schedule_plots.plot_schedule(args) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.thorough
-def test_schedules_are_drawn(tmp_path):
-    done = drive(
-        "plot.py", 0, "schedule", tmp_path / "a.svg", *PROBLEM, "--ranks", 8, "--backward",
-        "--plans", "attention2d:2x2x2,double ring",
-    )  # fmt: skip
-    assert (done.stdout, done.stderr) == ("", "")
-    text = (tmp_path / "a.svg").read_text()
-    for title in ("attention2d 2 x 2 x 2,", "double ring 2 x 4, zigzag", "backward: "):
-        assert f"<!-- {title}" in text

@@ -15,11 +15,7 @@ from mpi4py import MPI
 
 from a2d_mpi import Attention2D, Causal, NodeAwareAttention, ProcessGrid, RingAttention
 
-METHODS = {
-    "attention2d": Attention2D,
-    "node_aware": NodeAwareAttention,
-    "ring": RingAttention,
-}
+METHODS = {"attention2d": Attention2D, "node_aware": NodeAwareAttention, "ring": RingAttention}
 
 
 def main(output, sizes, trials, *plans):

@@ -33,39 +33,26 @@ CASES = {
 def test_mpi(comm): pass
 def test_serial(): pass
 """, True, ["1 passed, 1 deselected"]),
-    (0, "positional"): ("@pytest.mark.mpi(2)\ndef test(comm): pass", False,
-                        ["test_positional.py::test: mpi takes min_size=N only"]),
-    (0, "unknown"): ("@pytest.mark.mpl\ndef test(): pass", False,
-                     ["'mpl' not found in `markers`"]),
+    (0, "misspelt"): ("@pytest.mark.mpi(minsize=2)\ndef test(comm): pass", False,
+                      ["test_misspelt.py::test: mpi takes min_size=N only"]),
     (0, "unmarked"): ("def test(comm): pass", False,
                       ["test_unmarked.py::test: uses comm but is not marked mpi"]),
     (0, "hidden"): ("@getattr(pytest.mark, 'mpi')\ndef test(comm): pass", False,
                     ["test_hidden.py::test: is marked, but the file lacks `mark.mpi`"]),
     (0, "skip"): ("""
-import unittest
 @pytest.fixture
 def missing(): pytest.skip("because")
 @pytest.mark.skip("because")
 def test_mark(): pass
-@pytest.mark.skipif(True, reason="because")
-def test_condition(): pass
 def test_call(): pytest.skip("because")
-def test_unittest(): raise unittest.SkipTest("because")
 def test_fixture(missing): pass
-""", False, ["2 failed, 3 errors", "skipped, which counts as a failure: because"]),
+""", False, ["1 failed, 2 errors", "skipped, which counts as a failure: because"]),
     (0, "skip_of_file"): ("pytest.importorskip('no_such_module')\ndef test(): pass", False,
                           ["skipped, which counts as a failure: could not import"]),
     (0, "skip_for_gpu"): ("def test(): pytest.skip('no GPU here')\ndef test_more(): pass", True,
                           ["1 passed, 1 skipped"]),
     (1, "too_few"): (TOO_FEW, False, ["2 errors", "needs 4 ranks, has 1", "needs 2 ranks, has 1"]),
     (2, "too_few"): (TOO_FEW, False, ["1 passed, 1 error", "needs 4 ranks, has 2"]),
-    (2, "sum"): ("""
-@pytest.mark.multirank
-@pytest.mark.mpi(min_size=2)
-def test_sum(comm): assert_all(comm, comm.allreduce(1) == 2, "lost a rank")
-""", True, ["1 passed"]),
-    (2, "misspelt"): ("@pytest.mark.mpi(minsize=2)\ndef test(comm): pass", False,
-                      ["test_misspelt.py::test: mpi takes min_size=N only"]),
     (2, "setup"): ("""
 @pytest.fixture
 def broken(comm): assert comm.rank != 1
@@ -128,7 +115,7 @@ def test_outcomes(runs):
         assert (codes == {0}) == good and (good or 0 not in codes), name
         assert all(x in out + stderr for x in texts), f"{name}: {out}{stderr}"
     # On stderr: all of what rank 0 cannot know, and only that.
-    assert not re.search("test_sum|test_0|by one", stderr)
+    assert not re.search("test_0|by one", stderr)
 
 
 @launches

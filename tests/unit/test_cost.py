@@ -20,18 +20,6 @@ from a2d_mpi.sharding.pairs import pairs_of_runs
 N, H, HKV, D = 24, 6, 2, 16
 
 
-def traffic_ring(sizes, rank):
-    return cost.traffic("ring", Layout(len(sizes.queries.counts), 1), sizes, rank)
-
-
-def traffic_double_ring(sizes, outer, inner, rank):
-    return cost.traffic("double ring", Layout(outer, inner), sizes, rank)
-
-
-def traffic_heads(sizes, heads, rank):
-    return cost.traffic("attention2d", Layout(1, 1, heads), sizes, rank)
-
-
 def with_counts(counts, nheads=H, nheads_kv=HKV, dtype="float32", headdim=D, mask=None):
     sizes = max(1, sum(counts)), nheads, headdim, nheads_kv
     ends = np.cumsum([0, *counts]).tolist()
@@ -55,10 +43,8 @@ def test_config():
     ({"seqlen": 10**5000}, "got a number of 5000 digits"),
     ({"seqlen_kv": 0}, "seqlen_kv must be a positive integer"),
     ({"nheads": True}, "nheads must be a positive integer, got True"),
-    ({"nheads": -4}, "nheads must be a positive integer, got -4"),
     ({"headdim": 10**40}, "headdim must be at most 65536, got a number of 40 digits"),
     ({"nheads_kv": 4}, "nheads_kv must divide nheads, got 4 and 6"),
-    ({"headdim": 0}, "headdim must be a positive integer, got 0"),
     *[({"dtype": x}, "dtype must be one of") for x in ("int8", "no such", None, "f4,(")],
     ({"softmax_scale": np.inf}, "softmax_scale must be finite, got inf"),
     ({"softmax_scale": "a"}, "softmax_scale must be a number, got 'a'"),
@@ -102,7 +88,7 @@ def test_even_grid(rows, cols):
 @pytest.mark.parametrize("ranks", [1, 2, 16])
 def test_ring_of_equal_parts(ranks):
     for rank in range(ranks):
-        moved = traffic_ring(with_counts((N,) * ranks), rank)
+        moved = cost.traffic("ring", Layout(ranks, 1), with_counts((N,) * ranks), rank)
         if ranks == 1:
             assert moved == {}
             continue
@@ -117,7 +103,7 @@ def test_double_ring(outer, inner):
     sizes = with_counts(counts, dtype="bfloat16")
     kv_bytes, dkv_bytes = (2 * sizes.config.nbytes("k", wide) for wide in (False, True))
     for rank in range(outer * inner):
-        double = traffic_double_ring(sizes, outer, inner, rank)
+        double = cost.traffic("double ring", Layout(outer, inner), sizes, rank)
         # The blocks that I begin with: each goes to the next ring in each pass, the last home.
         mine = sum(counts[rank % inner :: inner])
         kv, dkv = mine - counts[rank], mine * (outer > 1)
@@ -132,7 +118,7 @@ def test_double_ring(outer, inner):
         ):  # fmt: skip
             expected = {"ring": x + y} if min(outer, inner) == 1 else {"outer": x, "inner": y}
             assert {key[1]: z[1] for key, z in double.items() if key[0] == phase} == expected
-        single = traffic_ring(sizes, rank)["forward", "ring"][1]
+        single = cost.traffic("ring", Layout(outer * inner, 1), sizes, rank)["forward", "ring"][1]
         assert sum(z[1] for key, z in double.items() if key[0] == "forward") == single
 
 
@@ -140,13 +126,13 @@ def test_exchange_of_heads():
     """A rank sends everything that it owns except its own share of the heads."""
     sizes = with_counts((N,) * 4, 8, 4, "bfloat16")
     for rank in range(4):
-        moved = traffic_heads(sizes, 4, rank)
+        moved = cost.traffic("attention2d", Layout(1, 1, 4), sizes, rank)
         q, kv, lse = 3 * N * 2 * D * 2, 3 * N * 2 * D * 2, 3 * N * 2 * 4
         assert moved["forward", "head"] == [2 * q + kv + lse] * 2
         assert moved["backward", "head"] == [3 * q + 2 * lse + 2 * kv] * 2
     # One kv head for four layers: all get it, and its gradients come back in the compute dtype.
     shared = with_counts((N,) * 4, 8, 1, "bfloat16")
-    moved = traffic_heads(shared, 4, 0)
+    moved = cost.traffic("attention2d", Layout(1, 1, 4), shared, 0)
     assert moved["forward", "head"][0] == 2 * q + 3 * N * 2 * D * 2 + lse
     assert moved["backward", "head"][0] == 3 * q + 2 * lse + 3 * N * 2 * D * (2 + 4)
 

@@ -80,7 +80,7 @@ def test_no_shorter_than_its_parts(layout, method, mask, seqlen, overlap):
 
 
 @given(layouts, methods, st.booleans())
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_a_faster_link_never_hurts(layout, method, overlap):
     assume(runs_on(method, layout, CAUSAL))
     job = work(overlap=overlap)
@@ -336,15 +336,16 @@ def test_links_that_are_needed(tmp_path):
     assert total(spread, "ring", Layout(8, 1), job) == total(machine(), "ring", Layout(8, 1), job)
 
 
-@pytest.mark.parametrize("cluster, median, worst", [
-    ("16x1", 0.05, 0.22), *(pytest.param(*x, marks=DEEPER) for x in (
-        ("16x4", 0.05, 0.22), ("64x1", 0.05, 0.22), ("masks/16x1", 0.15, 0.45),
+@pytest.mark.parametrize("cluster, step, median, worst", [
+    ("16x1", 4, 0.05, 0.22), *(pytest.param(*x, marks=DEEPER) for x in (
+        ("16x1", 1, 0.05, 0.22), ("16x4", 1, 0.05, 0.22), ("64x1", 1, 0.05, 0.22),
+        ("masks/16x1", 1, 0.15, 0.45),
     )),
 ])  # fmt: skip
-def test_the_study_is_predicted(cluster, median, worst):
-    """The calibrated profiles predict the committed seconds."""
+def test_the_study_is_predicted(cluster, step, median, worst):
+    """The calibrated profiles predict a sample of the committed seconds."""
     here, off = read_machine(RESULTS / f"{cluster}.toml"), []
-    for result in read_benchmark(RESULTS / f"{cluster}.h5").values():
+    for result in list(read_benchmark(RESULTS / f"{cluster}.h5").values())[::step]:
         method, layout, job = plan_of(result.config)
         distribution = result.config["distribution"]
         problem = problem_of(method, layout, job, job.mask, distribution)
@@ -358,10 +359,10 @@ def test_the_study_is_predicted(cluster, median, worst):
             continue  # measured when whole shards travelled, whatever the mask hides
         phases = predict(here, method, layout, job, distribution).values()
         off.append(sum(x.total.max() for x in phases) / summarise(result).seconds - 1)
-    assert len(off) >= 15
+    assert len(off) >= 15 // step
     typical, most = np.median(np.abs(off)), np.max(np.abs(off))
     assert typical < median and most < worst
-    if cluster in ("16x1", "16x4"):
+    if step == 1 and cluster in ("16x1", "16x4"):
         page = " ".join((RESULTS.parents[1] / "docs/planning.md").read_text().split())
         assert f"{100 * typical:.1f} % ({cluster.replace('x', ' x ')})" in page and most < 0.205
 
