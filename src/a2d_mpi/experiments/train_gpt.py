@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -104,19 +104,14 @@ def _finish(
         return FAILED_CHECK
     if held:
         trainer.held_out = {"loss": trainer.evaluate(held), **held.sizes()}
-    origin = origin_of(comm, trainer.device)
     if args.output:
         state = trainer.state
         tree = {
-            **origin,
-            "loss": state.losses,
-            "seconds": {"total": state.seconds},
             "config": state.run | asdict(state.config) | trainer.settings,
-            "text": about_text(args, text),
             "held_out": trainer.held_out,
             "ranges": {f"{i}": x for i, x in enumerate(state.ranges)},
         }
-        together(comm, lambda: write_file(args.output, SCHEMA, tree), on=0)
+        write_training(comm, args, trainer.device, text, state.losses, state.seconds, tree)
     return 0
 
 
@@ -302,9 +297,20 @@ def agree_on_text(comm: MPI.Intracomm, text: Text) -> None:
     agree(comm, None, {"the text": f"a file with SHA-256 {text.sha256}"})
 
 
-def about_text(args: argparse.Namespace, text: Text) -> dict[str, object]:
-    """Return the attributes of a training text in files."""
-    return {"name": args.text.name, "sha256": text.sha256, **text.sizes()}
+def write_training(
+    comm: MPI.Intracomm,
+    args: argparse.Namespace,
+    device: Device,
+    text: Text,
+    losses: np.ndarray,
+    seconds: np.ndarray,
+    tree: Mapping[str, object],
+) -> None:
+    """Write the file of a training program; `tree` has what else it holds.  Collective."""
+    origin = origin_of(comm, device)
+    of_text = {"name": args.text.name, "sha256": text.sha256, **text.sizes()}
+    tree = {**origin, "loss": losses, "seconds": {"total": seconds}, "text": of_text, **tree}
+    together(comm, lambda: write_file(args.output, SCHEMA, tree), on=0)
 
 
 def say_losses(

@@ -18,12 +18,11 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.check import check_step
 from a2d_mpi.experiments.cli import check_room, together
 from a2d_mpi.experiments.grids import open_grid
-from a2d_mpi.experiments.hdf5 import write_file
-from a2d_mpi.experiments.measure import open_device, origin_of
+from a2d_mpi.experiments.measure import open_device
 from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.results import TRAINING_SCHEMA, Check, attributes_of
+from a2d_mpi.experiments.results import Check, attributes_of
 from a2d_mpi.experiments.streams import progress
-from a2d_mpi.experiments.train_gpt import about_text, agree_on_text, say_losses
+from a2d_mpi.experiments.train_gpt import agree_on_text, say_losses, write_training
 from a2d_mpi.gpt.gradients import total
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
 from a2d_mpi.masks.mask import Causal
@@ -71,7 +70,6 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             shown.set_postfix(loss=f"{loss:.3f}")
             if not math.isfinite(loss):
                 break
-    origin = origin_of(comm, device)
     (kernel,) = {x.kernel for x in cp.plans.values()}
     if comm.rank == 0:
         for name, x in checks.items():
@@ -82,16 +80,8 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     if args.output:
         options = {x: str(y) for x, y in vars(args).items() if x not in ("output", "command")}
         others = {**grid.layout.attributes, "kernel": kernel, "torch": torch.__version__}
-        tree = {
-            **origin,
-            "loss": np.array(losses),
-            "seconds": {"total": np.array(seconds)},
-            "config": options | others,
-            "text": about_text(args, text),
-            "held_out": {},
-            **attributes_of(checks),
-        }
-        together(comm, lambda: write_file(args.output, TRAINING_SCHEMA, tree), on=0)
+        tree = {"config": options | others, "held_out": {}, **attributes_of(checks)}
+        write_training(comm, args, device, text, np.array(losses), np.array(seconds), tree)
     hooks.free()
     cp.free()
     grid.free()
