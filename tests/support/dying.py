@@ -92,7 +92,7 @@ def arm(folder, stages):
         "repair": [(ProcessGrid, "shrink")],
         # The last 50 ms: before the losses are written, and after everything is written.
         "end": [(job, "origin_of")],
-        "exit": [(cli, "lost_output")],
+        "exit": [(cli, "_leave")],
     }
     folder, rank, calls, earlier = Path(folder), MPI.COMM_WORLD.rank, Counter(), 0
 

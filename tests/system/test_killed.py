@@ -59,10 +59,10 @@ def killed_when(name, call, when="before"):
 @pytest.mark.parametrize(
     "function, call, when, left",
     [
-        # The file is made empty first, then there are two workloads of two plans each.
-        pytest.param("hdf5._new_group", 30, "before", 2, marks=pytest.mark.thorough),
-        pytest.param("os.replace", 3, "before", 2, marks=pytest.mark.thorough),
-        pytest.param("os.replace", 3, "after", 4, marks=launches),
+        # There are two workloads of two plans each; the second one makes the groups 31 to 59.
+        pytest.param("h5py.Group.require_group", 45, "before", 2, marks=pytest.mark.thorough),
+        pytest.param("os.replace", 2, "before", 2, marks=pytest.mark.thorough),
+        pytest.param("os.replace", 2, "after", 4, marks=launches),
     ],
 )
 def test_a_sweep_killed_while_writing(tmp_path, function, call, when, left):

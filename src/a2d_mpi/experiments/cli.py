@@ -220,6 +220,17 @@ def run(
         if not interrupted:
             traceback.print_exc()
         abort(code)
+    _leave(ends, prog, code, problem, abort)
+
+
+def _leave(
+    ends: MPI.Intracomm,
+    prog: str,
+    code: int,
+    problem: CollectiveError | None,
+    abort: Callable[[int], NoReturn],
+) -> NoReturn:
+    """Agree with all ranks of `ends` that the program is over, and exit; see `run`."""
     print(end="", flush=True)
     # A launcher that sees an exit code ends the other ranks: first the message must be printed.
     # `codes` has a zero bit for each code.  The agreement ands the bits, also if ranks died.
@@ -227,7 +238,7 @@ def run(
     with suppress(MPI.Exception) if survives() else nullcontext():
         arrived = ends.Iagree(codes) if survives() else ends.Ibarrier()
         if not _wait_idly(arrived, PATIENCE if problem else math.inf):
-            print(f"{prog}: rank {comm.rank} failed, others did not: {problem}", file=sys.stderr)
+            print(f"{prog}: rank {ends.rank} failed, others did not: {problem}", file=sys.stderr)
             abort(code)
     if survives():
         with suppress(MPI.Exception):  # first all ranks hear of the agreement
