@@ -271,7 +271,7 @@ def _sizes(
     out, _ = reference.attention(q, k, abs(v), case.seen, scale, logit_softcap=cap)
     # More columns, which do not change the logits.
     columns = np.concatenate([q, 0 * q, abs(q)], 2), np.concatenate([k, abs(k), 0 * k], 2)
-    given = abs(dout), *columns, abs(v), lse, 0 * lse, case.seen, scale
+    given = abs(dout), *columns, abs(v), lse, np.zeros_like(lse), case.seen, scale
     dq, dk, _ = reference.attention_backward(*given, logit_softcap=cap)
     d = q.shape[2]
     return (abs(x).max(initial=0) for x in (out, dq[..., d : 2 * d], dk[..., 2 * d :]))
