@@ -65,11 +65,8 @@ def test_table_is_completed(tmp_path):
     done = drive("plot.py", 0, *options, "full,causal", "--picture", picture)
     assert "9.0000 (1.000, 2x1)" in done.stdout, done.stderr
     table = read_table(path)
-    assert {x[2] for x in table} == {
-        "full",
-        "causal",
-        *(f"causal_document:seed={i}" for i in (1, 2)),
-    }
+    drawn = {f"causal_document:seed={i}" for i in (1, 2)}
+    assert {x[2] for x in table} == {"full", "causal", *drawn}
     assert len(table) == 4 * 4 and picture.read_bytes().startswith(b"\x89PNG")
     path.write_text("not a table")
     assert_all_refused("plot.py", 0, [([*options, "full"], [], "is not a table of masks")])

@@ -57,11 +57,7 @@ gradients.GradientHooks._start = start
 
 def test_driver_refuses():
     cases = [
-        (
-            [TEXT, "--width", "20"],
-            [],
-            "--width must be an even multiple of --nheads, got 20 and 8",
-        ),
+        ([TEXT, "--width", "20"], [], "must be an even multiple of --nheads, got 20 and 8"),
         ([TEXT, "--nheads-kv", "3"], [], "nheads_kv must divide nheads, got 3 and 8"),
         (["/none"], [], "/none"),
         ([TEXT, "--seqlen", "16000000"], [], "matrices of the check in float64"),

@@ -88,19 +88,13 @@ def test_bounds_that_prove_nothing():
     assert np.isnan([bounds[x] for x in ("out", "lse", "dv")]).all()
 
 
-@pytest.mark.parametrize(
-    ("check", "verdict"),
-    [
-        ((1, 2, 1), "passed"),
-        ((0, 0, 1), "passed"),
-        ((3, 2, 1), "FAILED"),
-        ((np.inf, np.inf, 1), "FAILED: not finite"),
-        ((np.nan, 2, 1), "FAILED: not finite"),
-        ((1, np.nan, 1), "FAILED: not checked, rounding alone may change a tenth of it"),
-        ((1, np.inf, 1), "FAILED: not checked, rounding alone may change a tenth of it"),
-        ((0, 1, 0), "FAILED: nothing was compared"),
-    ],
-)
+@pytest.mark.parametrize("check, verdict", [
+    ((1, 2, 1), "passed"), ((0, 0, 1), "passed"), ((3, 2, 1), "FAILED"),
+    ((np.inf, np.inf, 1), "FAILED: not finite"), ((np.nan, 2, 1), "FAILED: not finite"),
+    ((1, np.nan, 1), "FAILED: not checked, rounding alone may change a tenth of it"),
+    ((1, np.inf, 1), "FAILED: not checked, rounding alone may change a tenth of it"),
+    ((0, 1, 0), "FAILED: nothing was compared"),
+])  # fmt: skip
 def test_verdicts(check, verdict):
     assert Check(*check).verdict == verdict
     assert Check(*check).passed == (verdict == "passed")

@@ -81,10 +81,3 @@ def test_zigzag_balance_is_exact_where_chunks_are_equal(grid):
     contiguous = Distribution("contiguous", 64, 4)
     first, last = (Causal().area(contiguous.tokens(p), np.arange(64)) for p in (0, 3))
     assert last > 5 * first  # the test can tell
-
-
-@pytest.mark.parametrize("name", FORMULAS)
-def test_narrow_integers_do_not_overflow(name):
-    shards = 3 if name == "triangle" else 4
-    found = Distribution(name, np.int16(20_000), np.int8(shards)).counts
-    assert sum(found) == 20_000 and max(found) - min(found) <= 4

@@ -249,14 +249,6 @@ def test_the_fourteen():
         assert make_mask(name, 5000) != make_mask(f"{name}:seed=1", 5000)
 
 
-def test_distributions():
-    found = {name: make_mask(name, 64).default_distribution for name in PATTERNS}
-    assert {x for x, y in found.items() if y == "contiguous"} == {
-        *("full", "sliding_window", "sliding_window_causal")
-    }
-    assert [x for x, y in found.items() if y == "zigzag"] == ["causal"]
-
-
 def test_drawn_documents():
     cu = documents(1 << 20, seed=3)
     lengths = np.diff(cu)
