@@ -67,10 +67,10 @@ bench.py --output {bench} {sizes} | exists: give --resume to add to it
 bench.py --output {bench} {sizes} --resume --trials 3 | was made with trials 2, but now it is 3
 bench.py --output {bench} {sizes} --resume --seed 1 | was made with seed 0, but now it is 1
 bench.py --output {bench} {sizes} --resume --profile {profile} | was made with machine none
-bench.py train --output {new} --preset tiny --seqlen 2G | (--seqlen): steps on one rank take
+bench.py train --output {new} --preset tiny --seqlen 2G | 2147483648 tokens (--seqlen): steps
 bench.py train --output {new} --preset tiny --seqlen 64K | 65536 tokens (--seqlen): arrays of the
-bench.py decode --contexts 2G | 2147483648 tokens (--contexts) on one of 1 rank
-bench.py decode --requests 65536 | the cache of 65536 requests (--requests)
+bench.py decode --contexts 2G | of 2147483648 tokens (--contexts) on one rank
+bench.py decode --requests 65536 | the cache of 65536 requests (--requests) of
 bench.py decode --ranks 3 | at most 2, got [3]
 bench.py decode --ranks 1 --apart 1+2 | at most 2 together
 encode.py x --query BYTES | --query must be UTF-8, got '\udcff'

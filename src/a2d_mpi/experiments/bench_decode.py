@@ -22,7 +22,7 @@ from threadpoolctl import threadpool_limits
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
 from a2d_mpi.experiments.check import report, within
-from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.cli import check_room, together
 from a2d_mpi.experiments.hdf5 import check_output, write_file
 from a2d_mpi.experiments.measure import origin_of
 from a2d_mpi.experiments.results import Check, attributes_of
@@ -35,6 +35,7 @@ from a2d_mpi.gpt.apart import (
     weights_of_rank,
 )
 from a2d_mpi.gpt.config import GPTConfig
+from a2d_mpi.gpt.cost import cache_bytes
 from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.steps import step_traffic
@@ -45,14 +46,19 @@ COLUMNS = ("ranks", "context", "step", *PARTS, "sent bytes", "messages")
 BOUND = 1e-4  # largest error of attention, relative to its largest value
 SIZES = ("layers", "width", "nheads", "nheads_kv", "headdim", "requests", "trials", "seed")
 BLOCK, UNLIMITED = 16, 1 << 30  # tokens of a block of the cache, and blocks of a rank
-Split = tuple[
-    int, int
-]  # numbers of attention ranks and FFN ranks; without FFN ranks all are alike
+# Numbers of attention ranks and FFN ranks.  Without FFN ranks all are alike.
+Split = tuple[int, int]
 
 
 def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Measure all contexts on all numbers of ranks; return the exit code."""
     config = together(comm, lambda: _validated(comm, args))
+    what = f"{args.requests} requests (--requests) of {max(args.contexts)} tokens (--contexts)"
+    most = -(-args.requests // min(args.ranks)) * (max(args.contexts) + args.trials + 1) + BLOCK
+    # The keys of a request are drawn whole, and checked in float64.
+    keys = 24 * config.nheads_kv * config.headdim * max(args.contexts)
+    nbytes = cache_bytes(config, most, 4) + 4 * config.parameters + keys
+    check_room(comm, f"{config.parameters} parameters and the cache of {what} on one rank", nbytes)
     splits = [*((x, 0) for x in args.ranks), *(args.apart or ())]
     measured: dict[str, dict] = {}
     rows, checks = [COLUMNS], {}

@@ -24,7 +24,7 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import squarest
 from a2d_mpi.experiments.check import check_attention, report, samples, within
-from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.cli import check_room, together
 from a2d_mpi.experiments.hdf5 import check_output, write_file
 from a2d_mpi.experiments.measure import origin_of, random_inputs, random_rows
 from a2d_mpi.experiments.options import SAMPLE
@@ -43,6 +43,10 @@ Plan = AttentionPlan | LinearAttention
 def bench_linear(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Measure all plans at all lengths; return the exit code."""
     together(comm, lambda: check_output(args.output, LINEAR_SCHEMA), on=0)
+    most = -(-max(args.seqlens) // comm.size)
+    # 30 arrays in float64: copies, features, gradients.
+    nbytes = 30 * 8 * args.nheads * args.headdim * most
+    check_room(comm, f"{max(args.seqlens)} tokens (--seqlens) on one rank", nbytes)
     grid, rows, checks = ProcessGrid(comm, *squarest(comm.size)), [COLUMNS], {}
     measured: dict[str, dict] = {}
     runs = [(name, seqlen) for seqlen in args.seqlens for name in args.plans]

@@ -23,7 +23,7 @@ from threadpoolctl import threadpool_limits
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
 from a2d_mpi.experiments.check import check_step, report
-from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.cli import check_room, together
 from a2d_mpi.experiments.grids import plan_of
 from a2d_mpi.experiments.hdf5 import check_output, extend_file, read_file
 from a2d_mpi.experiments.measure import Measurement, origin_of, random_inputs, turns
@@ -34,7 +34,7 @@ from a2d_mpi.experiments.summary import STEPS_SCHEMA as SCHEMA
 from a2d_mpi.experiments.summary import Steps
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
 from a2d_mpi.gpt.config import GPTConfig
-from a2d_mpi.gpt.cost import STEP_PARTS, predict_step
+from a2d_mpi.gpt.cost import STEP_PARTS, predict_step, training_bytes
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import VOCAB, Batch
@@ -59,10 +59,15 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         if comm.rank == 0:
             print(f"all runs are in {args.output} already")
         return 0
-    # Steps and their check may need more memory than there is.
-    weights = Parameters(config, together(comm, lambda: initial(config, args.seed, args.dtype)))
+    n, what = args.seqlen, f"{config.parameters} parameters (--layers, --width), {args.seqlen}"
+    nbytes = training_bytes(config, -(-n // comm.size), np.dtype(args.dtype).itemsize)
+    check_room(comm, f"{what} tokens (--seqlen): steps on one rank", len(ways) * nbytes)
+    # The check in float64: weights, gradients, and four N x N matrices for each head.
+    nbytes = 8 * (2 * config.parameters + 4 * config.nheads * n * n)
+    check_room(comm, f"{what} tokens (--seqlen): arrays of the check", nbytes, 1)
+    weights = Parameters(config, initial(config, args.seed, args.dtype))
     batch, mask = _batch(config, args.seed), plans[0].case.work().mask
-    wanted = comm.bcast(together(comm, lambda: _expected(weights, batch, mask), on=0))
+    wanted = comm.bcast(_expected(weights, batch, mask) if comm.rank == 0 else None)
     moments = np.zeros((2, config.parameters), args.dtype)
     # A learning rate of 0 keeps the weights, so that all plans can use the same ones.
     trainings = {x: Training(comm, weights, moments, recompute=x) for x in ways}
