@@ -73,7 +73,6 @@ bench.py decode --contexts 2G | of 2147483648 tokens (--contexts) on one rank
 bench.py decode --requests 65536 | the cache of 65536 requests (--requests) of
 bench.py decode --ranks 3 | at most 2, got [3]
 bench.py decode --ranks 1 --apart 1+2 | at most 2 together
-encode.py x --query BYTES | --query must be UTF-8, got '\udcff'
 train.py gpt {text} --folder {new} --rows 3 | 3
 train.py gpt {text} --folder {new} --profile {profile} --rows 2 | --profile chooses --rows
 train.py gpt {text} --folder {new} --profile {text} | text
@@ -181,7 +180,7 @@ def rows_of(table, named):
         line = re.sub(r"\{(\w+)\}", lambda x: str(named[x[1]]), line)
         command, text = line.split(" | ")
         common, _, more = command.partition(" [")
-        driver, *words = (x.replace("BYTES", "\udcff") for x in shlex.split(common))
+        driver, *words = shlex.split(common)
         rows.append((driver, words, shlex.split(more.rstrip("]")), text))
     return rows
 
