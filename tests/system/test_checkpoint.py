@@ -39,11 +39,18 @@ def path_of(folder, step):
     return folder / f"step-{step:09}.h5"
 
 
-def test_keeps_the_latest_two(tmp_path):
-    """Files of later steps are not removed."""
-    for step in (2, 4, 9, 6, 7):
+def test_keeps_all_but_its_own_earlier_ones(tmp_path):
+    """A run deletes only its own earlier checkpoints, never other, damaged or later ones."""
+    for step in (2, 4):
+        save(tmp_path, state(step))
+    save(tmp_path, state(3, run={"seed": "1"}))
+    save(tmp_path, state(5, config=replace(CONFIG, layers=2)))
+    for step in (7, 8, 9):
+        damage(save(tmp_path, state(step, run={"seed": "2"})))
+    for step in (6, 7):
         assert load(save(tmp_path, state(step))).step == step
-    assert names(tmp_path) == [path_of(tmp_path, x).name for x in (6, 7, 9)]
+    kept = [3, 5, 6, 7, 8, 9]
+    assert names(tmp_path) == [path_of(tmp_path, x).name for x in kept]
 
 
 def test_goes_on_from_the_latest_that_is_whole(tmp_path, capsys):

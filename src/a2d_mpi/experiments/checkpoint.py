@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.experiments.hdf5 import read_file, write_file
+from a2d_mpi.experiments.hdf5 import read_file, reading, write_file
 from a2d_mpi.gpt.config import GPTConfig
 
 SCHEMA = ("a2d_mpi.gpt", 2)
@@ -82,6 +82,8 @@ class State:
 def save(folder: Path, state: State) -> Path:
     """Write a checkpoint, and remove earlier ones except the latest; return its path.
 
+    Files of other runs, files of later steps, and damaged files are not removed.
+
     Raises
     ------
     OSError
@@ -91,7 +93,7 @@ def save(folder: Path, state: State) -> Path:
     arrays = {name: getattr(state, name) for name in _ARRAYS}
     attributes = {**state.texts, "step": state.step, "sha256": state.digest()}
     write_file(path, SCHEMA, {**attributes, **arrays})
-    earlier = [x for x in _paths(folder) if x.name < path.name]
+    earlier = [x for x in _paths(folder) if x.name < path.name and _is_of(x, state)]
     for old in earlier[KEPT - 1 :]:
         old.unlink()
     return path
@@ -181,7 +183,10 @@ def resumed(
     if not _paths(folder, ".h5*"):
         return None
     if not resume:
-        raise ValueError(f"{folder} has checkpoints; --resume continues from the latest")
+        raise ValueError(
+            f"{folder} has checkpoints; --resume continues from the latest, "
+            "another --folder begins anew"
+        )
     state, refused = latest(folder)
     if state is None:
         why = "; ".join(refused.values()) or "damaged ones were renamed"
@@ -201,6 +206,15 @@ def differences(was: Mapping[str, object], now: Mapping[str, object]) -> str:
     return "; ".join(
         f"{name} was {was.get(name)}, now {x}" for name, x in now.items() if was.get(name) != x
     )
+
+
+def _is_of(path: Path, state: State) -> bool:
+    """Return whether a file is a readable checkpoint of the run of a state."""
+    try:
+        with reading(path, SCHEMA) as file:
+            return all(file.attrs[name] == state.texts[name] for name in ("config", "run"))
+    except (OSError, ValueError):
+        return False
 
 
 def _paths(folder: Path, end: str = ".h5") -> list[Path]:
