@@ -45,12 +45,11 @@ def example(name):
 def commands():
     """Return (ranks, driver, options) of the guide's commands, and of some more."""
     text = "".join(blocks(GUIDE, "bash")) + MORE
-    variables = {}
+    variables = {"$A2D": str(ROOT)}
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         if given := re.fullmatch(r"(\w+)=(.*)", words[0]):
-            value = str(ROOT) if given[1] == "A2D" else given[2]
-            variables[f"${given[1]}"] = value.replace("$A2D", str(ROOT))
+            variables[f"${given[1]}"] = given[2].replace("$A2D", str(ROOT))
             continue
         for name, value in variables.items():
             line = line.replace(name, value)

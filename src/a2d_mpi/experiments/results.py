@@ -89,7 +89,8 @@ def inspect_input(path: str | os.PathLike[str]) -> InputInfo:
         raise ValueError(f"{path}: {error}") from None
     if any(shapes[name] != (seqlen, *config.shape(name)) for name in names):
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ValueError(f"{path}: shapes do not agree: {listed}")
+        need = "q (tokens, nheads, headdim), k and v (tokens, nheads_kv, ...)"
+        raise ValueError(f"{path}: shapes do not agree: {listed}; need {need}")
     return InputInfo(os.fspath(path), config, "dout" in names)
 
 
