@@ -77,9 +77,9 @@ def arm(folder, stages):
     phase "repair" a smaller grid is made.
     """
     import a2d_mpi.experiments.cli as cli
+    import a2d_mpi.experiments.generate as generate
     import a2d_mpi.experiments.train_gpt as job
     import a2d_mpi.gpt.decode as decode
-    from a2d_mpi.experiments.generate import _Answers
 
     faulthandler.dump_traceback_later(40)  # a rank says where it hangs
     places = {
@@ -132,7 +132,7 @@ def arm(folder, stages):
         for owner, name in owners:
             setattr(owner, name, watched(getattr(owner, name), phase))
     job.Trainer.go_on = noted(job.Trainer.go_on)
-    _Answers.check_room = noted(_Answers.check_room)
+    generate.Decoder = noted(generate.Decoder)
 
 
 def raise_in(folder, victim, name, call, error):
