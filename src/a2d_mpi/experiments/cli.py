@@ -197,6 +197,8 @@ def run(
 
     def abort(code: int) -> NoReturn:
         sys.stderr.flush()
+        # A launcher that hears of the abort may end before it has read the message.
+        time.sleep(STAGGER)
         if survives():  # after a death all ranks come here, and the first Abort ends them all
             time.sleep(STAGGER * min(comm.rank, 30))
         comm.Abort(code)
