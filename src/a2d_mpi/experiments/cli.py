@@ -45,6 +45,9 @@ IDLE = 0.002  # s of sleep between the polls of a rank that waits for another ra
 # of Open MPI 5.0.11 with ULFM may hang, or end with exit code 0.  This happened in 10 of 36 jobs
 # of three ranks, and in none of 42 jobs with this pause.
 STAGGER = 0.1
+# Seconds in which the launcher reads what was printed before it hears of an abort.  Without them
+# two tests lost their message on two busy cores.
+READING = 0.3
 LEAVING = 1.0  # most seconds that a rank waits at the end for others, some of which may have died
 PATIENCE = 10.0  # s after a CollectiveError in which all other ranks must come to their end
 _NO_ULFM = (
@@ -197,8 +200,7 @@ def run(
 
     def abort(code: int) -> NoReturn:
         sys.stderr.flush()
-        # A launcher that hears of the abort may end before it has read the message.
-        time.sleep(STAGGER)
+        time.sleep(READING)
         if survives():  # after a death all ranks come here, and the first Abort ends them all
             time.sleep(STAGGER * min(comm.rank, 30))
         comm.Abort(code)
