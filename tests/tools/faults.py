@@ -261,6 +261,9 @@ def stages_of(choice, phases):
         seconds = choice.choice([0, 0.01, 0.05]) * choice.random()
         return [(choice.choice(phases), 1, victims, seconds)]
     left, stages = list(range(6)), []
+    once = {"repair", "evaluation"}
+    if phases == SURVIVORS["generate.py"]:  # which reads all prompts at once
+        once |= {"forward", "making"}
     while len(left) > 1 and len(stages) < 4:
         phase = choice.choice(phases if stages else phases[:-1])
         if stages and stages[-1][0] == "evaluation":
@@ -268,7 +271,7 @@ def stages_of(choice, phases):
         victims = choice.sample(left, min(len(left) - 1, choice.randint(1, 3)))
         left = [x for x in left if x not in victims]
         seconds = choice.choice([0, 0.001, 0.004, 0.02]) * choice.random()
-        call = 1 if phase in ("repair", "evaluation") else choice.randint(1, 3)
+        call = 1 if phase in once else choice.randint(1, 3)
         stages.append((phase, call, victims, seconds))
     return stages
 
