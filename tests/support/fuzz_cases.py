@@ -23,15 +23,15 @@ from a2d_mpi.core.wire import FORMATS
 from a2d_mpi.sharding import triangle
 
 METHODS = (
-    *("attention2d", "attention2d", "node aware", "triangle"),
-    *("ring", "striped ring", "double ring"),
-)
+    "attention2d", "attention2d", "node aware", "triangle",
+    "ring", "striped ring", "double ring",
+)  # fmt: skip
 CROSS = ("attention2d", "node aware", "ring", "double ring")  # for two sequences
 LISTS = ("documents", "causal documents", "prefix", "sink")  # masks of one sequence
 MASKS = (
-    *("full", "causal", "anti-causal", "window", "documents", "causal documents", "prefix"),
-    *("random", "beyond", "some empty", "hidden", "sink", "several"),
-)
+    "full", "causal", "anti-causal", "window", "documents", "causal documents", "prefix",
+    "random", "beyond", "some empty", "hidden", "sink", "several",
+)  # fmt: skip
 PRIMES = (2, 3, 5, 7, 11, 13, 31, 53, 89, 97, 127, 149)
 FAR = 2**62
 AGAIN = ("none", "the same", "fresh", "fresh after free")

@@ -40,9 +40,8 @@ CAUSAL = Causal()
 
 
 def work(seqlen=960, nheads=12, nheads_kv=4, mask=CAUSAL, **others):
-    return Workload(
-        *(seqlen, nheads, 16, nheads_kv), dtype="float32", mask=mask, backward=True, **others
-    )
+    common = {"dtype": "float32", "mask": mask, "backward": True}
+    return Workload(seqlen, nheads, 16, nheads_kv, **common, **others)
 
 
 def total(machine, method, layout, work):

@@ -49,17 +49,17 @@ def bench_linear(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     check_room(comm, f"{max(args.seqlens)} tokens (--seqlens) on one rank", nbytes)
     grid, rows, checks = ProcessGrid(comm, *squarest(comm.size)), [COLUMNS], {}
     measured: dict[str, dict] = {}
+    options = {x: str(y) for x, y in vars(args).items() if x not in ("output", "command")}
+    tree = {**origin_of(comm), "config": options, "runs": measured}
     runs = [(name, seqlen) for seqlen in args.seqlens for name in args.plans]
     for name, seqlen in progress(runs, comm.rank, desc="plans x lengths"):
         arrays, of_run = _measured(grid, args, name, seqlen)
         checks[f"{name}, {seqlen} tokens"] = of_run
         rows.append([name, str(seqlen), *_numbers(arrays, of_run)])
         measured[f"{name}/{seqlen}"] = arrays | attributes_of(of_run)
+        if args.output:  # what there is, should the job be ended
+            together(comm, lambda: write_file(args.output, LINEAR_SCHEMA, tree), on=0)
     grid.free()
-    if args.output:
-        options = {x: str(y) for x, y in vars(args).items() if x not in ("output", "command")}
-        tree = {**origin_of(comm), "config": options, "runs": measured}
-        together(comm, lambda: write_file(args.output, LINEAR_SCHEMA, tree), on=0)
     return report(comm, rows, checks)
 
 

@@ -161,7 +161,7 @@ def peak_of(
         # The backward pass needs more than the temporary arrays of the forward pass.
         held += needed if len(phases) > 1 else max(x.passing for x in both)
     own = problem.queries.counts[rank], problem.keys.counts[rank]
-    given = ("q", "k", "v", *("dout", "out", "lse", "delta") * (len(phases) > 1))
+    given = ("q", "k", "v") + ("dout", "out", "lse", "delta") * (len(phases) > 1)
     # A tensor that is rounded for the wire is held twice.
     held += sum(own[x in OF_KEYS] * config.nbytes(x) * (1 + config.rounds(x)) for x in given)
     return held + sum(x.results for x in last) + last[-1].copies
