@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import partial
-from importlib import import_module
-from types import ModuleType
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.transport import HostTransport, Transport
 from a2d_mpi.core.config import TRANSFERS, AttentionConfig
+from a2d_mpi.devices.clocks import Clocks
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.kernels import Kernel, check_kernel, make_kernel
 from a2d_mpi.kernels.threads import BlasThreads
-
-_NOTHING = nullcontext()
-
-
-class Recorded(NamedTuple):
-    """One call of a plan, with its times: seconds of `time.perf_counter`.
-
-    Attributes
-    ----------
-    phase : str
-    begin : float
-    spans : list of (str, float, float)
-        Part, begin and end, in the order in which the host queued them; the last part is "total".
-    programs : list of list of (float, int)
-        For each program of the phase, the begin of each step and the number of `spans` before it.
-        The last entry is for the end of the program.
-    """
-
-    phase: str
-    begin: float
-    spans: list[tuple[str, Any, Any]]
-    programs: list[list[tuple[float, int]]]
 
 
 class Engine:
@@ -65,8 +40,7 @@ class Engine:
     device, kernel, work, transport
         The device, its kernel, its buffers and its transport.  All but `work` are None until the
         first call.
-    waits : dict of str to list of (float, float)
-        Start and end of each MPI wait, by phase; seconds of `time.perf_counter`.
+    clocks : Clocks
 
     Raises
     ------
@@ -97,17 +71,13 @@ class Engine:
         self.transport: Transport | None = None
         self.work = Workspace()
         self._works = {HOST: self.work}  # shared with twins
-        self.waits: dict[str, list[tuple[float, float]]] = {}
-        self._spans: dict[str, list[tuple[str, Any, Any]]] = {}
-        self._phase = ""
-        self._recorded: list[Recorded] | None = None
-        self._nvtx: ModuleType | None = None
+        self.clocks = Clocks()
 
     def twin(self) -> Engine:
         """Return an engine that shares the buffers, with a kernel and clocks of its own."""
         twin = copy(self)
         twin.device = twin.kernel = twin.transport = None
-        twin.waits, twin._spans = {}, {}
+        twin.clocks = Clocks()
         return twin
 
     def move_to(self, device: Device) -> None:
@@ -124,10 +94,7 @@ class Engine:
             self._name, device, *kind, poll, work, config.logit_softcap, self._widths
         )
         self.device, self.work, self.transport = device, work, transport
-        self._spans, self._nvtx = {}, None
-        if device is not HOST:
-            with suppress(ImportError):  # names ranges for NVIDIA's profilers
-                self._nvtx = import_module("nvtx")
+        self.clocks.use(device)
 
     def prepared(self, arrays: dict[str, Array]) -> tuple[dict[str, Array], bool]:
         """Make the arrays C-contiguous, and check whether all elements are finite.
@@ -148,8 +115,7 @@ class Engine:
             return tensors, True
         checked = dict(tensors)
         if "dlse" in tensors:
-            checked["dlse"] = device.empty(tensors["dlse"].shape, tensors["dlse"].dtype)
-            device.zero(checked["dlse"])
+            checked["dlse"] = np.zeros_like(tensors["dlse"])
             device.subtract(checked["dlse"], tensors["dlse"], tensors["lse"])
         lowest = ("lse", "sink")
         return tensors, all(HOST.finite(x, lowest=name in lowest) for name, x in checked.items())
@@ -176,103 +142,20 @@ class Engine:
     @contextmanager
     def running(self, phase: str) -> Iterator[None]:
         """Time a phase from its beginning to its end."""
-        self._phase, self._spans[phase] = phase, []
-        if self._recorded is not None:
-            self._recorded.append(Recorded(phase, time.perf_counter(), self._spans[phase], []))
+        self.clocks.begin(phase)
         # The previous call may still use the buffers, perhaps on another stream.
         if self.work.used is not None:
             self.device.after(self.work.used)
         with (
-            self.clock("total"),
+            self.clocks.span("total"),
             self._threads.limited() if self.device is HOST else nullcontext(),
             # No warnings from every rank: overflows and NaN are seen in the results.
             np.errstate(over="ignore", invalid="ignore"),
         ):
             yield
-        *_, (_, _, self.work.used) = self._spans[phase]
-
-    @contextmanager
-    def clock(self, part: str) -> Iterator[None]:
-        """Time a span of the phase; `part` is "compute", "merge" or "total"."""
-        start = self.device.mark()
-        with self._nvtx.annotate(f"{self._phase} {part}") if self._nvtx else _NOTHING:
-            yield
-        self._spans[self._phase].append((part, start, self.device.mark()))
-
-    @contextmanager
-    def recording(self) -> Iterator[list[Recorded]]:
-        """Record all calls inside a ``with`` statement; the list holds them afterwards."""
-        calls = self._recorded = []
-        try:
-            yield calls
-        finally:
-            self._recorded = None
-        if not calls:
-            return
-        _, origin, _ = calls[0].spans[-1]
-        begin = origin if self.device is HOST else calls[0].begin
-
-        def seconds(mark: Any) -> float:
-            return begin + self.device.seconds(origin, mark)
-
-        # Here and not during the calls: on a GPU, reading a time waits for the end of the call.
-        for i, call in enumerate(calls):
-            spans = [(part, seconds(start), seconds(end)) for part, start, end in call.spans]
-            calls[i] = call._replace(spans=spans)
-
-    def clocked(self, steps: list[tuple]) -> Iterable[tuple]:
-        """Return the steps of a program; while calls are recorded, note when each begins."""
-        return steps if self._recorded is None else self._noted(steps)
-
-    def _noted(self, steps: list[tuple]) -> Iterator[tuple]:
-        _, _, spans, programs = self._recorded[-1]
-        times: list[tuple[float, int]] = []
-        programs.append(times)
-        for step in steps:
-            times.append((time.perf_counter(), len(spans)))
-            yield step
-        times.append((time.perf_counter(), len(spans)))
-
-    @property
-    def timings(self) -> dict[str, float]:
-        """Seconds of the latest calls, by "phase/part": see `AttentionPlan.timings`."""
-        seconds = {}
-        for phase in self._spans:
-            seconds |= {f"{phase}/{x}": 0.0 for x in ("compute", "merge", "wait", "total")}
-            for part, start, end in self.spans(phase):
-                seconds[f"{phase}/{part}"] += end - start
-        return seconds
-
-    def spans(self, phase: str) -> list[tuple[str, float, float]]:
-        """Return the spans of the latest call of a phase, in the order of time.
-
-        Returns
-        -------
-        list of (str, float, float)
-            Part ("compute", "merge" or "wait"), start and end in seconds since the phase began.
-            The last entry is ("total", 0, end of the phase).  Empty if there was no call.  On a
-            GPU the waits are the gaps between the other parts.
-        """
-        *busy, (_, origin, last) = self._spans.get(phase) or [(None, None, None)]
-        if origin is None:
-            return []
-        since = self.device.seconds
-        parts = [(part, since(origin, start), since(origin, end)) for part, start, end in busy]
-        total = since(origin, last)
-        if self.device is HOST:
-            parts += [("wait", a - origin, b - origin) for a, b in self.waits.get(phase, [])]
-        else:  # the host's waits say nothing: the host runs ahead of the GPU
-            ends = [0.0, *(end for *_, end in parts)]
-            starts = [*(start for _, start, _ in parts), total]
-            parts += [("wait", a, b) for a, b in zip(ends, starts) if b > a]
-        return [*sorted(parts, key=lambda span: span[1]), ("total", 0.0, total)]
+        self.work.used = self.clocks.last(phase)
 
     def settle(self) -> None:
         """Complete all messages under way, after a rank died."""
         if self.transport is not None:  # before the first call there is none
             self.transport.settle()
-
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes copied between device and host so far."""
-        return getattr(self.transport, "staged_bytes", 0)

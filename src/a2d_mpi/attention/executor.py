@@ -9,6 +9,7 @@ import numpy as np
 
 from a2d_mpi.attention.engine import Engine
 from a2d_mpi.comm.channel import Channel
+from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Constant, Workspace
 from a2d_mpi.masks.intervals import Intervals
@@ -54,9 +55,8 @@ class Pipeline:
                     compiled[id(step)] = _COMPILED[type(step)](step, p)
             ready = [compiled[id(step)] for step in p.steps]
             self._parts.append((executors[key], ready, begins, last[key] == i))
-        put = programs[-1]
-        self._last, self._in_buffers = put.number, bool(put.copied)
-        self._config = put.group.problem.config
+        self._last, self._in_buffers = programs[-1].number, bool(programs[-1].copied)
+        self._config = programs[-1].group.problem.config
 
     def run(
         self,
@@ -99,7 +99,7 @@ class Pipeline:
             if ends:
                 tensors[slice_] = program.end()
                 if attends and sink is not None:
-                    with engine.clock("merge"):
+                    with engine.clocks.span("merge"):
                         engine.device.add_sink(sink=sink[slice_], **tensors[slice_])
                 keys |= {x: y for x, y in tensors[slice_].items() if x in ("k", "v")}
         results = {name: x for of_slice in tensors.values() for name, x in of_slice.items()}
@@ -107,7 +107,7 @@ class Pipeline:
             dtype = self._config.dtype_of(name)
             if x.dtype != dtype or self._in_buffers:
                 results[name] = engine.device.empty(x.shape, dtype)  # (n, heads, headdim)
-                with engine.clock("merge"):
+                with engine.clocks.span("merge"):
                     engine.device.put(results[name], x)
         return results
 
@@ -125,13 +125,12 @@ class Executor:
     """
 
     def __init__(self, program: Program, slices: int) -> None:
-        self._arrays, self._results = program.arrays, program.results
         self.slice, self.number, self._slices = program.slice, program.number, slices
+        self._arrays, self._results = program.arrays, program.results
         # Sizes with all heads of the problem, and with the heads that this rank computes.
         self._config, self._group = program.group.problem.config, program.group.config
-        self._messages = program.messages
         self._tags = program.slice % ALIVE * _TURNS * _STRIDE  # first tag of this slice
-        self._pending: list[list[Any]] = []  # requests of each message
+        self._pending: list[list[Any]] = [[]] * program.messages  # requests of each message
         self._work: Workspace | None = None
 
     def begin(
@@ -149,7 +148,7 @@ class Executor:
         accumulation dtype, whatever the program says.
         """
         self._engine, self._channels, self._options = engine, channels, options
-        self._given, self._new, self._pending = given, new, [[]] * self._messages
+        self._given, self._new = given, new
         if self._work is not engine.work:
             self._work = engine.work
             self._views: dict[Rows, list[Array]] = engine.work.cache()
@@ -160,7 +159,7 @@ class Executor:
 
     def run(self, ready: list[tuple]) -> None:
         """Run compiled steps."""
-        for do, *operands in self._engine.clocked(ready):
+        for do, *operands in self._engine.clocks.noted(ready):
             do(self, *operands)
 
     def end(self) -> dict[str, Array]:
@@ -198,50 +197,32 @@ class Executor:
             return [by_name[x] for x in names]
         if array.parcel:
             return self._parcel(name)[1]
-        tensors = self._shapes(array)
+        tensors = self._buffers(array)
         return [self._engine.work.get((array.memory, i), *x) for i, x in enumerate(tensors)]
 
     def _travelling(self, rows: Rows) -> list[Array]:
         """Return the arrays that MPI sends for rows: one for all tensors of a parcel."""
-        if not self._arrays[rows.array].parcel:
-            return self._tensors(rows)
-        return [self._parcel(rows.array)[0]]
+        parcel = self._arrays[rows.array].parcel
+        return [self._parcel(rows.array)[0]] if parcel else self._tensors(rows)
 
-    def _first_heads(self, rows: Rows, head: int) -> list[int]:
-        """Return, for each tensor, the first head of this slice on rank `head` of its group."""
-        first = (head * self._slices + self.slice) * self._group.nheads
-        names = KINDS[self._kind(rows)]
-        return [first * self._config.shape(x)[0] // self._config.nheads for x in names]
-
-    def _shapes(self, array: TokenArray) -> list[tuple[tuple[int, ...], np.dtype]]:
+    def _buffers(self, array: TokenArray) -> list[tuple[tuple[int, ...], np.dtype]]:
         """Return the shape and dtype of each tensor of a buffer."""
-        accumulated, config = array.accumulated, self._group
-        if array.as_computed and getattr(self._engine.kernel, "rounds_partials", False):
-            accumulated = ()
-        tensors = []
-        for name in KINDS[array.kind]:
-            shape, dtype = config.row(name, name in accumulated, array.wire)
-            tensors.append(((array.length, *shape), dtype))
-        return tensors
+        as_computed = array.as_computed and getattr(self._engine.kernel, "rounds_partials", False)
+        return _shapes(array, self._group, () if as_computed else array.accumulated)
 
     def _parcel(self, name: str) -> tuple[Array, list[Array]]:
         """Return a parcel as bytes, and its tensors, (tokens, heads, headdim) each."""
         if name not in self._parcels:
             array = self._arrays[name]
-            tensors = self._shapes(array)
+            tensors = self._buffers(array)
             self._parcels[name] = self._engine.work.parcel((array.memory, 0), tensors)
         return self._parcels[name]
 
     def _result(self, array: TokenArray, rounds: bool) -> dict[str, Array]:
         """Make new arrays for results: (tokens, heads, headdim), of lse (tokens, heads)."""
-        config, empty = self._config if array.all_heads else self._group, self._engine.device.empty
-        return {
-            x: empty(
-                (array.length, *config.shape(x)),
-                config.dtype_of(x, not rounds or x in array.accumulated),
-            )
-            for x in KINDS[array.kind]
-        }
+        config, names = self._config if array.all_heads else self._group, KINDS[array.kind]
+        tensors = _shapes(array, config, array.accumulated if rounds else names)
+        return {name: self._engine.device.empty(*x) for name, x in zip(names, tensors)}
 
     def _post(self, message: steps.Message, peer: int, tag: int) -> None:
         channel = self._channels[message.channel]
@@ -250,8 +231,7 @@ class Executor:
         self._pending[message.index] = start(tensors, peer, self._tags + tag)
 
     def _wait(self, step: steps.Wait) -> None:
-        requests = [x for index in step.messages for x in self._pending[index]]
-        if requests:
+        if requests := [x for index in step.messages for x in self._pending[index]]:
             self._channels[step.channel].wait(requests)
 
     def _clear(self, rows: Rows) -> None:
@@ -263,7 +243,7 @@ class Executor:
         (q,) = tensors(step.queries)  # (queries, nheads, headdim)
         k, v = tensors(step.keys)  # (keys, nheads_kv, headdim)
         out, lse = tensors(step.target)
-        with self._engine.clock("compute"):
+        with self._engine.clocks.span("compute"):
             self._engine.kernel.forward(q, k, v, intervals, out, lse, **self._options)
 
     def _differentiate(self, step: steps.Differentiate, intervals: Intervals) -> None:
@@ -272,32 +252,32 @@ class Executor:
         k, v = tensors(step.keys)  # (keys, nheads_kv, headdim)
         gradients = *tensors(step.dq), *tensors(step.dkv)  # as q, k, v
         given = dout, q, k, v, lse, delta, intervals
-        with self._engine.clock("compute"):
+        with self._engine.clocks.span("compute"):
             kernel.backward(*given, *gradients, fresh=step.fresh, **self._options)
 
     def _merge(self, parts: list[tuple[Rows, Rows, Rows]]) -> None:
         tensors = self._tensors
-        with self._engine.clock("merge"):
+        with self._engine.clocks.span("merge"):
             for source, target, compensation in parts:
                 held = *tensors(target), *tensors(compensation)
                 self._engine.device.merge(*held, *tensors(source))
 
     def _put(self, parts: list[tuple[Rows, Rows]], add: bool) -> None:
         tensors = self._tensors
-        with self._engine.clock("merge"):
+        with self._engine.clocks.span("merge"):
             for source, target in parts:
                 for x, y in zip(tensors(source), tensors(target)):
                     self._engine.device.put(y, x, add)
 
     def _by_index(self, how: str, source: str, target: str, index: Constant) -> None:
         move = getattr(self._engine.device, how)
-        with self._engine.clock("merge"):
+        with self._engine.clocks.span("merge"):
             for x, y in zip(self._all_rows(source), self._all_rows(target)):
                 move(y, x, index.on(self._engine.device))
 
     def _code(self, how: str, parts: list[tuple[Rows, Rows]]) -> None:
         tensors, device = self._tensors, self._engine.device
-        with self._engine.clock("merge"):
+        with self._engine.clocks.span("merge"):
             for source, target in parts:
                 for x, y in zip(tensors(source), tensors(target)):
                     if x.shape == y.shape and x.dtype == y.dtype:  # it travels as it is
@@ -305,20 +285,17 @@ class Executor:
                     else:
                         getattr(device, how)(y, x, self._group.wire)
 
-    def _take_heads(self, step: steps.TakeHeads) -> None:
-        tensors, device = self._tensors, self._engine.device
-        first = self._first_heads(step.source, step.head)
-        with self._engine.clock("merge"):
-            for x, y, head in zip(tensors(step.source), tensors(step.target), first):
-                device.take_heads(_three(y), _three(x), head)
-
-    def _put_heads(self, step: steps.PutHeads) -> None:
-        device, names = self._engine.device, KINDS[self._kind(step.target)]
+    def _move_heads(self, step: steps.TakeHeads | steps.PutHeads, whole: Rows) -> None:
+        """Take heads from rows of all heads, or put them there."""
+        first = (step.head * self._slices + self.slice) * self._group.nheads
         tensors = self._tensors(step.source), self._tensors(step.target)
-        first = self._first_heads(step.target, step.head)
-        with self._engine.clock("merge"):
-            for x, y, head, name in zip(*tensors, first, names):
-                device.put_heads(_three(y), _three(x), head, name in step.sums)
+        with self._engine.clocks.span("merge"):
+            for name, x, y in zip(KINDS[self._kind(whole)], *map(_with_elements, tensors)):
+                head = first * self._config.shape(name)[0] // self._config.nheads
+                if whole is step.source:
+                    self._engine.device.take_heads(y, x, head)
+                else:
+                    self._engine.device.put_heads(y, x, head, name in step.sums)
 
 
 def _posted(step: steps.Message, program: Program) -> tuple:
@@ -350,31 +327,8 @@ def _moved(step: steps.Copy | steps.Add, program: Program) -> tuple:
     return Executor._by_index, how, source.array, target.array, Constant(index)
 
 
-# Functions that compile a step to a function of the executor with its operands.  They are plain
-# functions, because bound methods would refer back to the executor.
-_COMPILED: dict[type, Callable[[Any, Program], tuple]] = {
-    steps.Send: _posted,
-    steps.Receive: _posted,
-    steps.Wait: lambda step, program: (Executor._wait, step),
-    steps.Clear: lambda step, program: (Executor._clear, step.rows),
-    steps.Attend: lambda step, program: (Executor._attend, step, _intervals(step, program)),
-    steps.Differentiate: lambda step, program: (
-        Executor._differentiate,
-        step,
-        _intervals(step, program),
-    ),
-    steps.Merge: _merging,
-    steps.Copy: _moved,
-    steps.Add: _moved,
-    steps.Encode: lambda step, program: (Executor._code, "encode", common_rows(*step)),
-    steps.Decode: lambda step, program: (Executor._code, "decode", common_rows(*step)),
-    steps.TakeHeads: lambda step, program: (Executor._take_heads, step),
-    steps.PutHeads: lambda step, program: (Executor._put_heads, step),
-}
-
-
-def _intervals(step: steps.KernelCall, program: Program) -> Intervals:
-    """Return the visible keys of a kernel call; refuse rows that a kernel cannot take."""
+def _called(step: steps.KernelCall, program: Program) -> tuple:
+    """Find the visible keys of a kernel call; refuse rows that a kernel cannot take."""
     for rows in (x for x in step if isinstance(x, Rows)):
         if len(rows.runs) > 1:
             raise ValueError(
@@ -386,12 +340,21 @@ def _intervals(step: steps.KernelCall, program: Program) -> Intervals:
             f"a kernel call takes keys in the order of tokens, got rows of {step.keys.array!r} "
             "in another order"
         )
-    return program.intervals(queries, keys)
+    do = Executor._attend if isinstance(step, steps.Attend) else Executor._differentiate
+    return do, step, program.intervals(queries, keys)
 
 
-def _three(x: Array) -> Array:
-    """Return a view of shape (tokens, heads, elements)."""
-    return x if x.ndim == 3 else x.reshape(*x.shape, 1)
+def _shapes(
+    array: TokenArray, config: AttentionConfig, accumulated: tuple[str, ...]
+) -> list[tuple[tuple[int, ...], np.dtype]]:
+    """Return the shape and dtype of each tensor of an array."""
+    rows = (config.row(x, x in accumulated, array.wire) for x in KINDS[array.kind])
+    return [((array.length, *shape), dtype) for shape, dtype in rows]
+
+
+def _with_elements(tensors: list[Array]) -> list[Array]:
+    """Return views of shape (tokens, heads, elements), also of lse and delta."""
+    return [x if x.ndim == 3 else x.reshape(*x.shape, 1) for x in tensors]
 
 
 def _tag(message: steps.Message, program: Program) -> int:
@@ -399,3 +362,22 @@ def _tag(message: steps.Message, program: Program) -> int:
     # Messages with other tags or turns may overtake this one.
     turn = (message.tag + 8 * message.turn) % _TURNS
     return _TAGS[program.arrays[message.rows.array].kind] + _STRIDE * turn
+
+
+# Functions that compile a step to a function of the executor with its operands.  They are plain
+# functions, because bound methods would refer back to the executor.
+_COMPILED: dict[type, Callable[[Any, Program], tuple]] = {
+    steps.Send: _posted,
+    steps.Receive: _posted,
+    steps.Wait: lambda step, program: (Executor._wait, step),
+    steps.Clear: lambda step, program: (Executor._clear, step.rows),
+    steps.Attend: _called,
+    steps.Differentiate: _called,
+    steps.Merge: _merging,
+    steps.Copy: _moved,
+    steps.Add: _moved,
+    steps.Encode: lambda step, program: (Executor._code, "encode", common_rows(*step)),
+    steps.Decode: lambda step, program: (Executor._code, "decode", common_rows(*step)),
+    steps.TakeHeads: lambda step, program: (Executor._move_heads, step, step.source),
+    steps.PutHeads: lambda step, program: (Executor._move_heads, step, step.target),
+}

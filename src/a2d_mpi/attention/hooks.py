@@ -22,7 +22,7 @@ def round_tensors(engine: Engine, config: AttentionConfig, tensors: dict[str, Ar
     """Round the tensors that travel as other ranks receive them, before a phase."""
     for name in filter(tensors.__contains__, ROUNDED if config.wire else ()):
         if config.rounds(name):
-            with engine.clock("merge"):
+            with engine.clocks.span("merge"):
                 tensors[name] = as_sent(engine.device, tensors[name], config.wire)
 
 
@@ -46,7 +46,7 @@ def set_delta(engine: Engine, tensors: dict[str, Array], sink: Array | None) -> 
         With a sink, its gradient from this rank's tokens.
     """
     device = engine.device
-    with engine.clock("compute"):  # delta: (n, nheads)
+    with engine.clocks.span("compute"):  # delta: (n, nheads)
         delta = tensors["delta"] = device.delta(tensors["dout"], tensors.pop("out"))
         if "dlse" in tensors:
             device.subtract(delta, tensors.pop("dlse"), tensors["lse"])

@@ -12,13 +12,14 @@ import numpy as np
 
 from a2d_mpi.attention import hooks
 from a2d_mpi.attention.checks import check_grid, check_problem, check_tensors
-from a2d_mpi.attention.engine import Engine, Recorded
+from a2d_mpi.attention.engine import Engine
 from a2d_mpi.attention.executor import Pipeline
 from a2d_mpi.comm.agreement import Caller, Flags
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.devices.clocks import Recorded
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.masks.mask import Mask
@@ -104,6 +105,8 @@ class AttentionPlan(Caller):
         `headdim`, `headdim_v`, `dtype`, `compute_dtype`, `softmax_scale` and `logit_softcap`, too.
     layout : Layout
         Shape of the grid, order of its ranks, and slices: what `a2d_mpi.planning` takes.
+    slices : (int, int)
+        Slices of a rank's heads in the forward and in the backward pass.
     traffic : Traffic
         Bytes and messages since the plan was made, by phase and communicator.
     timings : dict of str to float
@@ -164,18 +167,9 @@ class AttentionPlan(Caller):
 
         def prepare() -> None:
             self.overlap = bool(overlap)
-            self.config = AttentionConfig(
-                seqlen,
-                nheads,
-                headdim,
-                nheads_kv,
-                dtype=dtype,
-                softmax_scale=softmax_scale,
-                seqlen_kv=seqlen_kv,
-                logit_softcap=logit_softcap,
-                headdim_v=headdim_v,
-                wire=wire,
-            )
+            logits = {"softmax_scale": softmax_scale, "logit_softcap": logit_softcap}
+            others = {"seqlen_kv": seqlen_kv, "headdim_v": headdim_v, "dtype": dtype, "wire": wire}
+            self.config = AttentionConfig(seqlen, nheads, headdim, nheads_kv, **others, **logits)
             self._engine = Engine(kernel, self.config, transfers, overlap, grid, threads)
 
         self._make(mask, prepare)
@@ -225,7 +219,7 @@ class AttentionPlan(Caller):
                 self._describe(problem)
                 one = (METHODS[self.method].ring and self.grid.heads == 1) or not self.overlap
                 chosen = slices_of(self._cuts, config, self.grid.layout, one)
-                self.layout = replace(self.grid.layout, slices=chosen)
+                self.slices, self.layout = chosen, replace(self.grid.layout, slices=chosen)
                 work = self.layout, problem, self.grid.comm.rank, self.overlap
                 self._pipelines = {x: Pipeline(write(self.method, x, *work)) for x in PHASES}
                 digest = problem.mask.digest(config.seqlen, config.seqlen_kv)
@@ -254,8 +248,9 @@ class AttentionPlan(Caller):
 
     def _connected(self) -> dict[str, Channel]:
         """Make the channels of all programs, by name; collective over the ranks of the grid."""
-        channels = [x.channels for x in self._pipelines.values()]
-        members_of = {name: ranks for x in channels for name, ranks in x.items()}
+        members_of = {
+            n: ranks for x in self._pipelines.values() for n, ranks in x.channels.items()
+        }
         # Sorted, because the grid may have to make communicators: all ranks in the same order.
         return {
             name: Channel(self.grid.comm_of(name, ranks), name, self.traffic)
@@ -459,12 +454,12 @@ class AttentionPlan(Caller):
     @property
     def timings(self) -> dict[str, float]:
         """See the attributes of the class."""
-        return self._engine.timings
+        return self._engine.clocks.timings
 
     @property
     def staged_bytes(self) -> int:
         """See the attributes of the class."""
-        return self._engine.staged_bytes
+        return getattr(self._engine.transport, "staged_bytes", 0)
 
     def spans(self, phase: str) -> list[tuple[str, float, float]]:
         """Return what this rank did when in its latest call of a phase.  Local.
@@ -480,7 +475,7 @@ class AttentionPlan(Caller):
             the order of time.  The last entry is ("total", 0, end of the phase).  Empty if there
             was no call.  On a GPU the waits are the gaps between the other parts.
         """
-        return self._engine.spans(phase)
+        return self._engine.clocks.spans(phase)
 
     def recording(self) -> AbstractContextManager[list[Recorded]]:
         """Record all calls of this rank inside a ``with`` statement.  Local.
@@ -493,7 +488,7 @@ class AttentionPlan(Caller):
         context manager of a list of Recorded
             The list holds the calls after the ``with`` statement.
         """
-        return self._engine.recording()
+        return self._engine.clocks.recording()
 
     @property
     def buffer_bytes(self) -> int:
@@ -514,11 +509,6 @@ class AttentionPlan(Caller):
     def product_dtype(self) -> np.dtype:
         """Dtype to which the latest call's kernel rounds probabilities before products."""
         return getattr(self._engine.kernel, "product_dtype", self.compute_dtype)
-
-    @property
-    def slices(self) -> tuple[int, int]:
-        """Slices of a rank's heads in the forward and in the backward pass."""
-        return self.layout.slices
 
     def predicted_traffic(self, rank: int | None = None) -> dict[tuple[str, str], list[int]]:
         """Predict the bytes of one forward and one backward call.  Local.
@@ -659,5 +649,5 @@ class AttentionPlan(Caller):
                 results = *results.values(), *dsink
                 if max_logits:
                     results = *results, hooks.largest_of_all(self.grid, call.watch, largest)
-            engine.waits[phase] = [x for y in self._channels.values() for x in y.waits]
+            engine.clocks.waits[phase] = [x for y in self._channels.values() for x in y.waits]
             return results

@@ -133,14 +133,11 @@ def errors_of(
     CollectiveError
         On all ranks, with the message of the error.
     """
-    problem, cause = None, None
-    try:
+    call = Call(comm)
+    with call.checks(kinds):
         yield
-    except kinds as error:
-        problem, cause = message_of(error), error
-    problem = comm.bcast(problem, root)
-    if problem is not None:
-        raise CollectiveError(problem) from cause
+    if (problem := comm.bcast(call.problem, root)) is not None:
+        raise CollectiveError(problem)
 
 
 def text_of(value: object) -> str:

@@ -49,31 +49,14 @@ class Failures(NoFailures):
     ----------
     comm, comms
         As above.  `comm` may be replaced by another communicator of the same ranks.
-    others : list of Intracomm
-        Communicators of the caller, which are revoked, too.
     numbers : sequence of int
         Number in `RanksLost.ranks` of each rank of `comm`.
     """
 
     def __init__(self, comm: MPI.Intracomm, comms: list[MPI.Intracomm]) -> None:
         super().__init__(comm, comms)
-        self.others: list[MPI.Intracomm] = []
         # Whether all ranks have agreed that one died, and the dead ranks of the latest error.
         self._over, self._reported = False, ()
-
-    def duplicate(self, comm: MPI.Intracomm) -> MPI.Intracomm:
-        """Return a duplicate of a communicator; it is revoked together with the grid.
-
-        Collective over `comm`.  `forget` frees the duplicate.
-        """
-        made = comm.Dup()
-        self.others.append(made)
-        return made
-
-    def forget(self, comm: MPI.Intracomm) -> None:
-        """Free a communicator that `duplicate` has made.  Collective."""
-        self.others.remove(comm)
-        comm.Free()
 
     def lost(self) -> tuple[int, ...]:
         """Return the numbers of the ranks that this rank knows to be dead."""

@@ -53,18 +53,15 @@ class NoFailures:
     ----------
     comm, comms
         As above.  `comm` may be replaced by another communicator of the same ranks.
+    others : list of Intracomm
+        Communicators of the caller, which are revoked with the grid's.  The caller updates it.
     numbers : sequence of int
         Number in `RanksLost.ranks` of each rank of `comm`.
     """
 
     def __init__(self, comm: MPI.Intracomm, comms: list[MPI.Intracomm]) -> None:
         self.comm, self.comms, self.numbers = comm, comms, range(comm.size)
-
-    def duplicate(self, comm: MPI.Intracomm) -> MPI.Intracomm:
-        return comm.Dup()
-
-    def forget(self, comm: MPI.Intracomm) -> None:
-        comm.Free()
+        self.others: list[MPI.Intracomm] = []
 
     def caused(self, error: Exception) -> bool:
         return False

@@ -35,8 +35,8 @@ from a2d_mpi.schedules.steps import Attend, Differentiate, Message, Send, Wait
 if TYPE_CHECKING:  # figures of traces need no MPI
     from mpi4py import MPI
 
-    from a2d_mpi.attention.engine import Recorded
     from a2d_mpi.attention.plan import AttentionPlan
+    from a2d_mpi.devices.clocks import Recorded
 
 COMPUTE, COMMUNICATION = THREADS = "compute", "communication"
 _BEGIN = '{"traceEvents": ['  # first characters of every file

@@ -49,8 +49,9 @@ class ArrayExchange:
         transfers: str = "auto",
         failures: Failures | None = None,
     ) -> None:
+        self.comm, self._device = comm.Dup(), device
         self._failures = failures or Failures(comm, [])
-        self.comm, self._device = self._failures.duplicate(comm), device
+        self._failures.others.append(self.comm)
         self._channel, self._phase = Channel(self.comm, name, traffic), phase
         aware, call = True, Call(comm)
         with call.checks():  # both read environment variables, which may differ between nodes
@@ -112,4 +113,5 @@ class ArrayExchange:
     def free(self) -> None:
         """Free the communicator.  Collective, also after a loss."""
         self._transport.settle()
-        self._failures.forget(self.comm)
+        self._failures.others.remove(self.comm)
+        self.comm.Free()
