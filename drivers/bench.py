@@ -19,7 +19,6 @@ from a2d_mpi.experiments.cli import Parser, add_engine, run
 from a2d_mpi.experiments.options import (
     PLANS_HELP,
     add_options,
-    add_workloads,
     check_text,
     listed,
     one_of,
@@ -27,6 +26,7 @@ from a2d_mpi.experiments.options import (
     tokens,
     whole,
 )
+from a2d_mpi.experiments.programs import Commands
 
 
 def attention(parser: Parser) -> Callable:
@@ -44,6 +44,7 @@ def attention(parser: Parser) -> Callable:
     runs what is not there yet.  Other numbers of ranks may add to the same file.
     """
     from a2d_mpi.experiments.bench import bench
+    from a2d_mpi.experiments.sweep import add_workloads
 
     parser.epilog = PLANS_HELP
     add_workloads(parser)
@@ -202,11 +203,19 @@ def _add_measurement(parser: Parser, output_needed: bool = False) -> argparse._A
     return group
 
 
-def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
+def build_parser(comm: MPI.Intracomm | None = None) -> Commands:
     """Build the parser of this driver's options."""
-    parser = Parser("bench.py", __doc__, comm)
-    parser.add_commands(attention, kernels, train, decode, linear, default="attention")
-    return parser
+    return Commands(
+        "bench.py",
+        __doc__,
+        attention,
+        kernels,
+        train,
+        decode,
+        linear,
+        comm=comm,
+        default="attention",
+    )
 
 
 if __name__ == "__main__":

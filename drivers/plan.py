@@ -16,13 +16,12 @@ from a2d_mpi.experiments.options import (
     PLANS_HELP,
     Parser,
     add_options,
-    add_workloads,
     listed,
     path,
     real,
-    run_serial,
     whole,
 )
+from a2d_mpi.experiments.programs import Commands, run_serial
 
 
 def rank(parser: Parser) -> Callable:
@@ -80,6 +79,7 @@ def simulate(parser: Parser) -> Callable:
     needs nothing of it.
     """
     from a2d_mpi.experiments.simulate import RANKS, simulate_all
+    from a2d_mpi.experiments.sweep import add_workloads
 
     parser.epilog = PLANS_HELP
     group = parser.add_argument_group("machines")
@@ -105,11 +105,9 @@ def simulate(parser: Parser) -> Callable:
     return simulate_all
 
 
-def build_parser() -> Parser:
+def build_parser() -> Commands:
     """Build the parser of this driver's options."""
-    parser = Parser("plan.py", __doc__)
-    parser.add_commands(rank, simulate, default="rank")
-    return parser
+    return Commands("plan.py", __doc__, rank, simulate, default="rank")
 
 
 if __name__ == "__main__":

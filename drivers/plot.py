@@ -23,10 +23,10 @@ from a2d_mpi.experiments.options import (
     listed,
     one_of,
     path,
-    run_serial,
     tokens,
     whole,
 )
+from a2d_mpi.experiments.programs import Commands, run_serial
 
 # Plans of the table of masks.
 PARTITIONS = [
@@ -228,11 +228,9 @@ def partitions(parser: Parser) -> Callable:
     return table
 
 
-def build_parser() -> Parser:
+def build_parser() -> Commands:
     """Build the parser of this driver's options."""
-    parser = Parser("plot.py", __doc__)
-    parser.add_commands(results, grid, masks, schedule, study, scale, partitions)
-    return parser
+    return Commands("plot.py", __doc__, results, grid, masks, schedule, study, scale, partitions)
 
 
 if __name__ == "__main__":

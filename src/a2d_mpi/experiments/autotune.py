@@ -18,9 +18,10 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.atomic import replacing
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Device
+from a2d_mpi.experiments.benchmark import random_inputs
 from a2d_mpi.experiments.calibrate import measured_machine
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.measure import Measurement, open_device, random_inputs
+from a2d_mpi.experiments.measure import Measurement, open_device
 from a2d_mpi.experiments.streams import aligned
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.planner import best_candidates, duration

@@ -12,9 +12,9 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.protocol import Device
+from a2d_mpi.experiments.benchmark import plan_of, random_inputs, turns
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.grids import plan_of
-from a2d_mpi.experiments.measure import Measurement, open_device, origin_of, random_inputs, turns
+from a2d_mpi.experiments.measure import Measurement, open_device, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
 from a2d_mpi.experiments.results import Result, add_results, phases_of, start_benchmark
 from a2d_mpi.experiments.streams import progress

@@ -13,7 +13,17 @@ import numpy as np
 
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.options import method_name, slices
+from a2d_mpi.experiments.options import (
+    HEADDIM,
+    HEADS,
+    OPTIONS,
+    Parser,
+    add_options,
+    listed,
+    method_name,
+    one_of,
+    slices,
+)
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.layouts import layouts
@@ -63,6 +73,21 @@ class Case(AttentionConfig):
         """
         mask = mask_of(self.mask, self.seqlen)
         return Workload(**self.arguments, mask=mask, backward=self.backward, overlap=overlap)
+
+
+def add_workloads(parser: Parser) -> None:
+    """Add the options of a sweep, see `cases_of`."""
+    group = parser.add_argument_group("workloads (every combination is run)")
+    add_options(group, "seqlens", default="2048")
+    for name, kind, default in (
+        ("nheads", HEADS, "8"), ("nheads-kv", HEADS, None), ("headdim", HEADDIM, "64")
+    ):  # fmt: skip
+        add_options(group, name, type=listed(kind), metavar="N,...", default=default)
+    add_options(group, "headdim-v", "masks", "dtypes", "backward")
+    formats = OPTIONS["wire"]["choices"]
+    text = f"formats of tensors in messages, from {', '.join(formats)}: see docs/wire.md"
+    kind = listed(one_of(formats))
+    add_options(group, "wire", type=kind, choices=None, metavar="FORMAT,...", help=text)
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
