@@ -17,7 +17,6 @@ from mpi4py import MPI
 
 from a2d_mpi.experiments.cli import Parser, add_engine, run
 from a2d_mpi.experiments.options import (
-    PLANS_HELP,
     add_options,
     check_text,
     listed,
@@ -44,12 +43,11 @@ def attention(parser: Parser) -> Callable:
     runs what is not there yet.  Other numbers of ranks may add to the same file.
     """
     from a2d_mpi.experiments.bench import bench
-    from a2d_mpi.experiments.sweep import add_workloads
+    from a2d_mpi.experiments.sweep import add_plans, add_workloads
 
-    parser.epilog = PLANS_HELP
     add_workloads(parser)
     group = parser.add_argument_group("plans")
-    add_options(group, "plans", default="all")
+    add_plans(parser, group, default="all")
     for name, value, text in (
         ("--overlap", True, "communicate while computing (default)"),
         ("--no-overlap", False, "communicate and compute in turn; with --overlap: run both"),
@@ -126,14 +124,14 @@ def train(parser: Parser) -> Callable:
     """
     from a2d_mpi.experiments.bench_train import bench_train
     from a2d_mpi.experiments.model_options import FLOATS, add_model
+    from a2d_mpi.experiments.sweep import add_plans
 
-    parser.epilog = PLANS_HELP
     add_model(parser)
     group = parser.add_argument_group("workload and plans")
     add_options(group, "seqlen", default="1K")
     add_options(group, "mask")
     add_options(group, "dtype", choices=FLOATS)
-    add_options(group, "plans", default="attention2d,ring")
+    add_plans(parser, group, default="attention2d,ring")
     add_options(group, "profile")
     _add_measurement(parser, output_needed=True)
     return bench_train

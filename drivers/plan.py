@@ -13,7 +13,6 @@ Exit code 0: done.  2: bad input, or no plan fits, or no SimGrid.
 from collections.abc import Callable
 
 from a2d_mpi.experiments.options import (
-    PLANS_HELP,
     Parser,
     add_options,
     listed,
@@ -79,9 +78,8 @@ def simulate(parser: Parser) -> Callable:
     needs nothing of it.
     """
     from a2d_mpi.experiments.simulate import RANKS, simulate_all
-    from a2d_mpi.experiments.sweep import add_workloads
+    from a2d_mpi.experiments.sweep import add_plans, add_workloads
 
-    parser.epilog = PLANS_HELP
     group = parser.add_argument_group("machines")
     add = group.add_argument
     text = "TOML files of machines, see data/machines"
@@ -96,7 +94,7 @@ def simulate(parser: Parser) -> Callable:
     parser.set_defaults(seqlens="1M", nheads="32", headdim="128", dtypes="bfloat16")
     group = parser.add_argument_group("plans and simulation")
     add = group.add_argument
-    add_options(group, "plans", default="auto:each")
+    add_plans(parser, group, default="auto:each")
     text = "messages end together within this share of the predicted time"
     add("--coarse", type=real(0, 1), metavar="X", default=0.0, help=text)
     group = parser.add_argument_group("output")

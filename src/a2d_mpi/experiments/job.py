@@ -34,7 +34,6 @@ from a2d_mpi.experiments.results import (
     Result,
     inspect_input,
     phases_of,
-    read_mask,
     read_shard,
     write_result,
 )
@@ -118,6 +117,8 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
     config = replace(info.config, **lengths, dtype=args.dtype, wire=wire)
     config.check_room(ranks)
     if args.mask_file:
+        from a2d_mpi.experiments.mask_file import read_mask
+
         args.mask = f"file:{args.mask_file}"  # the name in reports and results
         return info, config, read_mask(args.mask_file, config.seqlen)
     return info, config, make_mask(args.mask, config.seqlen)

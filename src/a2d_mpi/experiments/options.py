@@ -69,13 +69,6 @@ def listed(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     return lambda text: [kind(x.strip()) for x in text.split(",")]
 
 
-def plans(text: str) -> list[str]:
-    """Parse plans, see `PLANS_HELP`, with commas between them."""
-    if not (names := [x.strip() for x in text.split(",") if x.strip()]):
-        raise BadOption(f"must name a plan, got {text[:40]!r}")
-    return names
-
-
 def path(text: str) -> Path:
     """Parse an option that is a path; refuse an empty path, which is often an unset variable."""
     if not text:
@@ -212,25 +205,6 @@ CHECK_HELP = (
     f"rows to compare with float64: sample ({SAMPLE} query rows and {SAMPLE} key rows, and both "
     "ends; an error of a single other row is missed), rows:N (N of each), full (all)"
 )
-PLANS_HELP = f"""\
-A plan is METHOD[:RxC[xU]][@ORDER][/RxC][*F[xB]]:
-
-  METHOD  one of {", ".join(METHODS)};
-          or with underscores
-  RxC     rows and columns of the grid; default: as square as the ranks allow
-  U       ranks that share the heads; default: 1
-  ORDER   the axes r (rows), c (columns) and u (ranks that share the heads) from the slowest to
-          the fastest; default: rcu.  Ranks along the last axis are neighbours, usually on a node
-  /RxC    rows and columns of a block of the grid whose ranks are neighbours; default: 1x1
-  *F[xB]  slices of the heads, forward and backward; default: the plan's choice
-
-For example "ring", "attention2d:2x2", "ring:2x1x2" (2 ranks share the heads), "double ring:2x2" (2
-outer steps over inner rings of 2), "node aware:4x4/2x2", "attention2d:4x4*2x4".
-
-"all" is every layout that the planner knows.  "auto" is the fastest plan by the planner, "auto:5"
-its five fastest plans, "auto:each" its fastest plan of each method; these need --profile.
-"""
-
 # fmt: off
 # The options that several drivers have: each has one meaning and one spelling.
 OPTIONS: dict[str, dict[str, object]] = {
@@ -265,7 +239,6 @@ OPTIONS: dict[str, dict[str, object]] = {
     "survive": {"action": "store_true",
                 "help": "continue without ranks that die; needs mpiexec --with-ft ulfm"},
     # Plans and grids.
-    "plans": {"type": plans, "metavar": "PLAN,...", "help": "see the end of this help"},
     "method": {"type": method_name, "metavar": "METHOD", "default": next(iter(METHODS)),
                "help": f"one of {', '.join(METHODS)}; underscores may replace blanks"},
     "rows": {"type": whole(1), "metavar": "R",
