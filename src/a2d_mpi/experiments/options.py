@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-import sys
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from a2d_mpi import __version__
-from a2d_mpi.core.atomic import read_regular, same_file
+from a2d_mpi.core.atomic import same_file
 from a2d_mpi.core.config import DISTRIBUTIONS, LARGEST, WIRES
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import parse_count
@@ -167,33 +164,11 @@ def masks(text: str) -> list[str]:
     return texts
 
 
-def import_file(text: str) -> Path:
-    """Run a user's Python file, once in a process, and return its path.
+def _imported(text: str) -> Path:
+    """Run a file of --import, which few runs have."""
+    from a2d_mpi.experiments.imports import import_file
 
-    Raises
-    ------
-    OSError
-        If the file cannot be read, or is not a regular file.
-    BadOption
-        If the file raises an exception; the message has the line.
-    """
-    _run_file(text, read_regular(path(text)))
-    return path(text)
-
-
-@cache
-def _run_file(name: str, source: bytes) -> None:
-    module = ModuleType(f"imported {name}")
-    module.__file__ = name
-    sys.modules[module.__name__] = module  # where dataclasses and pickle look for it
-    try:
-        exec(compile(source, name, "exec"), vars(module))
-    except (Exception, SystemExit) as error:
-        calls = traceback.extract_tb(error.__traceback__)
-        lines = [x.lineno for x in calls if x.filename == name]
-        line = lines[-1] if lines else getattr(error, "lineno", 1)  # a SyntaxError has a lineno
-        what = str(error).partition("\n")[0]
-        raise BadOption(f"{name}, line {line}: {type(error).__name__}: {what}") from None
+    return import_file(path(text))
 
 
 SEED = whole(0, (1 << 63) - 1)  # as HDF5 keeps it
@@ -313,7 +288,7 @@ class Parser(argparse.ArgumentParser):
         self._imports.error = self.error
         text = "Python file to run first, which registers masks, methods or kernels of your own"
         self._imports.add_argument(
-            "--import", type=import_file, action="append", metavar="FILE", help=text
+            "--import", type=_imported, action="append", metavar="FILE", help=text
         )
         super().__init__(
             prog=prog,
