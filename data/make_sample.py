@@ -35,7 +35,7 @@ import numpy as np
 
 from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.experiments.hdf5 import new_file
-from a2d_mpi.experiments.options import Parser, run_serial, tokens, whole
+from a2d_mpi.experiments.options import Parser, tokens, whole
 from a2d_mpi.experiments.origin import sha256
 from a2d_mpi.experiments.pretrained import (
     PACKAGE,
@@ -45,6 +45,7 @@ from a2d_mpi.experiments.pretrained import (
     read_text,
     windows,
 )
+from a2d_mpi.experiments.programs import run_serial
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.gpt.encoder import Encoder
 

@@ -17,9 +17,7 @@ from mpi4py import MPI
 
 from a2d_mpi.experiments.cli import Parser, add_engine, run
 from a2d_mpi.experiments.options import (
-    PLANS_HELP,
     add_options,
-    add_workloads,
     check_text,
     listed,
     one_of,
@@ -27,6 +25,7 @@ from a2d_mpi.experiments.options import (
     tokens,
     whole,
 )
+from a2d_mpi.experiments.programs import Commands
 
 
 def attention(parser: Parser) -> Callable:
@@ -44,11 +43,11 @@ def attention(parser: Parser) -> Callable:
     runs what is not there yet.  Other numbers of ranks may add to the same file.
     """
     from a2d_mpi.experiments.bench import bench
+    from a2d_mpi.experiments.sweep import add_plans, add_workloads
 
-    parser.epilog = PLANS_HELP
     add_workloads(parser)
     group = parser.add_argument_group("plans")
-    add_options(group, "plans", default="all")
+    add_plans(parser, group, default="all")
     for name, value, text in (
         ("--overlap", True, "communicate while computing (default)"),
         ("--no-overlap", False, "communicate and compute in turn; with --overlap: run both"),
@@ -125,14 +124,14 @@ def train(parser: Parser) -> Callable:
     """
     from a2d_mpi.experiments.bench_train import bench_train
     from a2d_mpi.experiments.model_options import FLOATS, add_model
+    from a2d_mpi.experiments.sweep import add_plans
 
-    parser.epilog = PLANS_HELP
     add_model(parser)
     group = parser.add_argument_group("workload and plans")
     add_options(group, "seqlen", default="1K")
     add_options(group, "mask")
     add_options(group, "dtype", choices=FLOATS)
-    add_options(group, "plans", default="attention2d,ring")
+    add_plans(parser, group, default="attention2d,ring")
     add_options(group, "profile")
     _add_measurement(parser, output_needed=True)
     return bench_train
@@ -202,11 +201,19 @@ def _add_measurement(parser: Parser, output_needed: bool = False) -> argparse._A
     return group
 
 
-def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
+def build_parser(comm: MPI.Intracomm | None = None) -> Commands:
     """Build the parser of this driver's options."""
-    parser = Parser("bench.py", __doc__, comm)
-    parser.add_commands(attention, kernels, train, decode, linear, default="attention")
-    return parser
+    return Commands(
+        "bench.py",
+        __doc__,
+        attention,
+        kernels,
+        train,
+        decode,
+        linear,
+        comm=comm,
+        default="attention",
+    )
 
 
 if __name__ == "__main__":

@@ -13,16 +13,14 @@ Exit code 0: done.  2: bad input, or no plan fits, or no SimGrid.
 from collections.abc import Callable
 
 from a2d_mpi.experiments.options import (
-    PLANS_HELP,
     Parser,
     add_options,
-    add_workloads,
     listed,
     path,
     real,
-    run_serial,
     whole,
 )
+from a2d_mpi.experiments.programs import Commands, run_serial
 
 
 def rank(parser: Parser) -> Callable:
@@ -80,8 +78,8 @@ def simulate(parser: Parser) -> Callable:
     needs nothing of it.
     """
     from a2d_mpi.experiments.simulate import RANKS, simulate_all
+    from a2d_mpi.experiments.sweep import add_plans, add_workloads
 
-    parser.epilog = PLANS_HELP
     group = parser.add_argument_group("machines")
     add = group.add_argument
     text = "TOML files of machines, see data/machines"
@@ -96,7 +94,7 @@ def simulate(parser: Parser) -> Callable:
     parser.set_defaults(seqlens="1M", nheads="32", headdim="128", dtypes="bfloat16")
     group = parser.add_argument_group("plans and simulation")
     add = group.add_argument
-    add_options(group, "plans", default="auto:each")
+    add_plans(parser, group, default="auto:each")
     text = "messages end together within this share of the predicted time"
     add("--coarse", type=real(0, 1), metavar="X", default=0.0, help=text)
     group = parser.add_argument_group("output")
@@ -105,11 +103,9 @@ def simulate(parser: Parser) -> Callable:
     return simulate_all
 
 
-def build_parser() -> Parser:
+def build_parser() -> Commands:
     """Build the parser of this driver's options."""
-    parser = Parser("plan.py", __doc__)
-    parser.add_commands(rank, simulate, default="rank")
-    return parser
+    return Commands("plan.py", __doc__, rank, simulate, default="rank")
 
 
 if __name__ == "__main__":

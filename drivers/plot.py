@@ -16,17 +16,16 @@ import argparse
 from collections.abc import Callable
 
 from a2d_mpi.experiments.options import (
-    PLANS_HELP,
     SEED,
     Parser,
     add_options,
     listed,
     one_of,
     path,
-    run_serial,
     tokens,
     whole,
 )
+from a2d_mpi.experiments.programs import Commands, run_serial
 
 # Plans of the table of masks.
 PARTITIONS = [
@@ -144,14 +143,14 @@ def schedule(parser: Parser) -> Callable:
     neighbours share nodes, whose ranks have shades of one colour.
     """
     from a2d_mpi.experiments.candidates import add_problem
+    from a2d_mpi.experiments.sweep import add_plans
     from a2d_mpi.figures import schedule_plots
 
-    parser.epilog = PLANS_HELP
     parser.add_argument("output", type=path, help="PNG, SVG or PDF file")
     add_problem(parser, schedule_plots.RANKS)
     group = parser.add_argument_group("plans")
     text = f"at most {schedule_plots.PLANS} plans, see the end of this help"
-    add_options(group, "plans", default="auto:each", help=text)
+    add_plans(parser, group, default="auto:each", help=text)
     return schedule_plots.plot_schedule
 
 
@@ -207,7 +206,8 @@ def partitions(parser: Parser) -> Callable:
     add("--ranks", type=whole(2, 1024), metavar="N", default=16, help="ranks")
     add_options(group, "seqlen", type=tokens(most=1 << 22), default="128K")
     text = "METHOD or METHOD/DISTRIBUTION"
-    add_options(group, "plans", type=listed(plan_text), default=",".join(PARTITIONS), help=text)
+    add("--plans", type=listed(plan_text), metavar="PLAN,...", default=",".join(PARTITIONS),
+        help=text)  # fmt: skip
     text = "seeds of masks that are drawn and name no seed: 0,1,2"
     add("--seeds", type=listed(SEED), metavar="N,...", default="0", help=text)
     group = parser.add_argument_group("output")
@@ -228,11 +228,9 @@ def partitions(parser: Parser) -> Callable:
     return table
 
 
-def build_parser() -> Parser:
+def build_parser() -> Commands:
     """Build the parser of this driver's options."""
-    parser = Parser("plot.py", __doc__)
-    parser.add_commands(results, grid, masks, schedule, study, scale, partitions)
-    return parser
+    return Commands("plot.py", __doc__, results, grid, masks, schedule, study, scale, partitions)
 
 
 if __name__ == "__main__":

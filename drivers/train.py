@@ -18,6 +18,7 @@ from a2d_mpi.experiments.cli import Parser, add_engine, run, together
 from a2d_mpi.experiments.grids import add_grid
 from a2d_mpi.experiments.model_options import add_model, add_sizes, add_training
 from a2d_mpi.experiments.options import add_options, path, real, whole
+from a2d_mpi.experiments.programs import Commands
 
 
 def gpt(parser: Parser) -> Callable:
@@ -82,11 +83,9 @@ def _train_llama(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     return together(comm, job)(comm, args)
 
 
-def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
+def build_parser(comm: MPI.Intracomm | None = None) -> Commands:
     """Build the parser of this driver's options."""
-    parser = Parser("train.py", __doc__, comm)
-    parser.add_commands(gpt, llama)
-    return parser
+    return Commands("train.py", __doc__, gpt, llama, comm=comm)
 
 
 if __name__ == "__main__":

@@ -463,5 +463,5 @@ apart.step_traffic_apart = lambda *of: (right(*of)[0] + 1, right(*of)[1])
 steps.attention = lambda q, k, v: tuple(1.001 * x for x in attention(q, k, v))
 """
     done = drive("bench.py decode", 3, *sizes, sabotage=wrong, code=1)
-    assert "FAILED 1+1 ranks, 40 tokens, traffic" in done.stdout
-    assert "FAILED 2 ranks, 90 tokens, out" in done.stdout, done.stderr
+    assert "FAILED 1+1/40, traffic" in done.stdout
+    assert "FAILED 2/90, out" in done.stdout, done.stderr

@@ -272,4 +272,4 @@ LinearAttention.backward = backward
 """
     done = drive(program, 2, *sizes, "--plans", "lasp2", sabotage=wrong, code=1)
     for seqlen, name in product((40, 90), ("out", "dq: error inf", "dk", "dv")):
-        assert f"FAILED lasp2, {seqlen} tokens, {name}" in done.stdout, done.stderr
+        assert f"FAILED lasp2/{seqlen}, {name}" in done.stdout, done.stderr

@@ -45,7 +45,8 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.core.config import OF_KEYS
 from a2d_mpi.core.wire import FORMATS
-from a2d_mpi.experiments.check import _reference, wire_errors
+from a2d_mpi.experiments.check import _reference
+from a2d_mpi.experiments.check_wire import WireErrors
 from a2d_mpi.kernels.numpy import NumpyKernel
 
 TOO_MANY = 3  # failures, after which there is no use in going on
@@ -209,11 +210,10 @@ class _Calls:
         owned = plan.tokens, plan.tokens, plan.tokens, plan.tokens
         whole = self._case.rounded(self._case.inputs(which))
         given = dict(zip(("q", "k", "v", "dout"), (x[y] for x, y in zip(whole, owned))))
-        local, terms = given | self.results[self._which.index(which)], {}
-        for name, _, _, found in _reference(plan, local, None, 0, np.dtype(np.float64)):
-            terms[name] = max(found.max(initial=0), terms.get(name, 0.0))
-        terms = {x: COMM.allreduce(y, op=MPI.MAX) for x, y in terms.items()}
-        return wire_errors(plan, terms)
+        local, narrow = given | self.results[self._which.index(which)], WireErrors(plan)
+        for _ in _reference(plan, local, None, 0, narrow=narrow):
+            pass  # it counts the contributions
+        return narrow.widening()
 
     def wrong(self) -> list[str]:
         """Describe what is wrong after all calls."""

@@ -8,7 +8,8 @@ import pytest
 from helpers import SAMPLE, assert_all_refused, drive, drive_each
 
 from a2d_mpi import Documents, IntervalMask
-from a2d_mpi.experiments.results import read_benchmark, read_mask, read_result
+from a2d_mpi.experiments.mask_file import read_mask
+from a2d_mpi.experiments.results import read_benchmark, read_result
 from a2d_mpi.masks.patterns import PATTERNS
 
 N = 40

@@ -110,6 +110,22 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
             os.unlink(temporary)
 
 
+def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a file; if writing fails, an existing file is left as it was.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written (no room, ...).
+    """
+    with replacing(path) as (target, temporary):
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+
+
 @contextmanager
 def held(path: str | os.PathLike[str]) -> Iterator[None]:
     """Keep other jobs from writing a file, or the files of a folder, until the context ends.

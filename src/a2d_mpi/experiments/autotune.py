@@ -15,12 +15,13 @@ from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import CollectiveError, agree
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.atomic import replacing
+from a2d_mpi.core.atomic import read_regular, write_whole
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Device
+from a2d_mpi.experiments.benchmark import random_inputs
 from a2d_mpi.experiments.calibrate import measured_machine
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.measure import Measurement, open_device, random_inputs
+from a2d_mpi.experiments.measure import Measurement, open_device
 from a2d_mpi.experiments.streams import aligned
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.planner import best_candidates, duration
@@ -138,7 +139,8 @@ def autotune(
         table.sort(key=lambda x: x.seconds)
         if table[0].problem:
             raise CollectiveError(f"no plan runs; the first one fails: {table[0].problem}")
-        together(comm, lambda: _write(cache, {**_read(cache), key: table}), on=0)
+        if cache is not None:
+            together(comm, lambda: _add(cache, key, table), on=0)
     return Tuned(ProcessGrid.from_layout(comm, table[0].layout), table[0].method, table)
 
 
@@ -200,8 +202,7 @@ def _read(path: str | os.PathLike[str] | None) -> dict[str, list[Tried]]:
     if path is None or not os.path.exists(path):
         return {}
     try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
+        found = json.loads(read_regular(path))
         return {key: [_entry(*x) for x in table] for key, table in found.items()}
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"{path} is no cache of autotune: {error}") from None
@@ -212,10 +213,6 @@ def _entry(method: str, layout: dict, *others: object) -> Tried:
     return Tried(method, Layout(**values), *others)
 
 
-def _write(path: str | os.PathLike[str] | None, tables: dict[str, list[Tried]]) -> None:
-    if path is None:
-        return
-    with replacing(path) as (target, temporary):
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(tables, file, indent=1, default=asdict)
-        os.replace(temporary, target)
+def _add(path: str | os.PathLike[str], key: str, table: list[Tried]) -> None:
+    text = json.dumps({**_read(path), key: table}, indent=1, default=asdict)
+    write_whole(path, text.encode())

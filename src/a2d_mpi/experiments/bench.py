@@ -12,11 +12,18 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.protocol import Device
+from a2d_mpi.experiments.benchmark import plan_of, random_inputs, turns
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.grids import plan_of
-from a2d_mpi.experiments.measure import Measurement, open_device, origin_of, random_inputs, turns
+from a2d_mpi.experiments.hdf5 import check_output, read_file
+from a2d_mpi.experiments.measure import Measurement, open_device, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
-from a2d_mpi.experiments.results import Result, add_results, phases_of, start_benchmark
+from a2d_mpi.experiments.results import (
+    BENCHMARK_SCHEMA,
+    Result,
+    add_results,
+    phases_of,
+    read_benchmark,
+)
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.summary import summarise, table
 from a2d_mpi.experiments.sweep import Configuration, cases_of, plans_for
@@ -74,7 +81,17 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
     settings["machine"] = machine.name if machine else "none"
     # All predictions and picks of a file must come from the same profile, whatever its name.
     settings["profile"] = f"{crc32(to_toml(machine).encode()):08x}" if machine else "none"
-    return sweep, settings, machine, start_benchmark(args.output, settings, args.resume)
+    done: dict[str, bool] = {}  # by name, whether the checks of an earlier run passed
+    if check_output(args.output, BENCHMARK_SCHEMA, args.resume):
+        earlier = read_file(args.output, BENCHMARK_SCHEMA)["settings"]
+        for name in {**earlier, **settings}:
+            here, there = settings.get(name), earlier.get(name)
+            if here != there:
+                raise ValueError(
+                    f"{args.output} was made with {name} {there}, but now it is {here}"
+                )
+        done = {name: x.passed for name, x in read_benchmark(args.output).items()}
+    return sweep, settings, machine, done
 
 
 def _checked(

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from mpi4py import MPI
@@ -21,12 +23,11 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
-from a2d_mpi.experiments.check import report, within
-from a2d_mpi.experiments.cli import check_room, together
-from a2d_mpi.experiments.hdf5 import check_output, write_file
-from a2d_mpi.experiments.measure import origin_of
-from a2d_mpi.experiments.results import Check, attributes_of
-from a2d_mpi.experiments.streams import progress
+from a2d_mpi.experiments.benchmark import measured, within
+from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.hdf5 import check_output
+from a2d_mpi.experiments.place import check_room
+from a2d_mpi.experiments.results import Check
 from a2d_mpi.gpt.apart import (
     MICRO_BATCHES,
     attention_grid,
@@ -60,27 +61,36 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     nbytes = cache_bytes(config, most, 4) + 4 * config.parameters + keys
     check_room(comm, f"{config.parameters} parameters and the cache of {what} on one rank", nbytes)
     splits = [*((x, 0) for x in args.ranks), *(args.apart or ())]
-    measured: dict[str, dict] = {}
-    rows, checks = [COLUMNS], {}
-    for split in progress(splits, comm.rank, desc="ranks"):
-        label = "+".join(str(x) for x in split if x)
-        part = comm.Split(0 if comm.rank < sum(split) else MPI.UNDEFINED, comm.rank)
-        for context in args.contexts if part != MPI.COMM_NULL else ():
-            with threadpool_limits(args.threads):
-                run, of_run = _measured(part, split, config, args, context)
-            checks[f"{label} ranks, {context} tokens"] = of_run
-            measured[f"{label}/{context}"] = run | attributes_of(of_run)
-            rows.append([label, f"{context}", *_numbers(run)])
-        if part != MPI.COMM_NULL:
-            part.Free()
-        together(comm, lambda: None, on=0)  # ranks that do not take part sleep until then
-    if args.output:
-        sizes = {x: getattr(args, x) for x in SIZES}
-        tree = {**origin_of(comm), "config": sizes, "runs": measured}
-        together(comm, lambda: write_file(args.output, SCHEMA, tree), on=0)
+    runs = {
+        f"{_label(split)}/{context}": partial(_run, comm, split, config, args, context)
+        for split in splits
+        for context in args.contexts
+    }
     if comm.rank == 0:
         print(f"{args.requests} requests, {args.layers} layers; milliseconds of a step, medians")
-    return report(comm, rows, checks)
+    sizes = {x: getattr(args, x) for x in SIZES}
+    return measured(comm, COLUMNS, runs, args.output, SCHEMA, sizes)
+
+
+def _label(split: Split) -> str:
+    return "+".join(str(x) for x in split if x)
+
+
+def _run(
+    comm: MPI.Intracomm, split: Split, config: GPTConfig, args: argparse.Namespace, context: int
+) -> tuple[dict[str, object], Sequence[str], dict[str, Check]]:
+    """Measure a context on some of the ranks; return the run, its row and its checks."""
+    part = comm.Split(0 if comm.rank < sum(split) else MPI.UNDEFINED, comm.rank)
+    if part == MPI.COMM_NULL:
+        return {}, (), {}
+    with threadpool_limits(args.threads):
+        run, checks = _measured(part, split, config, args, context)
+    part.Free()
+    seconds = 1e3 * run["seconds"]  # (trials, ranks, parts)
+    step = np.median(seconds.sum(axis=2).max(axis=1))
+    numbers = (f"{x:.2f}" for x in (step, *np.median(seconds.mean(axis=1), axis=0)))
+    traffic = f"{run['sent_bytes']}", f"{run['sent_messages']}"
+    return run, (_label(split), f"{context}", *numbers, *traffic), checks
 
 
 def _measured(
@@ -157,18 +167,6 @@ def _check(
     visible = np.ones((1, context), bool)
     exact, _ = reference.attention(q[[name]], k, v, visible, config.headdim**-0.5)
     return within(BOUND, out[[name]], exact)
-
-
-def _numbers(run: dict[str, object]) -> list[str]:
-    """Return the numbers of a run in the table: medians over the trials."""
-    seconds = 1e3 * run["seconds"]  # (trials, ranks, parts)
-    step = np.median(seconds.sum(axis=2).max(axis=1))
-    parts = np.median(seconds.mean(axis=1), axis=0)
-    return [
-        *(f"{x:.2f}" for x in (step, *parts)),
-        f"{run['sent_bytes']}",
-        f"{run['sent_messages']}",
-    ]
 
 
 def _validated(comm: MPI.Intracomm, args: argparse.Namespace) -> GPTConfig:

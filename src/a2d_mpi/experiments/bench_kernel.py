@@ -21,10 +21,11 @@ from a2d_mpi.core.dtypes import as_dtype, compute_dtype
 from a2d_mpi.core.sizes import flops, parse_count
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments.check import report, samples, within
+from a2d_mpi.experiments.benchmark import in_turn, report, within
+from a2d_mpi.experiments.check import samples
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.hdf5 import check_output, extend_file
-from a2d_mpi.experiments.measure import in_turn, open_device
+from a2d_mpi.experiments.measure import open_device
 from a2d_mpi.experiments.options import SAMPLE, BadOption
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, Check

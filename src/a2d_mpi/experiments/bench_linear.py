@@ -13,7 +13,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from mpi4py import MPI
@@ -23,13 +24,14 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import squarest
-from a2d_mpi.experiments.check import check_attention, report, samples, within
-from a2d_mpi.experiments.cli import check_room, together
-from a2d_mpi.experiments.hdf5 import check_output, write_file
-from a2d_mpi.experiments.measure import origin_of, random_inputs, random_rows
+from a2d_mpi.experiments.benchmark import measured, random_inputs, within
+from a2d_mpi.experiments.check import check_attention, samples
+from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.hdf5 import check_output
+from a2d_mpi.experiments.measure import random_rows
 from a2d_mpi.experiments.options import SAMPLE
-from a2d_mpi.experiments.results import LINEAR_SCHEMA, Check, attributes_of
-from a2d_mpi.experiments.streams import progress
+from a2d_mpi.experiments.place import check_room
+from a2d_mpi.experiments.results import LINEAR_SCHEMA, Check
 from a2d_mpi.linear.plan import LinearAttention
 from a2d_mpi.masks.mask import Causal
 
@@ -47,26 +49,22 @@ def bench_linear(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     # 30 arrays in float64: copies, features, gradients.
     nbytes = 30 * 8 * args.nheads * args.headdim * most
     check_room(comm, f"{max(args.seqlens)} tokens (--seqlens) on one rank", nbytes)
-    grid, rows, checks = ProcessGrid(comm, *squarest(comm.size)), [COLUMNS], {}
-    measured: dict[str, dict] = {}
+    grid = ProcessGrid(comm, *squarest(comm.size))
+    runs = {
+        f"{name}/{seqlen}": partial(_run, grid, args, name, seqlen)
+        for seqlen in args.seqlens
+        for name in args.plans
+    }
     options = {x: str(y) for x, y in vars(args).items() if x not in ("output", "command")}
-    tree = {**origin_of(comm), "config": options, "runs": measured}
-    runs = [(name, seqlen) for seqlen in args.seqlens for name in args.plans]
-    for name, seqlen in progress(runs, comm.rank, desc="plans x lengths"):
-        arrays, of_run = _measured(grid, args, name, seqlen)
-        checks[f"{name}, {seqlen} tokens"] = of_run
-        rows.append([name, str(seqlen), *_numbers(arrays, of_run)])
-        measured[f"{name}/{seqlen}"] = arrays | attributes_of(of_run)
-        if args.output:  # what there is, should the job be ended
-            together(comm, lambda: write_file(args.output, LINEAR_SCHEMA, tree), on=0)
+    code = measured(comm, COLUMNS, runs, args.output, LINEAR_SCHEMA, options)
     grid.free()
-    return report(comm, rows, checks)
+    return code
 
 
-def _measured(
+def _run(
     grid: ProcessGrid, args: argparse.Namespace, name: str, seqlen: int
-) -> tuple[dict[str, np.ndarray], dict[str, Check]]:
-    """Measure one plan at one length; return its arrays and its checks, which count on rank 0.
+) -> tuple[dict[str, np.ndarray], Sequence[str], dict[str, Check]]:
+    """Measure one plan at one length; return its arrays, its row and its checks.
 
     The first call is checked.
     """
@@ -88,14 +86,10 @@ def _measured(
     gathered = comm.gather((seconds, sent)) or [(seconds, sent)]
     plan.free()
     seconds, sent = map(np.array, zip(*gathered))
-    return {"seconds": seconds.swapaxes(0, 1), "sent": sent}, checks
-
-
-def _numbers(arrays: Mapping[str, np.ndarray], checks: Mapping[str, Check]) -> list[str]:
-    """Return the numbers of a run in the table: medians of the slowest rank."""
-    times = [f"{x:.3f}" for x in np.median(arrays["seconds"].max(axis=1), axis=0)]
-    sent = arrays["sent"].sum(axis=1).max() / 1e6
-    return [*times, f"{sent:.3f}", f"{max(x.error for x in checks.values()):.1e}"]
+    times = np.median(seconds.max(axis=0), axis=0)  # of the slowest rank
+    megabytes, error = sent.sum(axis=1).max() / 1e6, max(x.error for x in checks.values())
+    row = name, f"{seqlen}", *(f"{x:.3f}" for x in (*times, megabytes)), f"{error:.1e}"
+    return {"seconds": seconds.swapaxes(0, 1), "sent": sent}, row, checks
 
 
 def _plan(grid: ProcessGrid, args: argparse.Namespace, name: str, seqlen: int) -> Plan:

@@ -22,12 +22,12 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
-from a2d_mpi.experiments.check import check_step, report
-from a2d_mpi.experiments.cli import check_room, together
-from a2d_mpi.experiments.grids import plan_of
+from a2d_mpi.experiments.benchmark import check_step, plan_of, random_inputs, report, turns
+from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.hdf5 import check_output, extend_file, read_file
-from a2d_mpi.experiments.measure import Measurement, origin_of, random_inputs, turns
+from a2d_mpi.experiments.measure import Measurement, origin_of
 from a2d_mpi.experiments.model_options import model_of
+from a2d_mpi.experiments.place import check_room
 from a2d_mpi.experiments.results import Check, attributes_of
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.summary import STEPS_SCHEMA as SCHEMA

@@ -10,28 +10,22 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.attention.hooks import ROUNDED
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.core import reference
-from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.dtypes import compute_dtype
-from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import Check
-from a2d_mpi.experiments.streams import aligned
-from a2d_mpi.schedules import write
-from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.steps import KINDS, Encode, Merge, Message, Move, Send
 
-STEP_BOUNDS = {"float32": 1e-5, "float64": 1e-10}  # largest relative errors of training steps
+if TYPE_CHECKING:
+    from a2d_mpi.experiments.check_wire import WireErrors
+
 ROWS = 64  # rows that are checked together
 
 
@@ -75,132 +69,47 @@ def check_attention(
     gradients at its own out.  So the bounds need no term for the rounding of q, k, v and dout.
     The rounding of partial results widens the bounds: see `error_bounds`.
     """
-    local, wire, double = dict(tensors), plan.config.wire, np.dtype(np.float64)
+    comm, local, narrow = plan.grid.comm, dict(tensors), None
     if "dsink" in local:
-        local["dsink"] = _sum(plan.grid.comm, local["dsink"])
+        local["dsink"] = _sum(comm, local["dsink"])
     as_given: dict[str, float] = {}
-    if wire:
+    if plan.config.wire:
+        from a2d_mpi.experiments.check_wire import WireErrors
+
         sampled = rows is not None and rows < plan.seqlen
-        for name, where, value, _ in _reference(plan, local, rows, seed, double, own_out=False):
+        for name, where, value in _reference(plan, local, rows, seed):
             if not (sampled and name in ("dk", "dv")):
-                error = _distance(local[name][where].astype(np.float64), value)
+                error = distance(local[name][where].astype(np.float64), value)
                 as_given[name] = max(error, as_given.get(name, 0.0))
-        for name in ROUNDED:
-            if name in local and plan.config.rounds(name):
-                local[name] = reference.rounded(local[name], wire)
-    exact = _reference(plan, local, rows, seed, double)
+        narrow = WireErrors(plan)
+        local |= narrow.rounded(local)
+    exact = _reference(plan, local, rows, seed, narrow=narrow)
     if plan.compute_dtype == np.float64:
         both = ((x, x) for x in exact)
     else:
-        both = zip(exact, _reference(plan, local, rows, seed, plan.compute_dtype))
+        both = zip(exact, _reference(plan, local, rows, seed, plan.compute_dtype, narrow))
     seen: dict[str, list[float]] = {}  # by tensor: maxima over this rank's rows, number of rows
-    for (name, where, value, terms), (_, _, same_precision, _) in both:
+    for (name, where, value), (_, _, same_precision) in both:
         computed, finite = local[name][where].astype(np.float64), np.isfinite(value)
         # Only lse may be infinite: -inf for a masked row.
         comparable = (finite | np.isneginf(value) if name == "lse" else finite).all()
         new = [
-            _distance(computed, value) if comparable else math.inf,
-            _distance(same_precision, value),
+            distance(computed, value) if comparable else math.inf,
+            distance(same_precision, value),
             float(np.abs(value[finite]).max(initial=0)),
-            float(terms.max(initial=0)),
         ]
-        before = seen.setdefault(name, [0.0, 0.0, 0.0, 0.0, 0])
-        before[:] = [*map(max, before, new), before[4] + len(computed)]
+        before = seen.setdefault(name, [0.0, 0.0, 0.0, 0])
+        before[:] = [*map(max, before, new), before[3] + len(computed)]
 
-    def over_ranks(column: int, op: MPI.Op = MPI.MAX) -> dict[str, float]:
-        return {x: plan.grid.comm.allreduce(y[column], op=op) for x, y in seen.items()}
+    def over_ranks(numbers: Mapping[str, float], op: MPI.Op = MPI.MAX) -> dict[str, float]:
+        return {x: comm.allreduce(y, op=op) for x, y in numbers.items()}
 
-    error, same_precision, largest, terms = map(over_ranks, range(4))
-    checked = over_ranks(4, MPI.SUM)
-    as_given = {x: plan.grid.comm.allreduce(y, op=MPI.MAX) for x, y in as_given.items()}
-    norms = _norms(plan.grid.comm, local)
-    sizes = plan.dtype, plan.softmax_scale, norms, largest, same_precision
-    widening = wire_errors(plan, terms) if wire else None
-    bounds = error_bounds(*sizes, widening)
-    return {
-        name: Check(error[name], bounds[name], checked[name], as_given.get(name)) for name in error
-    }
-
-
-def wire_errors(plan: AttentionPlan, terms: Mapping[str, float]) -> dict[str, float]:
-    """Return a bound of each result's error by the rounding of partial results.
-
-    Each shard is cut into pieces.  The keys of a piece contribute to out and dq, its queries to dk
-    and dv.  A result is the sum of all contributions, and a partial result is a sum of some.  The
-    size of an element x of a contribution is ``(u |x| + f X) / (u + f)``, where X is the largest
-    element of its head, u is `Format.error` and f is `Format.floor`.
-
-    Parameters
-    ----------
-    plan : AttentionPlan
-        A plan with `wire`.
-    terms : mapping of str to float
-        By result, the largest sum over all contributions of their sizes.
-
-    Returns
-    -------
-    dict of str to float
-        ``((1 + u + f)^h - 1) terms``, where h is the number of roundings of a result on its way
-        (`roundings`).  One rounding adds at most u + f times the size of the partial result to the
-        error, and these sizes add up to at most `terms`.  0 for lse, which is not rounded.
-    """
-    from a2d_mpi.core.wire import FORMATS
-
-    config, errors, form = plan.config, {}, FORMATS[plan.config.wire]
-    number: Counter[str] = Counter()
-    for phase in PHASES if "dq" in terms else PHASES[:1]:
-        all_ranks, whole = range(plan.layout.size), replace(plan.layout, slices=None)
-        number |= roundings([write(plan.method, phase, whole, plan.problem, x) for x in all_ranks])
-    for name, size in terms.items():
-        h = number[name] if config.rounds(name, accumulated=True) else 0
-        errors[name] = ((1 + form.error + form.floor) ** h - 1) * size
-    return errors
-
-
-def roundings(programs: Sequence[Sequence[Program]]) -> dict[str, int]:
-    """Return how often a result is encoded on its way to its owner, at most, by tensor.
-
-    Parameters
-    ----------
-    programs : sequence of sequence of Program
-        The programs of all ranks of a layout in one phase.
-    """
-    sent: dict[tuple, int] = {}  # encodings of the contents of each message, by tensor
-    before = None
-    while sent != before:
-        before, found = dict(sent), Counter()
-        for rank, parts in enumerate(programs):
-            given: Counter[str] = Counter()
-            for number, program in enumerate(parts):
-                given = _depths(program, rank, number, given, sent)
-            found |= given  # the larger number of each
-    return found
-
-
-def _depths(
-    program: Program, rank: int, number: int, given: Counter[str], sent: dict[tuple, int]
-) -> Counter[str]:
-    """Return how often the results of a program were encoded; add its messages to `sent`."""
-    kinds = {name: KINDS[x.kind] for name, x in program.arrays.items()}
-    depth: Counter[tuple[str, str]] = Counter()
-    for name, array in program.arrays.items():
-        if array.role == "given":
-            depth.update({(name, x): given[x] for x in kinds[name]})
-    for step in program.steps:
-        if isinstance(step, Message):
-            ends, name = (rank, program.ranks[step.peer]), step.rows.array
-            for x in kinds[name]:
-                key = number, step.tag, step.turn, x
-                if isinstance(step, Send):
-                    sent[(*ends, *key)] = depth[name, x]
-                else:
-                    depth[name, x] = max(depth[name, x], sent.get((*ends[::-1], *key), 0))
-        elif isinstance(step, Move | Merge):
-            for x in kinds[step.target.array]:
-                source = depth[step.source.array, x] + isinstance(step, Encode)
-                depth[step.target.array, x] = max(depth[step.target.array, x], source)
-    results = ((rows, x) for rows in program.results.values() for x in kinds[rows.array])
-    return Counter({x: depth[rows.array, x] for rows, x in results})
+    *largest, counts = ({x: y[i] for x, y in seen.items()} for i in range(4))
+    errors, same_precision, largest = map(over_ranks, largest)
+    checked, as_given = over_ranks(counts, MPI.SUM), over_ranks(as_given)
+    sizes = plan.dtype, plan.softmax_scale, _norms(comm, local), largest, same_precision
+    bounds = error_bounds(*sizes, narrow and narrow.widening())
+    return {x: Check(errors[x], bounds[x], checked[x], as_given.get(x)) for x in errors}
 
 
 def _reference(
@@ -208,12 +117,13 @@ def _reference(
     local: Mapping[str, np.ndarray],
     rows: int | None,
     seed: int,
-    kind: np.dtype,
-    own_out: bool = True,
-) -> Iterator[tuple[str, np.ndarray | slice, np.ndarray, np.ndarray]]:
+    kind: np.typing.DTypeLike = np.float64,
+    narrow: WireErrors | None = None,
+) -> Iterator[tuple[str, np.ndarray | slice, np.ndarray]]:
     """Compute dense attention in one precision, some rows after the others.  Collective.
 
-    With `own_out`, gradients of a plan with `wire` are computed at the run's own out.
+    With `narrow`, gradients are computed at the run's own out, and in float64 `narrow` counts all
+    contributions.
 
     Yields
     ------
@@ -223,106 +133,82 @@ def _reference(
         Rows of this rank's shard.
     value : array
         Expected values of these rows, rounded to the run's dtype; not rounded in float64.
-    terms : array
-        For a plan with `wire` in float64, the terms that `wire_errors` takes.
     """
     comm, backward, sink = plan.grid.comm, "dq" in local, local.get("sink")
-    sampled = rows is not None and rows < plan.seqlen
     double = kind == np.float64
     options = {
         "softmax_scale": plan.softmax_scale,
-        "dtype": kind,
+        "dtype": np.dtype(kind),
         # The run's kernel rounds the factors of products, the float64 reference does not.
         "products": None if double else plan.product_dtype,
         "logit_softcap": plan.logit_softcap,
     }
-
-    own_out = own_out and plan.config.wire is not None
-    widens = own_out and double
+    counts = narrow if double else None
+    pieces, group = (counts.pieces, counts.group) if counts else ([slice(None)], 1)
 
     def stored(x: np.ndarray) -> np.ndarray:
         return x if double else x.astype(plan.dtype).astype(kind)
 
-    # A plan with `wire` may have partial results of these pieces of this rank's tokens.
-    pieces, group = [slice(None)], 1
-    if widens:
-        from a2d_mpi.sharding.triangle import segment_begins
-
-        cuts = segment_begins(plan.problem.queries)
-        ends = [0, *np.searchsorted(plan.tokens, cuts).tolist(), len(plan.tokens)]
-        pieces, group = [slice(a, b) for a, b in pairwise(ends)], plan.nheads // plan.nheads_kv
-
-    def size(contribution: np.ndarray) -> np.ndarray:
-        """Return the size of a contribution, as `wire_errors` defines it."""
-        from a2d_mpi.core.wire import FORMATS
-
-        form, absolute = FORMATS[plan.config.wire], np.abs(contribution)
-        largest = absolute.max(axis=-1, keepdims=True)
-        return (form.error * absolute + form.floor * largest) / (form.error + form.floor)
-
-    def total(contributions: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Sum over pieces and ranks; also sum the sizes, if they are used."""
-        value = _sum(comm, sum(contributions))
-        sizes = _sum(comm, sum(map(size, contributions))) if widens else np.zeros_like(value)
-        return value, sizes
+    def total(name: str, own: slice, contributions: list[np.ndarray]) -> np.ndarray:
+        """Sum over pieces and ranks."""
+        if counts:
+            counts.add(name, own, contributions)
+        return _sum(comm, sum(contributions))
 
     q, k, v, dout = (local.get(x) for x in ("q", "k", "v", "dout"))
     if backward:  # values of the run; if all rows are checked, exact values replace them
         own_lse = local["lse"].astype(np.float64)
         own_delta = (dout.astype(np.float64) * local["out"]).sum(axis=-1)
     for tokens in samples(plan.seqlen, rows, seed):
-        names = ("q", "dout", "out") if own_out else ("q", "dout")
+        names = ("q", "dout", "out") if narrow else ("q", "dout")
         own, order, q_rows, *others = _share(plan, tokens, local, *names)
         visible = plan.mask.dense(tokens[order], plan.tokens)
         where = np.searchsorted(plan.tokens, tokens[order][own])
         partial, partial_lse = reference.attention(q_rows, k, v, visible, **options)
         out, lse = _merge(comm, partial, partial_lse, sink)
-        out, terms = stored(out), np.zeros_like(out)
-        if widens:
+        out = stored(out)
+        if counts:
             shift = np.where(np.isneginf(lse), 0, lse)
-            parts = [
+            parts = (
                 reference.attention(q_rows, k[x], v[x], visible[:, x], **options) for x in pieces
-            ]
-            _, terms = total([y * np.exp(z - shift)[..., None] for y, z in parts])
-        yield "out", where, out[own], terms[own]
-        yield "lse", where, lse[own], np.zeros_like(lse[own])
-        if backward:
-            dout_rows, at = others[0], others[1] if own_out else out
-            delta = (np.asarray(dout_rows, kind) * at).sum(axis=-1)
-            dq, terms = total(
-                [
-                    reference.attention_backward(
-                        dout_rows, q_rows, k[x], v[x], lse, delta, visible[:, x], **options
-                    )[0]
-                    for x in pieces
-                ]
             )
-            yield "dq", where, stored(dq)[own], terms[own]
-            if not sampled:
+            counts.add("out", own, [y * np.exp(z - shift)[..., None] for y, z in parts])
+        yield "out", where, out[own]
+        yield "lse", where, lse[own]
+        if backward:
+            dout_rows, at = others[0], others[1] if narrow else out
+            delta = (np.asarray(dout_rows, kind) * at).sum(axis=-1)
+            given = dout_rows, q_rows
+            parts = (
+                reference.attention_backward(
+                    *given, k[x], v[x], lse, delta, visible[:, x], **options
+                )
+                for x in pieces
+            )
+            yield "dq", where, stored(total("dq", own, [dq for dq, _, _ in parts]))[own]
+            if rows is None or rows >= plan.seqlen:
                 own_lse[where], own_delta[where] = lse[own], delta[own]
     if not backward:
         return
     for tokens in samples(plan.seqlen, rows, seed + 1):
-        own, order, k_rows, v_rows = _share(plan, tokens, local, "k", "v")
+        own, order, *given = _share(plan, tokens, local, "k", "v")
         visible = plan.mask.dense(plan.tokens, tokens[order])
         where = np.searchsorted(plan.tokens, tokens[order][own])
         # One contribution for every query head: an incomplete sum over heads may be sent.
-        k_rows, v_rows = (np.repeat(x, group, axis=1) for x in (k_rows, v_rows))
+        given = [np.repeat(x, group, axis=1) for x in given]
         parts = [
             reference.attention_backward(
-                dout[x], q[x], k_rows, v_rows, own_lse[x], own_delta[x], visible[x], **options
+                dout[x], q[x], *given, own_lse[x], own_delta[x], visible[x], **options
             )
             for x in pieces
         ]
         for name, number in (("dk", 1), ("dv", 2)):
-            dx, terms = (
-                x.reshape(len(x), -1, group, x.shape[2]).sum(axis=2)
-                for x in total([part[number] for part in parts])
-            )
-            yield name, where, stored(dx[own]), terms[own]
+            dx = total(name, own, [part[number] for part in parts])
+            dx = dx.reshape(len(dx), -1, group, dx.shape[2]).sum(axis=2)
+            yield name, where, stored(dx[own])
     if sink is not None:
         gradient = reference.sink_gradient(own_lse, own_delta, sink, kind)
-        yield "dsink", slice(None), _sum(comm, gradient), np.zeros_like(gradient)
+        yield "dsink", slice(None), _sum(comm, gradient)
 
 
 def _norms(comm: MPI.Intracomm, local: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -379,7 +265,7 @@ def error_bounds(
         Largest error, by result, of the plain dense computation (in float32 for 16-bit tensors)
         whose results are rounded to `dtype`.
     widening : mapping of str to float, optional
-        Result of `wire_errors` for a run with a narrow format on the wire; added to the bounds.
+        `WireErrors.widening` of a run with a narrow format on the wire; added to the bounds.
 
     Returns
     -------
@@ -417,56 +303,6 @@ def error_bounds(
     return bounds
 
 
-def within(
-    bound: float, result: np.ndarray, exact: np.ndarray, comm: MPI.Intracomm = MPI.COMM_SELF
-) -> Check:
-    """Check that errors are at most `bound` times the largest exact value.
-
-    Collective: every rank of `comm` gives some of the rows.
-    """
-    error = _distance(result.astype(np.float64), exact)
-    largest = comm.allreduce(float(np.abs(exact).max(initial=0)), MPI.MAX)
-    return Check(comm.allreduce(error, MPI.MAX), bound * largest, comm.allreduce(len(exact)))
-
-
-def check_step(
-    step: tuple[float, np.ndarray],
-    exact: tuple[float, np.ndarray],
-    dtype: str,
-    tokens: int,
-    comm: MPI.Intracomm = MPI.COMM_SELF,
-) -> dict[str, Check]:
-    """Check loss and gradient of a training step by their relative errors, the worst of all ranks.
-
-    Collective over `comm`.
-    """
-    (loss, gradient), (exact_loss, exact_gradient) = step, exact
-    off = np.linalg.norm(gradient - exact_gradient) / np.linalg.norm(exact_gradient)
-    errors = np.nan_to_num([abs(loss / exact_loss - 1), off], nan=math.inf, posinf=math.inf)
-    comm.Allreduce(MPI.IN_PLACE, errors, MPI.MAX)
-    bound = STEP_BOUNDS[dtype]
-    return {x: Check(y, bound, tokens) for x, y in zip(("loss", "gradients"), errors.tolist())}
-
-
-def report(
-    comm: MPI.Intracomm, rows: Sequence[Sequence[str]], checks: Mapping[str, Mapping[str, Check]]
-) -> int:
-    """Print a table and the failed checks of each of its runs; return the exit code.
-
-    Collective; the arguments of rank 0 count.
-    """
-    failed = [
-        f"FAILED {run}, {name}: error {x.error:.2e}, bound {x.bound:.2e}"
-        for run, of_run in checks.items()
-        for name, x in of_run.items()
-        if not x.passed
-    ]
-    if comm.rank == 0:
-        print(aligned(rows, left=(0,)))
-        print("\n".join(failed) or "all checks passed", flush=True)
-    return comm.bcast(FAILED_CHECK if failed else 0)
-
-
 def worse(a: Check, b: Check) -> Check:
     """Choose the check of a tensor to report: a failed one, or the one nearer to its bound.
 
@@ -494,7 +330,7 @@ def _largest_norm(x: np.ndarray) -> float:
     return float(np.nan_to_num(norms, nan=math.inf, posinf=math.inf).max(initial=0))
 
 
-def _distance(a: np.ndarray, b: np.ndarray) -> float:
+def distance(a: np.ndarray, b: np.ndarray) -> float:
     """Return the largest |a - b|.  Equal infinities have distance 0, NaN has distance inf."""
     distance = np.where(a == b, 0, np.abs(a - b))
     return float(np.nan_to_num(distance, nan=math.inf, posinf=math.inf).max(initial=0))

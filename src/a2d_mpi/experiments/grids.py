@@ -1,22 +1,16 @@
-"""The options of a method and its grid, and the making of grids and plans."""
+"""The options of a method and its grid, and the making of grids."""
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
-from a2d_mpi.attention.methods import make_plan
-from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import Layout, squarest
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.options import Parser, add_options, pair
 from a2d_mpi.planning.workload import Workload
-
-if TYPE_CHECKING:
-    from a2d_mpi.experiments.sweep import Configuration
 
 
 def add_grid(parser: Parser) -> argparse._ArgumentGroup:
@@ -73,24 +67,3 @@ def open_grid(comm: MPI.Intracomm, args: argparse.Namespace, work: Workload) -> 
         return ProcessGrid.from_layout(comm, comm.bcast(together(comm, choose, on=0)))
     shape = grid_shape(comm.size, args.rows, args.cols, args.head_ranks)
     return ProcessGrid(comm, *shape, args.head_ranks, args.order, args.rank_block)
-
-
-def plan_of(
-    comm: MPI.Intracomm,
-    configuration: Configuration,
-    grids: dict[tuple, ProcessGrid],
-    **options: object,
-) -> AttentionPlan:
-    """Make the plan of a configuration; plans of one shape share a grid in `grids`.
-
-    `options` are options of `a2d_mpi.attention.methods.make_plan`.
-    """
-    layout, case = configuration.layout, configuration.case
-    shape = layout.rows, layout.cols, layout.heads, layout.order, layout.block
-    if shape not in grids:
-        grids[shape] = ProcessGrid(comm, *shape)
-    arguments = {**case.arguments, "overlap": configuration.overlap, **options}
-    if layout.distribution:
-        arguments["distribution"] = layout.distribution
-    arguments["slices"] = layout.slices
-    return make_plan(configuration.method, grids[shape], case.work().mask, **arguments)

@@ -17,7 +17,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from a2d_mpi.core.atomic import check_writable, read_regular, replacing
+from a2d_mpi.core.atomic import check_writable, read_regular, write_whole
 
 # Arrays of fewer bytes would hardly shrink.  Larger ones are tensors and weights: their digits are
 # random, and packing them would take a second for each 50 MB.
@@ -214,21 +214,16 @@ def new_file(
     OSError
         If it cannot be written (no room, ...); an existing file is left as it was.
     """
-    with replacing(path) as (target, temporary):
-        # In memory, because HDF5 cannot close a file after a failed write and may crash at exit.
-        memory = io.BytesIO(read_regular(target) if extend else b"")
-        # Formats before HDF5 1.8 limit an attribute to 64 KiB, too little for 4095 host names.
-        # Those before 1.10 have a B-tree of 2 KB for each packed array.  Since then the header of
-        # an array has the place of its only chunk.
-        with h5py.File(memory, "r+" if extend else "w", libver=("v110", "v110")) as file:
-            if schema and not extend:
-                file.attrs.update({"schema": schema[0], "schema_version": schema[1]})
-            yield file
-        with open(temporary, "wb") as output:
-            output.write(memory.getbuffer())
-            output.flush()
-            os.fsync(output.fileno())
-        os.replace(temporary, target)
+    # In memory, because HDF5 cannot close a file after a failed write and may crash at exit.
+    memory = io.BytesIO(read_regular(path) if extend else b"")
+    # Formats before HDF5 1.8 limit an attribute to 64 KiB, too little for 4095 host names.
+    # Those before 1.10 have a B-tree of 2 KB for each packed array.  Since then the header of
+    # an array has the place of its only chunk.
+    with h5py.File(memory, "r+" if extend else "w", libver=("v110", "v110")) as file:
+        if schema and not extend:
+            file.attrs.update({"schema": schema[0], "schema_version": schema[1]})
+        yield file
+    write_whole(path, memory.getvalue())
 
 
 def check_output(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +25,6 @@ from a2d_mpi.experiments.measure import (
     open_device,
     origin_of,
     random_rows,
-    refuse_nan,
 )
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
 from a2d_mpi.experiments.origin import sha256
@@ -34,7 +34,6 @@ from a2d_mpi.experiments.results import (
     Result,
     inspect_input,
     phases_of,
-    read_mask,
     read_shard,
     write_result,
 )
@@ -71,7 +70,7 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     digests = together(comm, lambda: _digests(args), on=0) if args.output else None
     checked = args.check != "none"
     if checked:
-        refuse_nan(comm, tensors)
+        _refuse_nan(comm, tensors)
     measured = Measurement(plan, tensors, args.backward, device, checked)
     with threadpool_limits(args.threads):
         # The check comes first, because the timed calls must repeat its results bit for bit.
@@ -118,6 +117,8 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
     config = replace(info.config, **lengths, dtype=args.dtype, wire=wire)
     config.check_room(ranks)
     if args.mask_file:
+        from a2d_mpi.experiments.mask_file import read_mask
+
         args.mask = f"file:{args.mask_file}"  # the name in reports and results
         return info, config, read_mask(args.mask_file, config.seqlen)
     return info, config, make_mask(args.mask, config.seqlen)
@@ -138,6 +139,13 @@ def _read(args: argparse.Namespace, info: InputInfo, plan: AttentionPlan) -> dic
         shape = plan.config.shape("dout")
         tensors["dout"] = random_rows(plan.tokens.tolist(), shape, plan.dtype, args.seed)
     return tensors
+
+
+def _refuse_nan(comm: MPI.Intracomm, tensors: Mapping[str, np.ndarray]) -> None:
+    """Raise ValueError on all ranks if a number on any rank is NaN or infinite."""
+    bad = {name: int(x.size - np.isfinite(x).sum()) for name, x in tensors.items()}
+    wrong = [f"{name} has {n} elements that are NaN or infinite" for name, n in bad.items() if n]
+    agree(comm, "; ".join(wrong) + ": nothing can be checked" if wrong else None)
 
 
 def _report(result: Result, plan: AttentionPlan) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import csv
-import os
+import io
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from a2d_mpi.core.atomic import check_writable, read_regular, replacing
+from a2d_mpi.core.atomic import check_writable, read_regular, write_whole
 from a2d_mpi.core.config import DISTRIBUTIONS, AttentionConfig
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.options import method_name, one_of
@@ -138,12 +138,10 @@ def read_table(path: Path) -> Table:
 
 
 def _write_table(path: Path, table: Table) -> None:
-    with replacing(path) as (target, temporary):
-        with open(temporary, "w", newline="") as file:
-            rows = csv.writer(file, lineterminator="\n")
-            rows.writerow(_COLUMNS)
-            rows.writerows(
-                (*key, x.grid, f"{x.uneven:.4f}", f"{x.moved:.5f}")
-                for key, x in sorted(table.items())
-            )
-        os.replace(temporary, target)
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(_COLUMNS)
+    rows.writerows(
+        (*key, x.grid, f"{x.uneven:.4f}", f"{x.moved:.5f}") for key, x in sorted(table.items())
+    )
+    write_whole(path, text.getvalue().encode())

@@ -1,4 +1,4 @@
-"""Random inputs, timing of calls in turn, and checks and timings of one plan.
+"""Checks and timings of one plan, and random inputs.
 
 ::
 
@@ -15,17 +15,15 @@ All methods are collective over the plan's ranks.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from socket import gethostname
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.agreement import CollectiveError, agree
-from a2d_mpi.core.config import OF_KEYS
+from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.experiments.check import check_attention, digests, worse
@@ -34,7 +32,6 @@ from a2d_mpi.experiments.results import TIMED_PARTS, Check, Result
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 TENSORS = ("q", "k", "v", "dout")
-T = TypeVar("T")
 
 
 def open_device(comm: MPI.Intracomm, name: str) -> Device:
@@ -297,61 +294,6 @@ def _traffic(
     return traffic, off
 
 
-def turns(items: Sequence[T], trials: int) -> Iterator[T]:
-    """Yield all items once in each trial; each trial begins one item later than the one before.
-
-    So no item always follows the same other item.
-    """
-    for trial in range(trials):
-        first = trial % len(items)
-        yield from [*items[first:], *items[:first]]
-
-
-def seconds_of(
-    action: Callable[[], object],
-    comm: MPI.Intracomm | None = None,
-    over: Callable[[float, float], float] = max,
-    device: Device = HOST,
-) -> float:
-    """Time one call that all ranks make together; return its seconds.
-
-    Parameters
-    ----------
-    action : callable
-    comm : Intracomm, optional
-        Communicator of the ranks.  Default: this process is alone.
-    over : callable
-        Reduction of the seconds over the ranks.  Default: the slowest rank.
-    device : Device
-        The time ends when all work that is queued on this device is done.
-    """
-    device.seconds(device.mark(), device.mark())  # waits for work that was queued before
-    if comm is not None:
-        comm.Barrier()
-    start = time.perf_counter()
-    action()
-    device.seconds(device.mark(), device.mark())
-    taken = time.perf_counter() - start
-    return taken if comm is None else comm.allreduce(taken, over)
-
-
-def in_turn(
-    calls: Mapping[str, Callable[[], object]],
-    trials: int,
-    comm: MPI.Intracomm | None = None,
-    warmup: int = 1,
-    device: Device = HOST,
-) -> dict[str, np.ndarray]:
-    """Time calls in turn; return seconds of each on the slowest rank, (trials,).
-
-    `warmup` further trials come first and are not counted.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for name in turns(list(calls), warmup + trials):
-        seconds[name].append(seconds_of(calls[name], comm, device=device))
-    return {name: np.array(x[warmup:]) for name, x in seconds.items()}
-
-
 def other_data(name: str, x: np.ndarray, back: bool = False) -> np.ndarray:
     """Make other numbers with the same norms, for which kernels take the same time.
 
@@ -395,21 +337,3 @@ def random_rows(
     )
     rows = [generator.standard_normal(shape).astype(dtype) for generator in generators]
     return np.array(rows, dtype).reshape(len(rows), *shape)
-
-
-def random_inputs(plan: AttentionPlan, backward: bool, seed: int = 0) -> dict[str, np.ndarray]:
-    """Draw this rank's shards of q, k, v and, with `backward`, dout; see `random_rows`."""
-    drawn = {}
-    for stream, name in enumerate(("dout", "q", "k", "v")):
-        if name != "dout" or backward:
-            tokens = (plan.tokens_kv if name in OF_KEYS else plan.tokens).tolist()
-            shape = plan.config.shape(name)
-            drawn[name] = random_rows(tokens, shape, plan.dtype, seed, stream)
-    return drawn
-
-
-def refuse_nan(comm: MPI.Intracomm, tensors: Mapping[str, np.ndarray]) -> None:
-    """Raise ValueError on all ranks if a number on any rank is NaN or infinite."""
-    bad = {name: int(x.size - np.isfinite(x).sum()) for name, x in tensors.items()}
-    wrong = [f"{name} has {n} elements that are NaN or infinite" for name, n in bad.items() if n]
-    agree(comm, "; ".join(wrong) + ": nothing can be checked" if wrong else None)

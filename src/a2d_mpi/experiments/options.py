@@ -5,22 +5,16 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-import signal
-import sys
-import traceback
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
-from functools import cache
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from a2d_mpi import __version__
-from a2d_mpi.core.atomic import held, read_regular, same_file
+from a2d_mpi.core.atomic import same_file
 from a2d_mpi.core.config import DISTRIBUTIONS, LARGEST, WIRES
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import parse_count
-from a2d_mpi.experiments.streams import open_streams, reason
 from a2d_mpi.masks.patterns import PATTERNS, parse_mask, split_masks
 from a2d_mpi.schedules import METHODS
 
@@ -70,13 +64,6 @@ def tokens(least: int = 1, most: int = LARGEST["seqlen"]) -> Callable[[str], int
 def listed(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Make a type of options: a list of values of a type, with commas between them."""
     return lambda text: [kind(x.strip()) for x in text.split(",")]
-
-
-def plans(text: str) -> list[str]:
-    """Parse plans, see `PLANS_HELP`, with commas between them."""
-    if not (names := [x.strip() for x in text.split(",") if x.strip()]):
-        raise BadOption(f"must name a plan, got {text[:40]!r}")
-    return names
 
 
 def path(text: str) -> Path:
@@ -177,33 +164,11 @@ def masks(text: str) -> list[str]:
     return texts
 
 
-def import_file(text: str) -> Path:
-    """Run a user's Python file, once in a process, and return its path.
+def _imported(text: str) -> Path:
+    """Run a file of --import, which few runs have."""
+    from a2d_mpi.experiments.imports import import_file
 
-    Raises
-    ------
-    OSError
-        If the file cannot be read, or is not a regular file.
-    BadOption
-        If the file raises an exception; the message has the line.
-    """
-    _run_file(text, read_regular(path(text)))
-    return path(text)
-
-
-@cache
-def _run_file(name: str, source: bytes) -> None:
-    module = ModuleType(f"imported {name}")
-    module.__file__ = name
-    sys.modules[module.__name__] = module  # where dataclasses and pickle look for it
-    try:
-        exec(compile(source, name, "exec"), vars(module))
-    except (Exception, SystemExit) as error:
-        calls = traceback.extract_tb(error.__traceback__)
-        lines = [x.lineno for x in calls if x.filename == name]
-        line = lines[-1] if lines else getattr(error, "lineno", 1)  # a SyntaxError has a lineno
-        what = str(error).partition("\n")[0]
-        raise BadOption(f"{name}, line {line}: {type(error).__name__}: {what}") from None
+    return import_file(path(text))
 
 
 SEED = whole(0, (1 << 63) - 1)  # as HDF5 keeps it
@@ -215,25 +180,6 @@ CHECK_HELP = (
     f"rows to compare with float64: sample ({SAMPLE} query rows and {SAMPLE} key rows, and both "
     "ends; an error of a single other row is missed), rows:N (N of each), full (all)"
 )
-PLANS_HELP = f"""\
-A plan is METHOD[:RxC[xU]][@ORDER][/RxC][*F[xB]]:
-
-  METHOD  one of {", ".join(METHODS)};
-          or with underscores
-  RxC     rows and columns of the grid; default: as square as the ranks allow
-  U       ranks that share the heads; default: 1
-  ORDER   the axes r (rows), c (columns) and u (ranks that share the heads) from the slowest to
-          the fastest; default: rcu.  Ranks along the last axis are neighbours, usually on a node
-  /RxC    rows and columns of a block of the grid whose ranks are neighbours; default: 1x1
-  *F[xB]  slices of the heads, forward and backward; default: the plan's choice
-
-For example "ring", "attention2d:2x2", "ring:2x1x2" (2 ranks share the heads), "double ring:2x2" (2
-outer steps over inner rings of 2), "node aware:4x4/2x2", "attention2d:4x4*2x4".
-
-"all" is every layout that the planner knows.  "auto" is the fastest plan by the planner, "auto:5"
-its five fastest plans, "auto:each" its fastest plan of each method; these need --profile.
-"""
-
 # fmt: off
 # The options that several drivers have: each has one meaning and one spelling.
 OPTIONS: dict[str, dict[str, object]] = {
@@ -268,7 +214,6 @@ OPTIONS: dict[str, dict[str, object]] = {
     "survive": {"action": "store_true",
                 "help": "continue without ranks that die; needs mpiexec --with-ft ulfm"},
     # Plans and grids.
-    "plans": {"type": plans, "metavar": "PLAN,...", "help": "see the end of this help"},
     "method": {"type": method_name, "metavar": "METHOD", "default": next(iter(METHODS)),
                "help": f"one of {', '.join(METHODS)}; underscores may replace blanks"},
     "rows": {"type": whole(1), "metavar": "R",
@@ -305,9 +250,6 @@ def add_options(to: argparse._ActionsContainer, *names: str, **changes: object) 
         to.add_argument(f"--{name}", **{**OPTIONS[name], **changes})
 
 
-_ABOUT = "-h", "--help", "--version"  # options of a program before its subcommand
-
-
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Show docstrings as they are, and each option with its default, if it has one."""
 
@@ -334,12 +276,10 @@ class Parser(argparse.ArgumentParser):
         process speaks.
     **others
         Of `argparse.ArgumentParser`.
-
-    Attributes
-    ----------
-    body : callable or None
-        What the subcommand of the parsed options runs.
     """
+
+    body: Callable[..., int] | None = None  # what the chosen subcommand runs
+    commands: Mapping[str, Parser] = MappingProxyType({})  # the parsers of its subcommands
 
     def __init__(
         self, prog: str, description: str, comm: MPI.Intracomm | None = None, **others: object
@@ -348,7 +288,7 @@ class Parser(argparse.ArgumentParser):
         self._imports.error = self.error
         text = "Python file to run first, which registers masks, methods or kernels of your own"
         self._imports.add_argument(
-            "--import", type=import_file, action="append", metavar="FILE", help=text
+            "--import", type=_imported, action="append", metavar="FILE", help=text
         )
         super().__init__(
             prog=prog,
@@ -360,53 +300,12 @@ class Parser(argparse.ArgumentParser):
         version = f"%(prog)s of a2d_mpi {__version__}"
         self.add_argument("--version", action="version", version=version)
         self._comm = comm
-        self.body: Callable[..., int] | None = None
-        self._commands: dict[str, Parser] = {}
-        self._builders: dict[str, Callable[[Parser], Callable[..., int]]] = {}
-        self._default: list[str] = []
-
-    def add_commands(
-        self, *builders: Callable[[Parser], Callable[..., int]], default: str | None = None
-    ) -> None:
-        """Add a subcommand for each function, which adds its options and returns its body.
-
-        The function's name is the subcommand, and its docstring is the help.  A function is called
-        only if its subcommand is needed, and then imports what this needs.  The subcommand that
-        the user chose, or the default, is `command` of the parsed options.
-        """
-        text = "one of the following; COMMAND --help lists its options"
-        commands = self.add_subparsers(
-            dest="command", metavar="COMMAND", required=True, title="commands",
-            help=text + f"; default: {default}" * bool(default),
-        )  # fmt: skip
-        self._default = [default] if default else []
-        for build in builders:
-            name, doc = build.__name__, inspect.getdoc(build)
-            first = doc.partition("\n")[0]
-            new = commands.add_parser(name, description=doc, help=first, comm=self._comm)
-            self._builders[name], self._commands[name] = build, new
-
-    def command(self, name: str) -> Parser:
-        """Return the parser of a subcommand."""
-        new = self._commands[name]
-        if new.body is None:
-            new.body = self._builders[name](new)
-        return new
-
-    @property
-    def commands(self) -> dict[str, Parser]:
-        """The parsers of all subcommands, by name."""
-        return {name: self.command(name) for name in self._commands}
 
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         """Run the files of --import, and parse the options."""
         namespace, others = self._imports.parse_known_args(args, namespace)
-        if self._default and others[:1] not in [[x] for x in (*self._commands, *_ABOUT)]:
-            others = self._default + others
-        if self._commands.keys() & set(others[:1]):
-            self.body = self.command(others[0]).body
         return super().parse_args(others, namespace)
 
     def _print_message(self, message: str, file=None) -> None:
@@ -417,21 +316,6 @@ class Parser(argparse.ArgumentParser):
         """Raise ValueError: whether the options are good is for all ranks to agree on."""
         message = re.sub(r"^argument (\S+): (?=must )", r"\1 ", message)  # as a sentence
         raise ValueError(f"{message} (see --help)")
-
-
-def add_workloads(parser: Parser) -> None:
-    """Add the options of a sweep, see `a2d_mpi.experiments.sweep.cases_of`."""
-    group = parser.add_argument_group("workloads (every combination is run)")
-    add_options(group, "seqlens", default="2048")
-    for name, kind, default in (
-        ("nheads", HEADS, "8"), ("nheads-kv", HEADS, None), ("headdim", HEADDIM, "64")
-    ):  # fmt: skip
-        add_options(group, name, type=listed(kind), metavar="N,...", default=default)
-    add_options(group, "headdim-v", "masks", "dtypes", "backward")
-    formats = OPTIONS["wire"]["choices"]
-    text = f"formats of tensors in messages, from {', '.join(formats)}: see docs/wire.md"
-    kind = listed(one_of(formats))
-    add_options(group, "wire", type=kind, choices=None, metavar="FORMAT,...", help=text)
 
 
 WRITTEN = ("output", "picture", "trace")  # options that name files to write
@@ -463,32 +347,3 @@ def check_files(args: argparse.Namespace) -> None:
             if same_file(target, other):
                 what = "input" if other in read else "output"
                 raise OSError(f"cannot write {target}: it is the {what} {other}")
-
-
-def run_serial(
-    build_parser: Callable[[], Parser], body: Callable[[argparse.Namespace], int] | None = None
-) -> NoReturn:
-    """Run a program of one process, or its subcommand, on its options and exit with its code.
-
-    It is 2, with one line, if the program raises ValueError, OSError or MemoryError, and 130 after
-    Ctrl-C.  A reader that stops, such as `| head -1`, ends the program.
-    """
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    open_streams()
-    parser = build_parser()
-    try:
-        args = parser.parse_args()
-        check_files(args)
-        with ExitStack() as stack:
-            for path in files_written(args):
-                stack.enter_context(held(path))
-            code = (body or parser.body)(args)
-    except (ValueError, OSError, MemoryError) as error:
-        print(f"{parser.prog}: error: {reason(error)}", file=sys.stderr)
-        code = BAD_INPUT
-    except SystemExit as end:  # --help or --version is printed
-        code = end.code
-    except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted", file=sys.stderr)
-        code = INTERRUPTED
-    sys.exit(code)

@@ -1,4 +1,4 @@
-"""The input and the mask of a run, its result, and files of one result or of many, all HDF5.
+"""The input of a run, its result, and files of one result or of many, all HDF5.
 
 Every function raises OSError if a file cannot be read or written, and ValueError if its contents
 are wrong.  The message is one line that names the file, for the user to read.
@@ -17,21 +17,16 @@ import numpy as np
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.experiments.hdf5 import (
     Tree,
-    check_output,
     extend_file,
     flat,
     member,
-    plain,
     read_file,
     reading,
     write_file,
 )
-from a2d_mpi.masks.documents import Documents
-from a2d_mpi.masks.mask import IntervalMask
 from a2d_mpi.sharding.distribution import Distribution
 
 INPUT_SCHEMA = ("a2d_mpi input", 1)
-MASK_SCHEMA = ("a2d_mpi mask", 1)
 RESULT_SCHEMA = ("a2d_mpi result", 1)
 BENCHMARK_SCHEMA = ("a2d_mpi benchmark", 2)
 LINEAR_SCHEMA = ("a2d_mpi linear attention", 2)
@@ -139,65 +134,6 @@ def _dataset(file: h5py.File, name: str) -> h5py.Dataset:
     if not isinstance(data, h5py.Dataset):
         raise OSError(f"dataset {name} is missing")
     return data
-
-
-def read_mask(path: str | os.PathLike[str], seqlen: int) -> IntervalMask | Documents:
-    """Read the mask of `seqlen` queries and keys.  Many processes may read at the same time.
-
-    The file::
-
-        /begin, /end   (seqlen,) or (m, seqlen) integers: query i sees the keys [begin[i], end[i]);
-                       with m rows it has m intervals.  An interval is empty if end <= begin.
-        or
-        /cu_seqlens    (documents + 1,) integers: first token of each packed document, and the end
-        /              attribute causal, true or false: whether documents are causal
-
-    The attributes schema ("a2d_mpi mask") and schema_version (1) are optional.
-
-    Raises
-    ------
-    OSError
-        If the file is missing, unreadable, not HDF5 or cut short, or its numbers are elsewhere.
-    ValueError
-        If datasets are missing, have a wrong type or shape, or do not fit the sequence.
-    """
-    with reading(path, MASK_SCHEMA, needs_schema=False) as file:
-        members = {name: member(file, name) for name in ("begin", "end", "cu_seqlens")}
-        datasets = {name: x[()] for name, x in members.items() if isinstance(x, h5py.Dataset)}
-        attributes = plain(file.attrs)
-    try:
-        if list(datasets) == ["cu_seqlens"]:
-            mask = Documents(**datasets, causal=_causal(attributes))
-            mask.check(seqlen)
-        elif list(datasets) == ["begin", "end"]:
-            mask = IntervalMask(**datasets)
-            mask.check(seqlen)
-            _check_range(seqlen, **datasets)
-        else:
-            names = " and ".join(datasets) or "none of them"
-            raise ValueError(f"must have datasets begin and end, or cu_seqlens, got {names}")
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    return mask
-
-
-def _causal(attributes: dict[str, object]) -> bool:
-    """Return the attribute "causal"; 0 and 1 count as truth values, too."""
-    value = attributes.get("causal")
-    if value not in (False, True):
-        shown = "got none" if value is None else f"got {value!r}"
-        raise ValueError(f"cu_seqlens needs the attribute causal, true or false, {shown}")
-    return bool(value)
-
-
-def _check_range(seqlen: int, **arrays: np.ndarray) -> None:
-    """Refuse intervals that reach beyond `seqlen` keys."""
-    for name, x in arrays.items():
-        wrong = np.argwhere((x < 0) | (x > seqlen))
-        if len(wrong):
-            place = tuple(wrong[0])
-            index = ", ".join(map(str, place))
-            raise ValueError(f"{name}[{index}] must be 0 to {seqlen}, got {x[place]}")
 
 
 @dataclass(frozen=True)
@@ -336,39 +272,6 @@ def read_result(path: str | os.PathLike[str]) -> Result:
     return read_file(path, RESULT_SCHEMA, build)
 
 
-def start_benchmark(
-    path: str | os.PathLike[str], settings: Mapping[str, object], resume: bool
-) -> dict[str, bool]:
-    """List the results of a benchmark file; nothing is written.
-
-    Parameters
-    ----------
-    path : path
-    settings : mapping
-        Settings of this run, which all results of a file share.
-    resume : bool
-        Whether the file may exist.
-
-    Returns
-    -------
-    dict of str to bool
-        By name of each result: whether all checks passed.
-
-    Raises
-    ------
-    ValueError
-        If the file exists and `resume` is false, or it was made with other settings.
-    """
-    if not check_output(path, BENCHMARK_SCHEMA, resume):
-        return {}
-    earlier, results = read_file(path, BENCHMARK_SCHEMA, _benchmark)
-    for name in {**earlier, **settings}:
-        here, there = settings.get(name), earlier.get(name)
-        if here != there:
-            raise ValueError(f"{path} was made with {name} {there}, but now it is {here}")
-    return {name: result.passed for name, result in results.items()}
-
-
 def add_results(
     path: str | os.PathLike[str], settings: Mapping[str, object], results: Mapping[str, Result]
 ) -> None:
@@ -379,11 +282,11 @@ def add_results(
 
 def read_benchmark(path: str | os.PathLike[str]) -> dict[str, Result]:
     """Read all results of a file, by name."""
-    return read_file(path, BENCHMARK_SCHEMA, _benchmark)[1]
 
+    def build(tree: Tree) -> dict[str, Result]:
+        return {name: _result(run) for name, run in tree["runs"].items()}
 
-def _benchmark(tree: Tree) -> tuple[Tree, dict[str, Result]]:
-    return tree["settings"], {name: _result(run) for name, run in tree["runs"].items()}
+    return read_file(path, BENCHMARK_SCHEMA, build)
 
 
 def _tree(result: Result) -> dict[str, object]:

@@ -13,7 +13,18 @@ import numpy as np
 
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.options import method_name, slices
+from a2d_mpi.experiments.options import (
+    HEADDIM,
+    HEADS,
+    OPTIONS,
+    BadOption,
+    Parser,
+    add_options,
+    listed,
+    method_name,
+    one_of,
+    slices,
+)
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.layouts import layouts
@@ -63,6 +74,55 @@ class Case(AttentionConfig):
         """
         mask = mask_of(self.mask, self.seqlen)
         return Workload(**self.arguments, mask=mask, backward=self.backward, overlap=overlap)
+
+
+PLANS_HELP = f"""\
+A plan is METHOD[:RxC[xU]][@ORDER][/RxC][*F[xB]]:
+
+  METHOD  one of {", ".join(METHODS)};
+          or with underscores
+  RxC     rows and columns of the grid; default: as square as the ranks allow
+  U       ranks that share the heads; default: 1
+  ORDER   the axes r (rows), c (columns) and u (ranks that share the heads) from the slowest to
+          the fastest; default: rcu.  Ranks along the last axis are neighbours, usually on a node
+  /RxC    rows and columns of a block of the grid whose ranks are neighbours; default: 1x1
+  *F[xB]  slices of the heads, forward and backward; default: the plan's choice
+
+For example "ring", "attention2d:2x2", "ring:2x1x2" (2 ranks share the heads), "double ring:2x2" (2
+outer steps over inner rings of 2), "node aware:4x4/2x2", "attention2d:4x4*2x4".
+
+"all" is every layout that the planner knows.  "auto" is the fastest plan by the planner, "auto:5"
+its five fastest plans, "auto:each" its fastest plan of each method; these need --profile.
+"""
+
+
+def _plans(text: str) -> list[str]:
+    """Parse plans, see `PLANS_HELP`, with commas between them."""
+    if not (names := [x.strip() for x in text.split(",") if x.strip()]):
+        raise BadOption(f"must name a plan, got {text[:40]!r}")
+    return names
+
+
+def add_plans(parser: Parser, group: argparse._ArgumentGroup, **changes: object) -> None:
+    """Add the option --plans to a group, and its explanation to the end of the help."""
+    parser.epilog = PLANS_HELP
+    usual = {"type": _plans, "metavar": "PLAN,...", "help": "see the end of this help"}
+    group.add_argument("--plans", **{**usual, **changes})
+
+
+def add_workloads(parser: Parser) -> None:
+    """Add the options of a sweep, see `cases_of`."""
+    group = parser.add_argument_group("workloads (every combination is run)")
+    add_options(group, "seqlens", default="2048")
+    for name, kind, default in (
+        ("nheads", HEADS, "8"), ("nheads-kv", HEADS, None), ("headdim", HEADDIM, "64")
+    ):  # fmt: skip
+        add_options(group, name, type=listed(kind), metavar="N,...", default=default)
+    add_options(group, "headdim-v", "masks", "dtypes", "backward")
+    formats = OPTIONS["wire"]["choices"]
+    text = f"formats of tensors in messages, from {', '.join(formats)}: see docs/wire.md"
+    kind = listed(one_of(formats))
+    add_options(group, "wire", type=kind, choices=None, metavar="FORMAT,...", help=text)
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:

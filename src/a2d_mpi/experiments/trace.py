@@ -19,14 +19,13 @@ before the call makes them late.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from a2d_mpi.core.atomic import check_writable, replacing
+from a2d_mpi.core.atomic import check_writable, write_whole
 from a2d_mpi.planning.accounts import nbytes, pairs_of
 from a2d_mpi.schedules import write
 from a2d_mpi.schedules.program import Program
@@ -127,10 +126,8 @@ class Trace:
             If the file cannot be written; an existing file is left as it was.
         """
         lines = ",\n".join(json.dumps(x) for x in events_of(self.sections))
-        with replacing(self._path) as (target, temporary):
-            with open(temporary, "w") as file:
-                file.write(f'{_BEGIN}\n{lines}\n],\n"displayTimeUnit": "ms"}}\n')
-            os.replace(temporary, target)
+        text = f'{_BEGIN}\n{lines}\n],\n"displayTimeUnit": "ms"}}\n'
+        write_whole(self._path, text.encode())
 
 
 def measured(
@@ -268,8 +265,8 @@ def read_trace(path: Path) -> list[dict[str, object]]:
         raise ValueError(f"{path} is not a file of --trace: {error}") from error
 
 
-def check_trace(path: Path | None) -> None:
-    """Check before the work that a trace can be written, if one is asked for.
+def check_trace(path: Path) -> None:
+    """Check before the work that a trace can be written.
 
     Raises
     ------
@@ -278,8 +275,6 @@ def check_trace(path: Path | None) -> None:
     OSError
         If the file cannot be written.
     """
-    if path is None:
-        return
     if path.suffix != ".json":
         raise ValueError(f"--trace {path} must end with .json")
     check_writable(path, 0, _check_begin)

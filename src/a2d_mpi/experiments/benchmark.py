@@ -1,0 +1,203 @@
+"""What benchmarks share: random inputs, timing in turn, checks, a table, and a file that grows."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from mpi4py import MPI
+
+from a2d_mpi.attention.methods import make_plan
+from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.core.config import OF_KEYS
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.devices.protocol import Device
+from a2d_mpi.experiments.check import distance
+from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.hdf5 import write_file
+from a2d_mpi.experiments.measure import origin_of, random_rows
+from a2d_mpi.experiments.options import FAILED_CHECK
+from a2d_mpi.experiments.results import Check, attributes_of
+from a2d_mpi.experiments.streams import aligned, progress
+
+if TYPE_CHECKING:
+    from a2d_mpi.experiments.sweep import Configuration
+
+STEP_BOUNDS = {"float32": 1e-5, "float64": 1e-10}  # largest relative errors of training steps
+T = TypeVar("T")
+
+
+def measured(
+    comm: MPI.Intracomm,
+    columns: Sequence[str],
+    runs: Mapping[str, Callable[[], tuple[dict, Sequence[str], Mapping[str, Check]]]],
+    path: Path | None,
+    schema: tuple[str, int],
+    config: Mapping[str, object],
+) -> int:
+    """Make runs one after the other, and report them; return the exit code.  Collective.
+
+    Parameters
+    ----------
+    comm : Intracomm
+    columns : sequence of str
+        Head of the table.
+    runs : mapping of str to callable
+        By name in the file, functions that measure.  They return what stands in the file, a row of
+        the table, and checks; those of rank 0 count.
+    path : path or None
+        File that is written after each run, should the job be ended.
+    schema : (str, int)
+    config : mapping
+        Options that the file keeps.
+    """
+    tree: dict[str, Any] = {**origin_of(comm), "config": config, "runs": {}}
+    rows, checks = [columns], {}
+    for name in progress(runs, comm.rank, desc="runs"):
+        run, row, checks[name] = runs[name]()
+        tree["runs"][name] = run | attributes_of(checks[name])
+        rows.append(row)
+        # Ranks without a part in the run sleep until it ends.
+        together(comm, lambda: path and write_file(path, schema, tree), on=0)
+    return report(comm, rows, checks)
+
+
+def within(
+    bound: float, result: np.ndarray, exact: np.ndarray, comm: MPI.Intracomm = MPI.COMM_SELF
+) -> Check:
+    """Check that errors are at most `bound` times the largest exact value.
+
+    Collective: every rank of `comm` gives some of the rows.
+    """
+    error = distance(result.astype(np.float64), exact)
+    largest = comm.allreduce(float(np.abs(exact).max(initial=0)), MPI.MAX)
+    return Check(comm.allreduce(error, MPI.MAX), bound * largest, comm.allreduce(len(exact)))
+
+
+def check_step(
+    step: tuple[float, np.ndarray],
+    exact: tuple[float, np.ndarray],
+    dtype: str,
+    tokens: int,
+    comm: MPI.Intracomm = MPI.COMM_SELF,
+) -> dict[str, Check]:
+    """Check loss and gradient of a training step by their relative errors, the worst of all ranks.
+
+    Collective over `comm`.
+    """
+    (loss, gradient), (exact_loss, exact_gradient) = step, exact
+    off = np.linalg.norm(gradient - exact_gradient) / np.linalg.norm(exact_gradient)
+    errors = np.nan_to_num([abs(loss / exact_loss - 1), off], nan=math.inf, posinf=math.inf)
+    comm.Allreduce(MPI.IN_PLACE, errors, MPI.MAX)
+    bound = STEP_BOUNDS[dtype]
+    return {x: Check(y, bound, tokens) for x, y in zip(("loss", "gradients"), errors.tolist())}
+
+
+def report(
+    comm: MPI.Intracomm, rows: Sequence[Sequence[str]], checks: Mapping[str, Mapping[str, Check]]
+) -> int:
+    """Print a table and the failed checks of each of its runs; return the exit code.
+
+    Collective; the arguments of rank 0 count.
+    """
+    failed = [
+        f"FAILED {run}, {name}: error {x.error:.2e}, bound {x.bound:.2e}"
+        for run, of_run in checks.items()
+        for name, x in of_run.items()
+        if not x.passed
+    ]
+    if comm.rank == 0:
+        print(aligned(rows, left=(0,)))
+        print("\n".join(failed) or "all checks passed", flush=True)
+    return comm.bcast(FAILED_CHECK if failed else 0)
+
+
+def turns(items: Sequence[T], trials: int) -> Iterator[T]:
+    """Yield all items once in each trial; each trial begins one item later than the one before.
+
+    So no item always follows the same other item.
+    """
+    for trial in range(trials):
+        first = trial % len(items)
+        yield from [*items[first:], *items[:first]]
+
+
+def seconds_of(
+    action: Callable[[], object],
+    comm: MPI.Intracomm = MPI.COMM_SELF,
+    over: Callable[[float, float], float] = max,
+    device: Device = HOST,
+) -> float:
+    """Time one call that all ranks make together; return its seconds.
+
+    Parameters
+    ----------
+    action : callable
+    comm : Intracomm
+        Communicator of the ranks.  Default: this process is alone.
+    over : callable
+        Reduction of the seconds over the ranks.  Default: the slowest rank.
+    device : Device
+        The time ends when all work that is queued on this device is done.
+    """
+    device.seconds(device.mark(), device.mark())  # waits for work that was queued before
+    comm.Barrier()
+    start = time.perf_counter()
+    action()
+    device.seconds(device.mark(), device.mark())
+    taken = time.perf_counter() - start
+    return comm.allreduce(taken, over)
+
+
+def in_turn(
+    calls: Mapping[str, Callable[[], object]],
+    trials: int,
+    comm: MPI.Intracomm = MPI.COMM_SELF,
+    warmup: int = 1,
+    device: Device = HOST,
+) -> dict[str, np.ndarray]:
+    """Time calls in turn; return seconds of each on the slowest rank, (trials,).
+
+    `warmup` further trials come first and are not counted.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for name in turns(list(calls), warmup + trials):
+        seconds[name].append(seconds_of(calls[name], comm, device=device))
+    return {name: np.array(x[warmup:]) for name, x in seconds.items()}
+
+
+def random_inputs(plan: AttentionPlan, backward: bool, seed: int = 0) -> dict[str, np.ndarray]:
+    """Draw this rank's shards of q, k, v and, with `backward`, dout; see `random_rows`."""
+    drawn = {}
+    for stream, name in enumerate(("dout", "q", "k", "v")):
+        if name != "dout" or backward:
+            tokens = (plan.tokens_kv if name in OF_KEYS else plan.tokens).tolist()
+            shape = plan.config.shape(name)
+            drawn[name] = random_rows(tokens, shape, plan.dtype, seed, stream)
+    return drawn
+
+
+def plan_of(
+    comm: MPI.Intracomm,
+    configuration: Configuration,
+    grids: dict[tuple, ProcessGrid],
+    **options: object,
+) -> AttentionPlan:
+    """Make the plan of a configuration; plans of one shape share a grid in `grids`.
+
+    `options` are options of `a2d_mpi.attention.methods.make_plan`.
+    """
+    layout, case = configuration.layout, configuration.case
+    shape = layout.rows, layout.cols, layout.heads, layout.order, layout.block
+    if shape not in grids:
+        grids[shape] = ProcessGrid(comm, *shape)
+    arguments = {**case.arguments, "overlap": configuration.overlap, **options}
+    if layout.distribution:
+        arguments["distribution"] = layout.distribution
+    arguments["slices"] = layout.slices
+    return make_plan(configuration.method, grids[shape], case.work().mask, **arguments)

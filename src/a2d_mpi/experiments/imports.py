@@ -1,0 +1,41 @@
+"""Files of --import: a user's own masks, methods and kernels."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from argparse import ArgumentTypeError
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from a2d_mpi.core.atomic import read_regular
+
+
+def import_file(path: Path) -> Path:
+    """Run a user's Python file, once in a process, and return its path.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read, or is not a regular file.
+    ArgumentTypeError
+        If the file raises an exception; the message has the line.
+    """
+    _run_file(str(path), read_regular(path))
+    return path
+
+
+@cache
+def _run_file(name: str, source: bytes) -> None:
+    module = ModuleType(f"imported {name}")
+    module.__file__ = name
+    sys.modules[module.__name__] = module  # where dataclasses and pickle look for it
+    try:
+        exec(compile(source, name, "exec"), vars(module))
+    except (Exception, SystemExit) as error:
+        calls = traceback.extract_tb(error.__traceback__)
+        lines = [x.lineno for x in calls if x.filename == name]
+        line = lines[-1] if lines else getattr(error, "lineno", 1)  # a SyntaxError has a lineno
+        what = str(error).partition("\n")[0]
+        raise ArgumentTypeError(f"{name}, line {line}: {type(error).__name__}: {what}") from None
