@@ -213,9 +213,8 @@ class Executor:
     def _parcel(self, name: str) -> tuple[Array, list[Array]]:
         """Return a parcel as bytes, and its tensors, (tokens, heads, headdim) each."""
         if name not in self._parcels:
-            array = self._arrays[name]
-            tensors = self._buffers(array)
-            self._parcels[name] = self._engine.work.parcel((array.memory, 0), tensors)
+            array, parcel = self._arrays[name], self._engine.work.parcel
+            self._parcels[name] = parcel((array.memory, 0), self._buffers(array))
         return self._parcels[name]
 
     def _result(self, array: TokenArray, rounds: bool) -> dict[str, Array]:
@@ -304,9 +303,8 @@ def _posted(step: steps.Message, program: Program) -> tuple:
 
 
 def _merging(step: steps.Merge, program: Program) -> tuple:
-    compensation = (x for _, x in common_rows(step.source, step.compensation))
-    pairs = common_rows(step.source, step.target)
-    return Executor._merge, [(*both, x) for both, x in zip(pairs, compensation)]
+    both = (common_rows(step.source, x) for x in (step.target, step.compensation))
+    return Executor._merge, [(*pair, compensation) for pair, (_, compensation) in zip(*both)]
 
 
 def _moved(step: steps.Copy | steps.Add, program: Program) -> tuple:

@@ -64,11 +64,6 @@ class Channel:
         """Begin a phase: later messages count towards it, and `waits` starts empty."""
         self.phase, self.waits, self._transport, self._watch = phase, [], transport, watch
 
-    @property
-    def peers(self) -> list[int]:
-        """The other ranks, from the next rank on.  So ranks do not all send to rank 0 first."""
-        return [(self.rank + i) % self.comm.size for i in range(1, self.comm.size)]
-
     def isend(self, tensors: Sequence[Array], peer: int, tag: int) -> list[Any]:
         """Start sending C-contiguous tensors, with tags from `tag` on.
 

@@ -71,9 +71,10 @@ def surviving(
         comm = None
         try:
             with grid.failures.all_or_none():
-                comm = grid.failures.duplicate(grid.comm)
+                comm = grid.comm.Dup()
+                grid.failures.others.append(comm)
                 code = work(grid, comm)
-            grid.failures.forget(comm)
+            comm.Free()
             grid.free()
             return code
         except RanksLost:
@@ -82,7 +83,7 @@ def surviving(
             start = time.perf_counter()
             smaller = grid.shrink(method)
             if comm is not None:
-                grid.failures.forget(comm)
+                comm.Free()
             grid.free()
         if smaller is None:
             return None

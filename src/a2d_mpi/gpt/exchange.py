@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from mpi4py import MPI
 
@@ -76,12 +75,13 @@ class ArrayExchange:
         list
             Messages for `wait`.
         """
-        messages: list[Any] = []
-        for peer in self._channel.peers:
+        messages, own, size = [], self.comm.rank, self.comm.size
+        # From the next rank on: so ranks do not all send to rank 0 first.
+        peers = [(own + i) % size for i in range(1, size)]
+        for peer in peers:
             messages += self._channel.irecv([received[peer]], peer, tag)
-        for peer in self._channel.peers:
+        for peer in peers:
             messages += self._channel.isend([sent[peer]], peer, tag)
-        own = self.comm.rank
         if sent[own].size:
             self._device.put(received[own], sent[own])
         return messages
