@@ -80,6 +80,7 @@ def test_main_job_loads_what_it_uses():
         *(f"a2d_mpi.experiments.{x}" for x in ("model_options", "sweep", "summary", "mask_file")),
         *(f"a2d_mpi.comm.{x}" for x in ("failures", "gpus", "device_transport")),
         *("a2d_mpi.core.wire", "a2d_mpi.attention.shards", "a2d_mpi.masks.check"),
+        "a2d_mpi.schedules.pipeline",
     }
     assert not loaded & unused
     assert len(loaded) < 100  # of more than 160

@@ -81,7 +81,7 @@ class AttentionPlan(Caller):
         the same bit for bit.
     slices : int or (int, int), optional
         Slices into which a rank cuts its heads, in both phases, or in the forward and in the
-        backward pass; see `a2d_mpi.schedules.slices`.  Messages of a slice travel while other
+        backward pass; see `a2d_mpi.schedules.pipeline`.  Messages of a slice travel while other
         slices compute, and buffers shrink.  Results are the same bit for bit, but for dk and dv if
         slices share KV heads.  Default: the planner's number, and without a planner the number of
         `a2d_mpi.schedules.slices.default`.

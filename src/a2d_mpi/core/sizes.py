@@ -41,7 +41,7 @@ class Layout:
         Distribution of the tokens, if the planner has chosen one.
     slices : (int, int), optional
         Slices of a rank's heads in the forward and in the backward pass, if they were chosen; see
-        `a2d_mpi.schedules.slices`.  None: one slice.
+        `a2d_mpi.schedules.pipeline`.  None: one slice.
 
     Raises
     ------

@@ -16,9 +16,10 @@ from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning.accounts import buffers as buffers_of
 from a2d_mpi.planning.accounts import nbytes
 from a2d_mpi.schedules import drafts_of
+from a2d_mpi.schedules.pipeline import turns
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.slices import ALIVE, ATTEND, sharing, turns
+from a2d_mpi.schedules.slices import ALIVE, ATTEND, sharing
 from a2d_mpi.schedules.steps import KINDS, KernelCall, Merge
 
 # Bytes that libraries (NumPy, OpenBLAS, MPI, Numba, this package) allocate in the first calls of a

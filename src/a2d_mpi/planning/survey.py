@@ -20,9 +20,10 @@ from a2d_mpi.planning.memory import NOTHING, Held, held_by, held_by_slices
 from a2d_mpi.planning.simulator import COMPUTE, MERGE, OTHER, POST, WAIT, Messages, Operations
 from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import METHODS, Draft, drafts_of
+from a2d_mpi.schedules.pipeline import borders, order
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.slices import borders, order, sharing
+from a2d_mpi.schedules.slices import sharing
 from a2d_mpi.schedules.steps import (
     KINDS,
     Clear,
@@ -54,7 +55,7 @@ class Tape(NamedTuple):
         Peer, whether it is received, kind of rows, tag, turn, bytes, tensors, MPI messages.
     cuts : tuple of (int, int)
         Number of operations, and of entries of `numbers`, before each part of the program and at
-        the end; see `a2d_mpi.schedules.slices.borders`.
+        the end; see `a2d_mpi.schedules.pipeline.borders`.
     held : Held
     """
 

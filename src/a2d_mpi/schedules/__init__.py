@@ -21,7 +21,7 @@ from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.passes import lowered
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.slices import ATTEND, PUT, TAKE, pipelined, sharing, with_shared_keys
+from a2d_mpi.schedules.slices import ATTEND, PUT, TAKE, sharing
 from a2d_mpi.sharding.distribution import distribute
 
 
@@ -204,7 +204,12 @@ class Draft:
 
     def complete(self, program: Program) -> Program:
         """Apply all passes to the steps that the method has written."""
-        return with_shared_keys(lowered(program, self.overlap))
+        program = lowered(program, self.overlap)
+        if self.first and self.last:
+            return program
+        from a2d_mpi.schedules.pipeline import with_shared_keys
+
+        return with_shared_keys(program)
 
     def write(self) -> Program:
         """Write the program."""
@@ -214,12 +219,7 @@ class Draft:
 
 
 def write(
-    method: str,
-    phase: str,
-    layout: Layout,
-    problem: Problem,
-    rank: int,
-    overlap: bool = True,
+    method: str, phase: str, layout: Layout, problem: Problem, rank: int, overlap: bool = True
 ) -> list[Program]:
     """Write the programs that one rank runs one after the other; of slices, parts of programs.
 
@@ -230,17 +230,14 @@ def write(
     programs = [[written[x] for x in of_slice] for of_slice in drafts]
     if len(programs) == 1:
         return programs[0]
+    from a2d_mpi.schedules.pipeline import pipelined
+
     shared = sharing(problem.config.cp_group(layout.heads), len(programs))
     return pipelined(programs, shared, layout, overlap)
 
 
 def drafts_of(
-    method: str,
-    phase: str,
-    layout: Layout,
-    problem: Problem,
-    rank: int,
-    overlap: bool = True,
+    method: str, phase: str, layout: Layout, problem: Problem, rank: int, overlap: bool = True
 ) -> list[list[Draft]]:
     """Return the programs of one rank, slice by slice, before they are written.
 

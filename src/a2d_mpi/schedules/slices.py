@@ -1,40 +1,16 @@
-"""Slices of the heads: the program of a few heads, run several times as a pipeline.
-
-Heads are independent.  A rank that cuts its heads into slices runs the same programs for each
-slice.  The messages of the next slice travel while this slice is computed, and so do the results
-of the slice before.  So transfers in both directions overlap with computing, whatever the method.
-Three slices are alive at a time, and their buffers are used in turn (`turns`).
-
-The programs of a slice are: take its heads (with a head axis, exchange tokens for heads), attend,
-put its heads.  Each one has three parts, see `borders`.  A part runs in a stage:
-
-    stages of a grid        take, open | compute | close, put
-    stages of a head axis   open | close, compute, open | close
-    stages of both          open | close, open | compute | close, open | close
-
-While a stage of one slice runs, the next stage of the slice before it runs, and so on.
-
-With fewer KV heads than slices, a KV head belongs to several slices.  Its keys and values travel
-with the first one of them, and their gradients with the last one.
-"""
+"""How many slices a rank cuts its heads into; `a2d_mpi.schedules.pipeline` runs them."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout, misfit
-from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.steps import PARTIALS, Clear, KernelCall, Message, Step, Wait
 
 # Bytes of keys and values in a slice of a shard.  Measured on 16 emulated nodes with
 # tests/tools/refinements.py: smaller slices gained nothing in the forward pass.
 SMALLEST = 1 << 17
 ALIVE = 3  # slices whose messages travel, or whose buffers hold anything, at the same time
-OPEN, COMPUTE, CLOSE = range(3)  # parts of a program
 TAKE, ATTEND, PUT = range(3)  # programs of a slice
 
 
@@ -87,132 +63,3 @@ def default(own: AttentionConfig, layout: Layout) -> tuple[int, int]:
     nbytes = own.seqlen_kv // layout.size * (own.nbytes("k") + own.nbytes("v"))
     numbers = (x for x in (4, 2) if own.nheads_kv % x == 0 and nbytes >= x * SMALLEST)
     return (next(numbers, 1),) * 2
-
-
-def turns(number: int, layout: Layout) -> int:
-    """Return how many slices have buffers of their own for a program of this number.
-
-    With a grid and a head axis, attention still sends the heads that a slice took when the slice
-    three places later begins to take its heads.
-    """
-    return ALIVE + (number == TAKE and layout.positions > 1 and layout.heads > 1)
-
-
-def order(layout: Layout, slices: int, overlap: bool) -> Iterator[tuple[int, int, int]]:
-    """Yield slice, program and part of everything that a rank runs, in this order."""
-    grid, heads = layout.positions > 1, layout.heads > 1
-    stages: list[list[tuple[int, int]]] = [[]]
-    for program in (TAKE, ATTEND, PUT):
-        for part in (OPEN, COMPUTE, CLOSE):
-            # A part that needs messages of the part before it is another stage.
-            waits = (part != OPEN and grid) if program == ATTEND else (part == CLOSE and heads)
-            if waits and overlap:
-                stages.append([])
-            stages[-1].append((program, part))
-    for tick in range(slices + len(stages) - 1):
-        for i, stage in enumerate(stages):
-            if 0 <= tick - i < slices:
-                yield from ((tick - i, program, part) for program, part in stage)
-
-
-def borders(p: Program) -> tuple[int, int]:
-    """Return the numbers of steps at which the second and the third part of a program begin.
-
-    The first part posts messages.  The second one begins with the first wait or kernel call.  The
-    third one begins with the first wait after which no rank gets anything that it needs for kernel
-    calls: so ranks never wait in the second part for the third part of another rank, and pipelines
-    cannot block each other.
-    """
-    steps = p.steps
-    begin = next((i for i, x in enumerate(steps) if isinstance(x, Wait | KernelCall)), len(steps))
-    last = max((i for i, x in enumerate(steps) if _for_kernels(p, x)), default=-1)
-    waits = (i for i, x in enumerate(steps) if i > last and isinstance(x, Wait))
-    return begin, next(waits, len(steps))
-
-
-def _for_kernels(p: Program, step: Step) -> bool:
-    """Return True for a kernel call, and for a message that others may need for kernel calls.
-
-    In a ring this is any message, otherwise only rows that are no partial results.
-    """
-    if isinstance(step, Message):
-        return p.group.ring or p.arrays[step.rows.array].kind not in PARTIALS
-    return isinstance(step, KernelCall)
-
-
-def with_shared_keys(p: Program) -> Program:
-    """Return a program of a slice that shares its KV heads with the slices before and after it.
-
-    Only the first of these slices gathers keys, and clears their gradients.  Only the last one
-    returns the gradients.  So the program of the first slice is complete but for the end, and the
-    others find keys and sums in the buffers.
-
-    Raises
-    ------
-    ValueError
-        If the method is a ring, which passes keys on and does not hold them.
-    """
-    if p.number != ATTEND or (p.first and p.last):
-        return p
-    if p.group.ring:
-        own = p.group.config.nheads_kv
-        raise ValueError(
-            f"slices share {own} KV head, but a ring passes keys on and does not hold them: "
-            "it takes at most as many slices as a rank has KV heads"
-        )
-    new, left_out = p.with_steps(), set()
-    for name, array in p.arrays.items():
-        if array.kind == "dkv" and array.role == "result":
-            new.arrays[name] = replace(array, role="buffer")
-    for step in p.steps:
-        if isinstance(step, Wait):
-            step = step._replace(messages=tuple(x for x in step.messages if x not in left_out))
-            if step.messages:
-                new.steps.append(step)
-        elif isinstance(step, KernelCall) or _belongs(p, step):
-            new.steps.append(step)
-        elif isinstance(step, Message):
-            left_out.add(step.index)
-    if not p.last:
-        new.results = {x: rows for x, rows in p.results.items() if x != "dkv"}
-    return new
-
-
-def _belongs(p: Program, step: Step) -> bool:
-    """Return True if a step that is no kernel call belongs to this slice."""
-    rows = step.rows if isinstance(step, Message | Clear) else step.target
-    kind = p.arrays[rows.array].kind
-    if kind == "kv" or (kind == "dkv" and isinstance(step, Clear)):
-        return p.first
-    return kind != "dkv" or p.last
-
-
-def pipelined(
-    programs: Sequence[Sequence[Program]], shared: int, layout: Layout, overlap: bool
-) -> list[Program]:
-    """Join the programs of all slices: return the parts of programs in the order of execution.
-
-    Buffers of a slice have names that other slices do not use meanwhile.
-
-    Parameters
-    ----------
-    programs : sequence of sequence of Program
-        The programs of each slice, in order.
-    shared : int
-        Number of slices that share a KV head.
-    layout : Layout
-    overlap : bool
-        Whether messages of one slice travel while others compute.
-    """
-    parts: dict[tuple[int, int, int], Program] = {}
-    for i, of_slice in enumerate(programs):
-        for p in of_slice:
-            a, b = borders(p)
-            new = p.with_steps()
-            new.slice = i
-            for name, array in p.arrays.items():
-                turn = (i // shared if array.of_keys else i) % turns(p.number, layout)
-                new.arrays[name] = replace(array, memory=f"{p.number}.{turn} {array.memory}")
-            for part, steps in enumerate((p.steps[:a], p.steps[a:b], p.steps[b:])):
-                parts[i, p.number, part] = new.with_steps(steps)
-    return [parts[x] for x in order(layout, len(programs), overlap)]
