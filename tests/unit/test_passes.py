@@ -7,13 +7,13 @@ import pytest
 
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.kernels import make_kernel
-from a2d_mpi.kernels.compiled import CompiledPasses
-from a2d_mpi.kernels.passes import Passes
+from a2d_mpi.kernels.compiled import NumbaKernel
+from a2d_mpi.kernels.numpy import NumpyKernel
 
 PASSES = {
-    "numpy": Passes(np.dtype("f4")),
-    "numba": CompiledPasses(np.dtype("f4")),
-    "float64": Passes(np.dtype("f8")),
+    "numpy": NumpyKernel(np.dtype("f4"), 1.0),
+    "numba": NumbaKernel(np.dtype("f4"), 1.0),
+    "float64": NumpyKernel(np.dtype("f8"), 1.0),
 }
 every = pytest.mark.parametrize("name", list(PASSES))
 

@@ -40,11 +40,12 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     wrong = f"--room must be a number for each of the {rows * cols} positions, got {rooms}"
     agree(comm, wrong if len(rooms) != rows * cols else None)
     answers = _Answers(args, weights, prompts)
-    options = args.kv_block, args.method, args.transfers, args.kernel
+    options = {"method": args.method, "transfers": args.transfers, "kernel": args.kernel}
+    options["block"] = args.kv_block
     with threadpool_limits(args.threads):
         if split:
-            batches = args.micro_batches or MICRO_BATCHES
-            decoder = open_apart(comm, grid, split, weights, rooms, *options, batches)
+            options["micro_batches"] = args.micro_batches or MICRO_BATCHES
+            decoder = open_apart(comm, grid, split, weights, rooms, **options)
             code = answers.complete(decoder, comm, first=0)
             if grid:
                 grid.free()
@@ -56,7 +57,7 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
                 positions = np.reshape(numbers, (-1, grid.heads)).tolist()
                 rooms = [min(room_of[x] for x in ranks) for ranks in positions]
                 answers.free()
-                decoder = Decoder(grid, weights, rooms, *options)
+                decoder = Decoder(grid, weights, rooms, **options)
                 return answers.complete(decoder, comm, first=numbers[0])
 
             code = surviving("generate.py", grid, work, args.survive, args.method)

@@ -35,11 +35,10 @@ from a2d_mpi.gpt import layers
 from a2d_mpi.gpt.cache import BlockTable
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.decode import Decoder
-from a2d_mpi.gpt.exchange import ArrayExchange
+from a2d_mpi.gpt.exchange import ArrayExchange, Way
 from a2d_mpi.gpt.layers import module_of
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters
-from a2d_mpi.gpt.pipe import Line, Pipe, part_of
 from a2d_mpi.gpt.steps import step_traffic
 from a2d_mpi.masks.documents import positions_in
 
@@ -114,6 +113,11 @@ def attention_grid(
     return grid
 
 
+def part_of(n: int, i: int, parts: int) -> slice:
+    """Return part i of n things that are cut into equal parts, up to one thing."""
+    return slice(n * i // parts, n * (i + 1) // parts)
+
+
 def open_apart(
     comm: MPI.Intracomm,
     grid: ProcessGrid | None,
@@ -121,10 +125,8 @@ def open_apart(
     weights: Parameters,
     rooms: Sequence[int],
     block: int = 16,
-    method: str = "attention2d",
-    transfers: str = "auto",
-    kernel: str = "auto",
     micro_batches: int = MICRO_BATCHES,
+    **plan: str,
 ) -> Apart:
     """Make a `Decoder` on attention ranks and FFN ranks.  Collective.
 
@@ -138,10 +140,12 @@ def open_apart(
         Number of attention ranks and of FFN ranks.
     weights : Parameters
         Weights of this rank; see `weights_of_rank`.
-    rooms, block, method, transfers, kernel
+    rooms, block
         As of a `Decoder`.
     micro_batches : int
         Number of micro-batches of a step, at most one for each request.
+    **plan
+        `method`, `transfers` and `kernel` of a `Decoder`.
 
     Raises
     ------
@@ -152,11 +156,13 @@ def open_apart(
     wrong = None if good else f"micro_batches must be at least 1, got {micro_batches!r}"
     arguments = {"split": split, "room": rooms, "block": block, "micro_batches": micro_batches}
     agree(comm, wrong, arguments)
-    if grid is None:
-        return FFNRank(comm, split[0], weights, rooms, block, transfers, micro_batches)
-    return AttentionRank(
-        comm, grid, weights, rooms, block, method, transfers, kernel, micro_batches
-    )
+    new: Apart | None = None
+    with errors_of(comm, 0, CollectiveError):
+        if grid:
+            new = AttentionRank(grid, weights, rooms, block, **plan)
+    new = new or FFNRank(weights, rooms, block, **plan)
+    new.connect(comm, split[0], micro_batches)
+    return new
 
 
 class Apart(Decoder):
@@ -164,45 +170,121 @@ class Apart(Decoder):
 
     The first FFN rank has the logits.  On all other ranks they have no rows.  Errors that all
     attention ranks raise together are raised on FFN ranks, too: rank 0, an attention rank, tells.
+
+    Attributes
+    ----------
+    comm : Intracomm
+        Attention ranks, then FFN ranks.
+    attention_ranks, ffn_ranks : range
+    pipe : ArrayExchange
+        Exchange of all ranks, with phases "prefill" and "decode" and the channel "pipe".
     """
 
-    _pipe: Pipe
+    def connect(self, comm: MPI.Intracomm, attention_ranks: int, micro_batches: int) -> None:
+        """Connect the ranks of both kinds.  Collective over `comm`."""
+        self.comm, self._micro_batches = comm, micro_batches
+        self.attention_ranks = range(attention_ranks)
+        self.ffn_ranks = range(attention_ranks, comm.size)
+        # Without the grid's hooks for ranks that die: here a death ends the job.
+        self.pipe = ArrayExchange(comm, "decode", "pipe", self._way._replace(failures=None))
 
     def all_or_none(self) -> AbstractContextManager[None]:
         """Return a context manager without effect: here the death of a rank ends the job."""
         return nullcontext()
 
+    def free(self) -> None:
+        """Free the communicators.  Collective."""
+        super().free()
+        self.pipe.free()
+
+    def empty(self, rows: int) -> Array:
+        """Return an array for rows that travel, (rows, E)."""
+        flat = self._weights.flat
+        return module_of(flat).empty((rows, self._weights.config.width), flat.dtype)
+
     def _chooser(self) -> tuple[MPI.Intracomm, int]:
         """Return all ranks, and the first FFN rank."""
-        return self._pipe.comm, self._pipe.ffn_ranks[0]
+        return self.comm, self.ffn_ranks[0]
+
+    def _batches(self, requests: int) -> list[tuple[slice, Line]]:
+        """Cut the requests of a step into micro-batches; return each with its line."""
+        number, takes = min(requests, self._micro_batches), self._weights.config.layers + 1
+        batches = [part_of(requests, i, number) for i in range(number)]
+        return [
+            (x, Line(self, self.attention_ranks, x.stop - x.start, takes, tag))
+            for tag, x in enumerate(batches)
+        ]
 
     def _no_logits(self) -> np.ndarray:
         return np.empty((0, self._weights.config.vocab))
 
 
-class AttentionRank(Apart):
-    """A `Decoder` on one of the attention ranks; see `open_apart`."""
+class Line:
+    """The messages of a batch between attention ranks and FFN ranks, layer after layer.
+
+    A rank takes and gives rows in turn.  It posts the receives of the next rows before it gives.
+    Each FFN rank receives the rows from one holder; the holders share these messages out in turn.
+    All holders receive the rows that come back.
+
+    Parameters
+    ----------
+    whole : Apart
+    holders : sequence of int
+        Attention ranks that each have a copy of the rows.
+    rows : int
+    takes : int
+        Number of calls of `take`.
+    tag : int
+        MPI tag of the batch.
+    """
 
     def __init__(
-        self,
-        comm: MPI.Intracomm,
-        grid: ProcessGrid,
-        weights: Parameters,
-        rooms: Sequence[int],
-        block: int,
-        method: str,
-        transfers: str,
-        kernel: str,
-        micro_batches: int,
+        self, whole: Apart, holders: Sequence[int], rows: int, takes: int, tag: int
     ) -> None:
-        with errors_of(comm, 0, CollectiveError):
-            super().__init__(grid, weights, rooms, block, method, transfers, kernel)
-        self._pipe = Pipe(comm, grid.comm.size, micro_batches, weights, self._way)
+        givers = [holders[i % len(holders)] for i in range(len(whole.ffn_ranks))]
+        if (rank := whole.comm.rank) in whole.attention_ranks:
+            self._to = [x for x, giver in zip(whole.ffn_ranks, givers) if giver == rank]
+            self._sources = whole.ffn_ranks
+        else:
+            self._to, self._sources = holders, [givers[whole.ffn_ranks.index(rank)]]
+        self._whole, self._pipe, self._length = whole, whole.pipe, rows
+        self._takes, self._tag, self._messages = takes, tag, []
+        self._expect()
+
+    def take(self) -> Array:
+        """Block until the rows of all sources have arrived; return their sum, in rank order."""
+        self._pipe.wait(self._messages)
+        total, *others = self._rows
+        for x in others:
+            total += x
+        self._expect()
+        return total
+
+    def give(self, rows: Array) -> None:
+        """Start to send rows, which must not change afterwards."""
+        for peer in self._to:
+            self._messages += self._pipe.send(rows, peer, self._tag)
+
+    def end(self) -> None:
+        """Block until all rows have been sent."""
+        self._pipe.wait(self._messages)
+
+    def _expect(self) -> None:
+        self._rows = []
+        if self._takes:
+            self._takes -= 1
+            self._rows = [self._whole.empty(self._length) for _ in self._sources]
+            for x, source in zip(self._rows, self._sources):
+                self._messages += self._pipe.receive(x, source, self._tag)
+
+
+class AttentionRank(Apart):
+    """A `Decoder` on one of the attention ranks; see `open_apart`."""
 
     def step(self, tokens: Mapping[int, int]) -> np.ndarray:
         """Append one token to each given request; return no logits, (0, V)."""
         names, positions, owners = self._append(tokens)
-        batches, lines = zip(*self._pipe.step(len(names)))
+        batches, lines = zip(*self._batches(len(names)))
         models = []
         for x in batches:
             attention = copy(self.attention)  # it counts the layers of its batch
@@ -213,11 +295,6 @@ class AttentionRank(Apart):
         for line in lines:
             line.end()
         return self._no_logits()
-
-    def free(self) -> None:
-        """Free the communicators.  Collective."""
-        super().free()
-        self._pipe.free()
 
     def _through(self, models: Sequence[GPT], lines: Sequence[Line]) -> Iterator[Array]:
         """Compute batch after batch, layer after layer; yield each batch's final LayerNorm."""
@@ -231,25 +308,26 @@ class AttentionRank(Apart):
 
     def _plan(self, cu_seqlens: np.ndarray) -> AttentionPlan:
         """Make the plan of the prompts, and tell the FFN ranks which tokens this rank owns."""
-        with errors_of(self._pipe.comm, 0, CollectiveError):
+        with errors_of(self.comm, 0, CollectiveError):
             plan = super()._plan(cu_seqlens)
-        self._pipe.comm.allgather(plan.tokens)
+        self.comm.allgather(plan.tokens)
         return plan
 
     def _hidden(self, model: GPT, tokens: Array) -> Array:
         """Return the final LayerNorm of this rank's tokens of prompts, as a batch of its own."""
-        pipe, takes = self._pipe, self._weights.config.layers + 1
-        line = pipe.line(pipe.prefill, [pipe.comm.rank], len(tokens), takes, pipe.comm.rank)
+        self.pipe.start("prefill")
+        takes, rank = self._weights.config.layers + 1, self.comm.rank
+        line = Line(self, [rank], len(tokens), takes, rank)
         (hidden,) = self._through([model], [line])
         line.end()
         return hidden
 
     def _logits(self, model: GPT, hidden: Array) -> np.ndarray:
         """Give the FFN ranks the last row of each prompt."""
-        pipe = self._pipe
-        line = pipe.line(pipe.prefill, pipe.attention_ranks, len(hidden), 0, pipe.comm.size)
+        line = Line(self, self.attention_ranks, len(hidden), 0, self.comm.size)
         line.give(hidden)
         line.end()
+        self.pipe.start("decode")
         return self._no_logits()
 
 
@@ -259,59 +337,43 @@ class FFNRank(Apart):
     It has the block table, but no grid and no cache.
     """
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        attention_ranks: int,
-        weights: Parameters,
-        rooms: Sequence[int],
-        block: int,
-        transfers: str,
-        micro_batches: int,
-    ) -> None:
-        with errors_of(comm, 0, CollectiveError):
-            pass
-        self._weights, self.table, self.traffic = weights, BlockTable(rooms, block), Traffic()
-        device, config = device_of(weights.flat), weights.config
+    def __init__(self, weights: Parameters, rooms: Sequence[int], block: int, **plan: str) -> None:
+        self._weights, self.table = weights, BlockTable(rooms, block)
+        device, self.traffic, self._exchanges = device_of(weights.flat), Traffic(), []
         self._upload, self._download = device.upload, device.download
-        way = self.traffic, device, transfers
-        self._pipe = Pipe(comm, attention_ranks, micro_batches, weights, way)
-        self._place = comm.rank - attention_ranks, comm.size - attention_ranks
-        self._columns = part_of(config.width, *self._place)  # this rank adds the last bias here
+        self._way = Way(self.traffic, device, plan.get("transfers", "auto"))
 
     def prefill(self, prompts: Mapping[int, np.ndarray]) -> np.ndarray:
         """Compute prompts, with one batch for the tokens of each attention rank."""
         self._check(prompts)
-        pipe, takes = self._pipe, self._weights.config.layers
-        with errors_of(pipe.comm, 0, CollectiveError):
+        comm, takes = self.comm, self._weights.config.layers
+        with errors_of(comm, 0, CollectiveError):
             pass
-        owned = pipe.comm.allgather(None)[: len(pipe.attention_ranks)]
+        owned = comm.allgather(None)[: len(self.attention_ranks)]
         for name, prompt in prompts.items():
             self.table.append(name, len(prompt))
         tokens = np.concatenate(list(prompts.values()))
         positions = positions_in(np.cumsum([0, *map(len, prompts.values())]))
-        lines = [pipe.line(pipe.prefill, [a], len(x), takes, a) for a, x in enumerate(owned)]
+        self.pipe.start("prefill")
+        lines = [Line(self, [a], len(x), takes, a) for a, x in enumerate(owned)]
         self._through(lines, [(tokens[x], positions[x]) for x in owned])
         for line in lines:
             line.end()
-        last = pipe.line(pipe.prefill, pipe.attention_ranks, len(prompts), 1, pipe.comm.size)
-        return self._logits(pipe.prefill, [last])
+        logits = self._logits([Line(self, self.attention_ranks, len(prompts), 1, comm.size)])
+        self.pipe.start("decode")
+        return logits
 
     def step(self, tokens: Mapping[int, int]) -> np.ndarray:
         """Append one token to each given request; return the logits after it, (requests, V)."""
         names, positions, _ = self._append(tokens)
-        batches, lines = zip(*self._pipe.step(len(names)))
+        batches, lines = zip(*self._batches(len(names)))
         new = np.array(list(tokens.values()))
         self._through(lines, [(new[x], positions[x]) for x in batches])
-        return self._logits(self._pipe.decode, lines)
+        return self._logits(lines)
 
     def release(self, name: int) -> None:
         """Forget a request."""
         self.table.release(name)
-
-    def free(self) -> None:
-        """Free the communicators.  Collective."""
-        self._pipe.free()
 
     def _through(self, lines: Sequence[Line], batches: Sequence[tuple]) -> None:
         """Give embeddings, then this rank's terms of the MLPs, layer after layer.
@@ -320,10 +382,11 @@ class FFNRank(Apart):
         """
         for line, (tokens, positions) in zip(lines, batches):
             line.give(self._embedded(tokens, positions))
+        columns = self._part(self._weights.config.width)  # this rank adds the last bias here
         for w in self._weights.by_layer:
             for line in lines:
                 rows, _ = layers.mlp(line.take(), w)
-                rows[:, self._columns] += w["out.bias"]
+                rows[:, columns] += w["out.bias"]
                 line.give(rows)
 
     def _embedded(self, tokens: np.ndarray, positions: np.ndarray) -> Array:
@@ -332,29 +395,33 @@ class FFNRank(Apart):
         total = module_of(flat).zeros((len(tokens), config.width), flat.dtype)
         for name, rows in (("wte", tokens), ("wpe", positions)):
             if name in config.shapes:
-                own = part_of(config.shapes[name][0], *self._place)
+                own = self._part(config.shapes[name][0])
                 held = np.flatnonzero((own.start <= rows) & (rows < own.stop))
                 which = self._upload(rows[held] - own.start)
                 total[self._upload(held)] += self._weights.named[name][which]
         return total
 
-    def _logits(self, exchange: ArrayExchange, lines: Sequence[Line]) -> np.ndarray:
+    def _part(self, n: int) -> slice:
+        """Return this rank's part of n things."""
+        return part_of(n, self.ffn_ranks.index(self.comm.rank), len(self.ffn_ranks))
+
+    def _logits(self, lines: Sequence[Line]) -> np.ndarray:
         """Compute the logits of the last rows of the lines, (n, V); the first FFN rank has them.
 
         Each FFN rank computes the columns of its rows of the embeddings.
         """
         own = [line.take() @ self._weights.named["wte"].T for line in lines]
-        xp, ranks, vocab = module_of(own[0]), self._pipe.ffn_ranks, self._weights.config.vocab
+        xp, ranks, vocab = module_of(own[0]), self.ffn_ranks, self._weights.config.vocab
         parts = [xp.concatenate(own)]
-        if self._pipe.comm.rank != ranks[0]:
-            exchange.wait(exchange.send(parts[0], ranks[0]))
+        if self.comm.rank != ranks[0]:
+            self.pipe.wait(self.pipe.send(parts[0], ranks[0]))
             return self._no_logits()
         messages = []
         for i, rank in enumerate(ranks[1:], 1):
             columns = part_of(vocab, i, len(ranks))
             parts.append(xp.empty((len(parts[0]), columns.stop - columns.start), parts[0].dtype))
-            messages += exchange.receive(parts[i], rank)
-        exchange.wait(messages)
+            messages += self.pipe.receive(parts[i], rank)
+        self.pipe.wait(messages)
         return self._download(xp.concatenate(parts, axis=1))
 
 

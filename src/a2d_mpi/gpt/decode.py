@@ -22,7 +22,7 @@ from a2d_mpi.core.sizes import misfit
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.gpt.cache import BlockTable, Cache
-from a2d_mpi.gpt.exchange import ArrayExchange
+from a2d_mpi.gpt.exchange import ArrayExchange, Way
 from a2d_mpi.gpt.layers import module_of
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters
@@ -98,13 +98,14 @@ class Decoder:
             make_kernel(kernel, device, weights.flat.dtype, c.headdim**-0.5)
         arguments = {"room": rooms, "block": block, "method": method, **self._options}
         call.agree(arguments)
-        self.traffic = Traffic()
         shape = c.layers, heads_kv_of(c, grid.heads, 0).stop, c.headdim
         self.cache = Cache(self.table, grid.group_comm.rank, shape, weights.flat)
         self._upload, self._download = device.upload, device.download
-        self._way = self.traffic, device, transfers
-        self.attention = SpreadAttention(grid, c, self.cache, *self._way)
-        self._moving = ArrayExchange(grid.comm, "prefill", "all", *self._way, grid.failures)
+        self.traffic = Traffic()
+        self._way = Way(self.traffic, device, transfers, grid.failures)
+        comms = {"context": grid.group_comm, "all": grid.comm}
+        self._exchanges = [ArrayExchange(x, "decode", y, self._way) for y, x in comms.items()]
+        self.attention = SpreadAttention(grid, c, self.cache, self._exchanges)
 
     def admit(self, name: int, prompt: int, max_tokens: int) -> bool:
         """Reserve room in the cache for a request.
@@ -193,8 +194,8 @@ class Decoder:
 
     def free(self) -> None:
         """Free the communicators.  Collective, also after a loss."""
-        self.attention.free()
-        self._moving.free()
+        for exchange in self._exchanges:
+            exchange.free()
 
     def all_or_none(self) -> AbstractContextManager[None]:
         """Return a context manager that raises `RanksLost` on all ranks that are left.
@@ -268,7 +269,7 @@ class Decoder:
 
     def _move(self, prompts: Mapping[int, np.ndarray], own: np.ndarray, kept: list) -> None:
         """Move keys and values from the ranks that computed them to the ranks that keep them."""
-        config, comm = self._weights.config, self._grid.comm
+        config, comm, (_, everyone) = self._weights.config, self._grid.comm, self._exchanges
         heads = [heads_kv_of(config, self._grid.heads, u) for u in range(self._grid.heads)]
         to = np.concatenate([self.table.append(x, len(y)) for x, y in prompts.items()])
         lengths = [self.table.requests[x].held[self.cache.rank] for x in prompts]
@@ -276,7 +277,7 @@ class Decoder:
         sent = [self._upload(x) for x in sent for _ in heads]  # rows for each rank
         coming = [x[to[x] == self.cache.rank] for x in comm.allgather(own)]
         order = self._upload(np.argsort(np.concatenate(coming)))
-        self._moving.forget_buffers()  # their sizes depend on the prompts
+        everyone.start("prefill")
         for layer, both in enumerate(kept):
             xp, shape = module_of(both[0]), (heads[0].stop, config.headdim)
             given = [
@@ -284,7 +285,7 @@ class Decoder:
                 for p, rows in enumerate(sent)
             ]  # (2, tokens, heads that are kept there, D)
             received = [xp.empty((2, len(x), *shape), both[0].dtype) for x in coming]
-            self._moving.wait(self._moving.all_to_all(given, received))
+            everyone.wait(everyone.all_to_all(given, received))
             k, v = xp.concatenate(received, axis=1)[:, order]  # by request and position
             begin = 0
             for name, length in zip(prompts, lengths):
@@ -292,3 +293,4 @@ class Decoder:
                     end = begin + length
                     self.cache.put(layer, name, k[begin:end], v[begin:end])
                     begin = end
+        everyone.start("decode")

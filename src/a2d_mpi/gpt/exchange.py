@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import Call
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.device_transport import DeviceTransport
-from a2d_mpi.comm.failures import Failures
 from a2d_mpi.comm.gpus import gpu_aware
+from a2d_mpi.comm.survival import NoFailures
 from a2d_mpi.comm.transport import HostTransport, Transport
 from a2d_mpi.comm.watch import Watch
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
+
+
+class Way(NamedTuple):
+    """How arrays get to other ranks.
+
+    Attributes
+    ----------
+    traffic : Traffic
+    device : Device
+        Device of the arrays.
+    transfers : {"auto", "device", "host"}
+        Path of a GPU's arrays to MPI, as of a plan.
+    failures : NoFailures, optional
+        `ProcessGrid.failures` of these ranks, if MPI may continue when one of them dies.
+    """
+
+    traffic: Traffic
+    device: Device = HOST
+    transfers: str = "auto"
+    failures: NoFailures | None = None
 
 
 class ArrayExchange:
@@ -28,37 +49,32 @@ class ArrayExchange:
     comm : Intracomm
         The caller's communicator; a duplicate is used until `free`.
     phase, name : str
-        Phase and channel of the messages in `traffic`.
-    traffic : Traffic
-    device : Device
-        Device of the arrays.
-    transfers : {"auto", "device", "host"}
-        Path of a GPU's arrays to MPI, as of a plan.
-    failures : Failures, optional
-        `ProcessGrid.failures` of these ranks, if MPI may continue when one of them dies.
+        Phase and channel of the messages in the traffic.
+    way : Way
     """
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        phase: str,
-        name: str,
-        traffic: Traffic,
-        device: Device = HOST,
-        transfers: str = "auto",
-        failures: Failures | None = None,
-    ) -> None:
-        self.comm, self._device = comm.Dup(), device
-        self._failures = failures or Failures(comm, [])
+    def __init__(self, comm: MPI.Intracomm, phase: str, name: str, way: Way) -> None:
+        self.comm, self._device = comm.Dup(), way.device
+        self._failures = way.failures or NoFailures(comm, [])
         self._failures.others.append(self.comm)
-        self._channel, self._phase = Channel(self.comm, name, traffic), phase
+        self._channel = Channel(self.comm, name, way.traffic)
         aware, call = True, Call(comm)
         with call.checks():  # both read environment variables, which may differ between nodes
-            self._watch = Watch(self.comm, f"{phase} of a GPT", talks=False)
-            aware = device is HOST or gpu_aware(transfers)[0]
+            self._watch = Watch(self.comm, f"{name} of a GPT", talks=False)
+            aware = self._device is HOST or gpu_aware(way.transfers)[0]
         call.agree()
         self._staged = not all(comm.allgather(aware))
-        self.forget_buffers()
+        self.start(phase)
+
+    def start(self, phase: str) -> None:
+        """Count later messages as those of a phase.
+
+        The page-locked host buffers of a GPU's arrays are freed: their sizes depend on the phase.
+        """
+        self._transport: Transport = HostTransport()
+        if self._device is not HOST:
+            self._transport = DeviceTransport(self._device, self._staged)
+        self._channel.start(phase, self._transport, self._watch)
 
     def all_to_all(self, sent: Sequence[Array], received: Sequence[Array], tag: int = 0) -> list:
         """Start to send ``sent[p]`` to each rank p, and to receive ``received[p]`` from it.
@@ -102,13 +118,6 @@ class ArrayExchange:
         """Complete messages, and empty the list."""
         self._channel.wait(messages)
         self._channel.waits.clear()
-
-    def forget_buffers(self) -> None:
-        """Free the page-locked host buffers of a GPU's arrays."""
-        self._transport: Transport = HostTransport()
-        if self._device is not HOST:
-            self._transport = DeviceTransport(self._device, self._staged)
-        self._channel.start(self._phase, self._transport, self._watch)
 
     def free(self) -> None:
         """Free the communicator.  Collective, also after a loss."""

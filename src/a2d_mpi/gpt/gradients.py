@@ -11,7 +11,7 @@ from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.failures import Failures
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array
-from a2d_mpi.gpt.exchange import ArrayExchange
+from a2d_mpi.gpt.exchange import ArrayExchange, Way
 from a2d_mpi.gpt.layers import module_of
 
 T = TypeVar("T", float, np.ndarray)
@@ -51,8 +51,8 @@ class GradientSum:
         failures: Failures | None = None,
     ) -> None:
         self._flat, self._traffic = flat, Traffic()
-        way = self._traffic, device_of(flat), transfers, failures
-        self._exchange = ArrayExchange(comm, "gradients", "all", *way)
+        way = Way(self._traffic, device_of(flat), transfers, failures)
+        self._exchange = ArrayExchange(comm, "gradients", "all", way)
         self.comm = self._exchange.comm
         self._started: list[tuple[slice, Array, Array, list]] = []
 

@@ -40,10 +40,7 @@ class Parameters:
     """
 
     def __init__(
-        self,
-        config: GPTConfig,
-        flat: Array,
-        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        self, config: GPTConfig, flat: Array, shapes: Mapping[str, tuple[int, ...]] | None = None
     ) -> None:
         shapes = config.shapes if shapes is None else shapes
         if flat.shape != (total := sum(map(math.prod, shapes.values())),):

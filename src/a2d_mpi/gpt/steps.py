@@ -15,9 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.devices.protocol import Array, Device
+from a2d_mpi.devices.protocol import Array
 from a2d_mpi.gpt.cache import Cache
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.exchange import ArrayExchange
@@ -32,10 +31,8 @@ class SpreadAttention:
     grid : ProcessGrid
     config : GPTConfig
     cache : Cache
-    traffic : Traffic
-        Counts messages of phase "decode".
-    device : Device
-    transfers : {"auto", "device", "host"}
+    exchanges : list of ArrayExchange
+        Of the context-parallel group, and of all ranks.
 
     Attributes
     ----------
@@ -49,19 +46,10 @@ class SpreadAttention:
     """
 
     def __init__(
-        self,
-        grid: ProcessGrid,
-        config: GPTConfig,
-        cache: Cache,
-        traffic: Traffic,
-        device: Device,
-        transfers: str,
+        self, grid: ProcessGrid, config: GPTConfig, cache: Cache, exchanges: list[ArrayExchange]
     ) -> None:
-        self._grid, self._cache = grid, cache
+        self._grid, self._cache, (self._context, self._everyone) = grid, cache, exchanges
         self.heads_kv = heads_kv_of(config, grid.heads, grid.head)
-        way = traffic, device, transfers, grid.failures
-        self._merging = ArrayExchange(grid.group_comm, "decode", "context", *way)
-        self._joining = ArrayExchange(grid.comm, "decode", "all", *way)
         self.seconds = {"attention": 0.0, "merge": 0.0}
 
     def begin(self, names: Sequence[int], positions: np.ndarray, owners: Sequence[int]) -> None:
@@ -87,11 +75,6 @@ class SpreadAttention:
                 self._cache.put(layer, name, k[i : i + 1, own], v[i : i + 1, own])
         return self.attend(layer, self._names, q), None
 
-    def free(self) -> None:
-        """Free the communicators.  Collective, also after a loss."""
-        self._merging.free()
-        self._joining.free()
-
     def attend(self, layer: int, names: Sequence[int], q: Array) -> Array:
         """Compute attention of one row of each request to all its keys, (requests, H, D)."""
         start = time.perf_counter()
@@ -110,7 +93,7 @@ class SpreadAttention:
         (ranks of the context-parallel group, requests, share of the heads, D + 1) array
             lse is the last element.  All shares have the same length, so the last is padded.
         """
-        xp, (b, h, d), ranks = module_of(q), q.shape, self._merging.comm.size
+        xp, (b, h, d), ranks = module_of(q), q.shape, self._context.comm.size
         own, heads_kv = h // self._grid.heads, self.heads_kv.stop - self.heads_kv.start
         first, share = self._grid.head * own, -(-own // ranks)
         rows = (q[:, first : first + own] * d**-0.5).reshape(b, heads_kv, own // heads_kv, d)
@@ -128,13 +111,13 @@ class SpreadAttention:
         xp, (ranks, b, share, d) = module_of(given), given.shape
         d, axis = d - 1, self._grid.heads
         received = xp.empty_like(given)  # (ranks, B, share, D + 1): this rank's share of the heads
-        self._merging.wait(self._merging.all_to_all(given, received))
+        self._context.wait(self._context.all_to_all(given, received))
         weights = received[..., d] - received[..., d].max(axis=0)
         weights = xp.exp(weights)  # (ranks, B, share)
         merged = (weights[..., None] * received[..., :d]).sum(axis=0)
         merged = merged / weights.sum(axis=0)[..., None]  # (B, share, D)
         joined = xp.empty((ranks * axis, *merged.shape), given.dtype)
-        self._joining.wait(self._joining.all_gather(merged, joined))
+        self._everyone.wait(self._everyone.all_gather(merged, joined))
         # The ranks of a context-parallel group divide its heads: put these next to each other.
         joined = joined.reshape(ranks, axis, b, share, d).transpose(2, 1, 0, 3, 4)
         joined = xp.ascontiguousarray(joined).reshape(b, axis, ranks * share, d)

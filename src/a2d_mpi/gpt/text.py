@@ -64,11 +64,7 @@ class Text:
     """
 
     def __init__(
-        self,
-        path: Path,
-        separator: bytes = b"\n\n\n",
-        share: float = 0.0,
-        held_out: bool = False,
+        self, path: Path, separator: bytes = b"\n\n\n", share: float = 0.0, held_out: bool = False
     ) -> None:
         content = read_regular(path)
         parts = [x for x in content.split(separator) if x] if separator else [content]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -112,7 +113,7 @@ class Training:
         timed, count = _Timed(plan), max(1, int((batch.targets >= 0).sum()))
         linear = self.linear and _Timed(self.linear, timed)
         with self._failures.all_or_none():
-            loss = self.loss(timed, batch, count, self.gradients, self.sum.start, linear)
+            loss = self.loss(timed, batch, count, self.gradients, self.sum.start, linear=linear)
             marks = [time.perf_counter()]
             self.sum.finish()
             marks.append(time.perf_counter())
@@ -128,20 +129,17 @@ class Training:
         return loss, dict(zip(STEP_PARTS, (attention, timed.wait, waited + agreed, adam, other)))
 
     def loss(
-        self,
-        attention: Attention,
-        batch: Batch,
-        count: int,
-        gradients: Parameters | None = None,
-        finished: Callable[[slice], None] = lambda bucket: None,
-        linear: Attention | None = None,
+        self, attention: Attention, batch: Batch, count: int, *backward: Any, linear: Any = None
     ) -> float:
-        """Compute this rank's term of a batch's mean loss; see `a2d_mpi.gpt.model.GPT.loss`."""
+        """Compute this rank's term of a batch's mean loss; see `a2d_mpi.gpt.model.GPT.loss`.
+
+        `backward` are its arguments `gradients` and `finished`.
+        """
         own, upload = attention.tokens, device_of(self.weights.flat).upload
         linear, positions = linear or self.linear, batch.positions[own]
         model = GPT(self.weights, attention, positions, self._recompute, linear)
         tokens, targets = (upload(x[own]) for x in (batch.tokens, batch.targets))
-        return model.loss(tokens, targets, count, gradients, finished)
+        return model.loss(tokens, targets, count, *backward)
 
     def free(self) -> None:
         """Free the communicator.  Collective, also after a loss."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from a2d_mpi.core.config import PHASES
-from a2d_mpi.core.dtypes import DTYPES, as_dtype, compute_dtype
+from a2d_mpi.core.dtypes import DTYPES, as_dtype
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.devices.workspace import Workspace
@@ -28,12 +28,12 @@ def _numpy(dtype: np.dtype, softmax_scale: float, device: Device, **options: Any
     return NumpyKernel(dtype, softmax_scale, **options)
 
 
-def _numba(dtype: np.dtype, softmax_scale: float, **options: Any) -> Kernel:
+def _numba(dtype: np.dtype, softmax_scale: float, device: Device, **options: Any) -> Kernel:
     try:
-        from a2d_mpi.kernels.compiled import CompiledPasses
+        from a2d_mpi.kernels.compiled import NumbaKernel
     except ImportError as error:
         raise ImportError(f"kernel 'numba' needs pip install a2d_mpi[numba]: {error}") from error
-    return _numpy(dtype, softmax_scale, passes=CompiledPasses(compute_dtype(dtype)), **options)
+    return NumbaKernel(dtype, softmax_scale, **options)
 
 
 def _cupy(

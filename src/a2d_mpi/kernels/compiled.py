@@ -13,7 +13,8 @@ from collections.abc import Callable
 import numpy as np
 from numba import config, njit
 
-from a2d_mpi.kernels.passes import Passes
+from a2d_mpi.devices.protocol import Array
+from a2d_mpi.kernels.numpy import NumpyKernel
 
 _f = np.float32
 ZERO, ONE = _f(0), _f(1)
@@ -58,7 +59,7 @@ def _exp(x: np.float32) -> np.float32:
 
 # "reassoc" allows sums in any order, so that they are vectorized; `_exp` must not have it.
 @_compile("void(f4[:,:,::1], f4[:,:], i8, b1[:,:])", fastmath={"reassoc"})
-def _exponentials(s: np.ndarray, total: np.ndarray, first: int, hidden: np.ndarray) -> None:
+def _exponentials(s: Array, total: Array, first: int, hidden: Array) -> None:
     """Replace logits by exponentials; add their sums to `total` if it has rows.
 
     `hidden` has the pairs of the rows from `first` on.
@@ -81,7 +82,7 @@ def _exponentials(s: np.ndarray, total: np.ndarray, first: int, hidden: np.ndarr
 
 
 @njit(fastmath={"reassoc"})
-def _by_head(x: np.ndarray, hide: np.ndarray) -> np.ndarray:
+def _by_head(x: Array, hide: Array) -> Array:
     """Return the largest squared norm of each head; tokens with true `hide` do not count.
 
     If `hide` is empty, all tokens count.
@@ -99,17 +100,13 @@ def _by_head(x: np.ndarray, hide: np.ndarray) -> np.ndarray:
 
 
 @_compile("UniTuple(f4, 4)(f4[:,:,::1], f4[:,:,::1], f4[:,:,::1], b1[:], b1[:])")
-def _largest_norms(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, masked_rows: np.ndarray, masked_keys: np.ndarray
-) -> tuple:
+def _largest_norms(q: Array, k: Array, v: Array, masked_rows: Array, masked_keys: Array) -> tuple:
     of_v = _by_head(v, masked_keys)
     return _by_head(q, masked_rows).max(), _by_head(k, masked_keys).max(), of_v.min(), of_v.max()
 
 
 @_compile("void(f4[:,:,::1], f4[:,::1], f4[:,:], f4[:,:,:], f4[:,:])")
-def _finish(
-    acc: np.ndarray, total: np.ndarray, shift: np.ndarray, out: np.ndarray, lse: np.ndarray
-) -> None:
+def _finish(acc: Array, total: Array, shift: Array, out: Array, lse: Array) -> None:
     """Write out and lse; an empty `shift` means that nothing was subtracted."""
     tokens, nheads, d = out.shape
     group = nheads // len(acc)
@@ -130,21 +127,17 @@ _NO_ROWS, _NOTHING_HIDDEN = np.zeros((0, 0), np.float32), np.zeros((0, 0), bool)
 _NO_TOKEN = np.zeros(0, bool)
 
 
-class CompiledPasses(Passes):
-    """Passes over float32 arrays, compiled by Numba; see `a2d_mpi.kernels.passes.Passes`.
+class NumbaKernel(NumpyKernel):
+    """The NumPy kernel with passes over float32 arrays that Numba compiles.
 
     Exponentials have a relative error of 1e-7 from -10 to 10 (``np.exp``: 2e-7), and 3e-7 beyond.
     Below -87.7, where float32 has no normal numbers, they are 0.  Above 88.4 they are infinite.
     """
 
     def exponentials(
-        self,
-        s: np.ndarray,
-        total: np.ndarray | None,
-        differ: slice | None,
-        hidden: np.ndarray | None,
+        self, s: Array, total: Array | None, differ: slice | None, hidden: Array | None
     ) -> None:
-        """Implement `a2d_mpi.kernels.passes.Passes`."""
+        """As of `NumpyKernel`."""
         if total is None:
             total = _NO_ROWS
         if hidden is None:
@@ -153,14 +146,9 @@ class CompiledPasses(Passes):
             _exponentials(s, total, differ.start, hidden)
 
     def largest_norms(
-        self,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        masked_rows: np.ndarray | None,
-        masked_keys: np.ndarray | None,
+        self, q: Array, k: Array, v: Array, masked_rows: Array | None, masked_keys: Array | None
     ) -> tuple[float, float, float, float]:
-        """Implement `a2d_mpi.kernels.passes.Passes`."""
+        """As of `NumpyKernel`."""
         # To Numba, 16-bit and read-only arrays have other types.
         if all(x.dtype == np.float32 and x.flags.carray for x in (q, k, v)):
             hide = (_NO_TOKEN if x is None else x for x in (masked_rows, masked_keys))
@@ -168,14 +156,9 @@ class CompiledPasses(Passes):
         return super().largest_norms(q, k, v, masked_rows, masked_keys)
 
     def finish(
-        self,
-        acc: np.ndarray,
-        total: np.ndarray,
-        shift: np.ndarray | None,
-        out: np.ndarray,
-        lse: np.ndarray,
+        self, acc: Array, total: Array, shift: Array | None, out: Array, lse: Array
     ) -> None:
-        """Implement `a2d_mpi.kernels.passes.Passes`."""
+        """As of `NumpyKernel`."""
         if out.dtype != np.float32 or lse.dtype != np.float32:
             super().finish(acc, total, shift, out, lse)
         else:

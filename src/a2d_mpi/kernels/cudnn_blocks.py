@@ -57,10 +57,7 @@ def reads_past(shape: str, nk: int, capability: tuple[int, int]) -> bool:
 
 
 def supported(
-    block: Block,
-    capability: tuple[int, int],
-    backward: bool = True,
-    deterministic: bool = False,
+    block: Block, capability: tuple[int, int], backward: bool = True, deterministic: bool = False
 ) -> str | None:
     """Return the reason why cuDNN does not compute `block`; return None if it does.
 

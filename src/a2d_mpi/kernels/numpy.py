@@ -8,7 +8,7 @@ small beside them:
   column of ones beside k and v).  A soft-cap comes between the product and the subtraction, so
   the subtraction is then a pass of its own.
 * Exponentials and their sums are one pass, which is compiled if Numba is there
-  (`a2d_mpi.kernels.passes`).
+  (`a2d_mpi.kernels.compiled`).
 * The query heads that share a KV head are rows of one product.
 * Visibility is decided once per cache block for all heads (`a2d_mpi.kernels.blocks`).
 * In small cache blocks one call of NumPy computes many heads.
@@ -48,8 +48,6 @@ class NumpyKernel(Packing):
         Most rows and keys of a cache block.
     work : Workspace, optional
         Buffers of the kernel.
-    passes : Passes, optional
-        Default: passes by NumPy.
     logit_softcap : float, optional
         c > 0: scaled logits s become ``c tanh(s / c)``, with the derivative
         ``1 - tanh(s / c)^2``.
@@ -102,8 +100,9 @@ class NumpyKernel(Packing):
         get, capped = self._get, self.logit_softcap is not None
         bounded = self._bounded(q, k, v, masked_rows, masked_keys)
         columns = d if bounded or capped else d + 1
-        for first, c in self._groups(nheads_kv, most, nk, max(d, e)):
-            heads, heads_kv = slice(first * g, (first + c) * g), slice(first, first + c)
+        for group in self._groups(nheads_kv, most, nk, max(d, e)):
+            c, heads_kv = len(group), slice(group.start, group.stop)
+            heads = slice(group.start * g, group.stop * g)
             kh = self._keys("k", k[:, heads_kv], masked_keys, columns)  # (c, nk, d), or d + 1
             vh = self._keys("v", v[:, heads_kv], masked_keys, e)  # (c, nk, e)
             for i0, i1, cache_blocks in query_blocks:
@@ -120,22 +119,19 @@ class NumpyKernel(Packing):
                 if not direct:
                     acc[:] = 0
                 sees = None if bounded else np.zeros((c, n), bool)  # rows that have seen a key
-                for subset, block in self._by_heads(cache_blocks, c, max(d, e)):
-                    rows, j0, j1, differ, hidden = block
-                    at, keys = (subset, rows), (subset, slice(j0, j1))
-                    x = subset.stop - subset.start
-                    m, b = rows.stop - rows.start, j1 - j0
+                for block, at, keys, (x, m, b) in self._by_heads(cache_blocks, c, max(d, e)):
+                    differ, hidden = block.differ, block.hidden
                     s, total_at = get("scores", (x, m, b)), total[at]
                     # (x, m, b) = (x, m, d) @ (x, d, b)
                     np.matmul(qb[at], _t(kh[keys]), out=s)
                     if largest is not None:
                         shifted = None if bounded or capped else shift[at]
-                        raised = largest[(first + subset.start) * g :][: x * g]
+                        raised = largest[heads][at[0].start * g :][: x * g]
                         self._find_largest(s, shifted, block, raised)
                     if capped:
                         self._cap(s)
                     if bounded:
-                        self._passes.exponentials(s, total_at, differ, hidden)  # (x, m, b): p
+                        self.exponentials(s, total_at, differ, hidden)  # (x, m, b): p
                     else:
                         if capped:
                             s -= shift[at][..., None]
@@ -144,7 +140,7 @@ class NumpyKernel(Packing):
                         _raise(s, shift[at], sees[at], (acc[at], total_at[..., None]))
                         if not capped:
                             qb[at][..., d] = -shift[at]
-                        self._passes.exponentials(s, total_at, None, None)
+                        self.exponentials(s, total_at, None, None)
                     shown = self._shown(m, b, differ, hidden) if careful else None
                     if direct and block is cache_blocks[0]:
                         self._product(s, vh[keys], shown, acc[at])  # (x, m, e) = p @ v
@@ -153,7 +149,7 @@ class NumpyKernel(Packing):
                         self._product(s, vh[keys], shown, partial)
                         acc[at] += partial
                     self.poll()
-                self._passes.finish(acc, total, shift, out[here], lse[here])
+                self.finish(acc, total, shift, out[here], lse[here])
 
     def backward(
         self,
@@ -203,8 +199,9 @@ class NumpyKernel(Packing):
         g = nheads // nheads_kv
         query_blocks, most, masked_rows, masked_keys = self._blocker.blocking(intervals, nk, g)
         get = self._get
-        for first, c in self._groups(nheads_kv, most, nk, max(d, e)):
-            heads, heads_kv = slice(first * g, (first + c) * g), slice(first, first + c)
+        for group in self._groups(nheads_kv, most, nk, max(d, e)):
+            c, heads_kv = len(group), slice(group.start, group.stop)
+            heads = slice(group.start * g, group.stop * g)
             # A column of ones at the end.
             kh = self._keys("k", k[:, heads_kv], masked_keys)  # (c, nk, d + 1)
             vh = self._keys("v", v[:, heads_kv], masked_keys)  # (c, nk, e + 1)
@@ -219,11 +216,8 @@ class NumpyKernel(Packing):
                 db = self._pack("dout", dout[here], c, 1, -delta[here], hide)
                 dqb = get("dq", (c, n, d))
                 dqb[:] = 0
-                with_heads = self._by_heads(cache_blocks, c, max(d, e))
-                for subset, (rows, j0, j1, differ, hidden) in with_heads:
-                    at, keys = (subset, rows), (subset, slice(j0, j1))
-                    x = subset.stop - subset.start
-                    m, b = rows.stop - rows.start, j1 - j0
+                for block, at, keys, (x, m, b) in self._by_heads(cache_blocks, c, max(d, e)):
+                    differ, hidden = block.differ, block.hidden
                     p, ds = get("scores", (x, m, b)), get("dscores", (x, m, b))
                     # The three share a buffer: each one is added before the next one is written.
                     partial_k, partial_q = get("partial", (x, b, d)), get("partial", (x, m, d))
@@ -235,7 +229,7 @@ class NumpyKernel(Packing):
                         slope = get("slope", (x, m, b))
                         self._cap(p, slope)
                         p += qb[at][..., d:]
-                    self._passes.exponentials(p, None, differ, hidden)  # (x, m, b)
+                    self.exponentials(p, None, differ, hidden)  # (x, m, b)
                     shown = self._shown(m, b, differ, hidden) if careful else None
                     shown_t = None if shown is None else shown.T
                     self._product(_t(p), db[at][..., :e], shown_t, partial_v)  # p.T @ dout
@@ -259,9 +253,7 @@ class NumpyKernel(Packing):
             _put(dv[:, heads_kv].swapaxes(0, 1), dvh, fresh)
 
 
-def _raise(
-    s: np.ndarray, shift: np.ndarray, sees: np.ndarray, sums: tuple[np.ndarray, ...]
-) -> None:
+def _raise(s: Array, shift: Array, sees: Array, sums: tuple[Array, ...]) -> None:
     """Raise the shift of rows whose logits exceed it by too much, and rescale their sums.
 
     `s` is (heads, rows, keys), `shift` and `sees` (heads, rows), and `sums` (heads, rows, ...).
@@ -281,12 +273,12 @@ def _raise(
         x *= scale
 
 
-def _t(x: np.ndarray) -> np.ndarray:
+def _t(x: Array) -> Array:
     """Transpose matrices."""
     return x.swapaxes(-1, -2)
 
 
-def _put(to: np.ndarray, x: np.ndarray, fresh: bool) -> None:
+def _put(to: Array, x: Array, fresh: bool) -> None:
     if fresh:
         to[...] = x
     else:

@@ -1,21 +1,29 @@
-"""Copies of tensors by head, in buffers of a NumPy kernel, and products of cache blocks."""
+"""Parts of the NumPy kernel: copies of tensors by head, products, and passes over its arrays.
+
+Without AVX-512, ``np.exp`` takes a fifth of a forward pass.  In small blocks, the number of NumPy
+calls decides.  So the kernel "numba" compiles the passes: `exponentials`, `largest_norms` and
+`finish`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 
 import numpy as np
 
 from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.core.kernel_memory import BLOCK_K, BLOCK_Q, head_groups
+from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.kernels.blocks import Blocker, CacheBlock
-from a2d_mpi.kernels.passes import Passes
+
+Slices = tuple[slice, slice]
 
 
 class Packing:
-    """Buffers and products of a NumPy kernel; see `a2d_mpi.kernels.numpy.NumpyKernel`."""
+    """Buffers, products and passes of a NumPy kernel; see `a2d_mpi.kernels.numpy.NumpyKernel`."""
 
     def __init__(
         self,
@@ -26,13 +34,11 @@ class Packing:
         block_k: int = BLOCK_K,
         work: Workspace | None = None,
         logit_softcap: float | None = None,
-        passes: Passes | None = None,
     ) -> None:
         self.dtype = compute_dtype(np.dtype(dtype))
         self.softmax_scale, self.logit_softcap = softmax_scale, logit_softcap
         self.poll = poll or (lambda: None)
         self._work, self._blocker = work or Workspace(), Blocker(block_q, block_k)
-        self._passes = passes or Passes(self.dtype)
         # exp(+-half), and its products with values between low and high, neither overflow nor
         # underflow.
         info = np.finfo(self.dtype)
@@ -40,12 +46,12 @@ class Packing:
         self._high = math.exp(self._half)
         self._low = float(info.tiny / info.eps) * self._high
 
-    def _get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def _get(self, name: str, shape: tuple[int, ...]) -> Array:
         return self._work.get(("kernel", name), shape, self.dtype)
 
     def _shown(
-        self, rows: int, keys: int, differ: slice | None, hidden: np.ndarray | None
-    ) -> np.ndarray | None:
+        self, rows: int, keys: int, differ: slice | None, hidden: Array | None
+    ) -> Array | None:
         """Return 1 for visible and 0 for hidden pairs; None if none is hidden."""
         if hidden is None:
             return None
@@ -53,9 +59,7 @@ class Packing:
         shown[differ] = ~hidden
         return shown
 
-    def _product(
-        self, weights: np.ndarray, x: np.ndarray, shown: np.ndarray | None, out: np.ndarray
-    ) -> None:
+    def _product(self, weights: Array, x: Array, shown: Array | None, out: Array) -> None:
         """Compute ``out = weights x``.
 
         With `shown`, only rows that see NaN or infinite elements of x become NaN.
@@ -67,7 +71,7 @@ class Packing:
         np.matmul(weights, np.where(bad, 0, x), out=out)
         np.copyto(out, np.nan, where=shown @ bad.astype(x.dtype) > 0)
 
-    def _cap(self, s: np.ndarray, slope: np.ndarray | None = None) -> None:
+    def _cap(self, s: Array, slope: Array | None = None) -> None:
         """Apply the soft-cap to logits, in place; write its derivative to `slope`."""
         cap = self.dtype.type(self.logit_softcap)
         s /= cap
@@ -78,7 +82,7 @@ class Packing:
         s *= cap
 
     def _find_largest(
-        self, s: np.ndarray, shift: np.ndarray | None, block: CacheBlock, largest: np.ndarray
+        self, s: Array, shift: Array | None, block: CacheBlock, largest: Array
     ) -> None:
         """Raise `largest`, one number for each head, to the visible logits of a cache block.
 
@@ -91,33 +95,34 @@ class Packing:
         by_head = by_row.reshape(len(s), -1, len(largest) // len(s)).max(axis=1).ravel()
         np.maximum(largest, by_head, out=largest)
 
-    def _groups(self, nheads_kv: int, rows: int, nk: int, d: int) -> list[tuple[int, int]]:
-        """Return groups of KV heads that are packed at once, as (first, number).
+    def _groups(self, nheads_kv: int, rows: int, nk: int, d: int) -> list[range]:
+        """Return the KV heads that are packed at once.
 
         The heads of a token are adjacent in memory, so packing head by head takes twice as long.
         """
         count = head_groups(nheads_kv, rows, nk, d)
         bounds = [nheads_kv * i // count for i in range(count + 1)]
-        return [(first, last - first) for first, last in zip(bounds, bounds[1:], strict=False)]
+        return [range(*x) for x in pairwise(bounds)]
 
     def _by_heads(
         self, cache_blocks: Iterable[CacheBlock], heads: int, d: int
-    ) -> Iterator[tuple[slice, CacheBlock]]:
+    ) -> Iterator[tuple[CacheBlock, Slices, Slices, tuple[int, int, int]]]:
         """Yield each cache block several times, with the heads that one call of NumPy computes.
 
         For a large cache block this is one head.  For a small one, it is as many heads as stay in
-        the cache together with their buffers, to limit the overhead of NumPy's calls.
+        the cache together with their buffers, to limit the overhead of NumPy's calls.  With a
+        block come its heads and rows, its heads and keys, and the numbers of heads, rows and keys.
         """
         room = self._blocker.block_q * self._blocker.block_k
         for block in cache_blocks:
             m, b = block.rows.stop - block.rows.start, block.j1 - block.j0
             most = max(1, room // (m * b + 2 * (m + b) * (d + 1)))
             for first in range(0, heads, most):
-                yield slice(first, min(first + most, heads)), block
+                some = slice(first, min(first + most, heads))
+                keys, sizes = slice(block.j0, block.j1), (some.stop - first, m, b)
+                yield block, (some, block.rows), (some, keys), sizes
 
-    def _keys(
-        self, name: str, x: np.ndarray, hide: np.ndarray | None, columns: int | None = None
-    ) -> np.ndarray:
+    def _keys(self, name: str, x: Array, hide: Array | None, columns: int | None = None) -> Array:
         """Copy (keys, heads, d) to (heads, keys, columns); columns after d are ones.
 
         Rows of keys with true `hide` become 0.  By default there are d + 1 columns.  If the copy
@@ -136,12 +141,12 @@ class Packing:
     def _pack(
         self,
         name: str,
-        x: np.ndarray,
+        x: Array,
         heads_kv: int,
         factor: float,
-        column: np.ndarray | float | None,
-        hide: np.ndarray | None,
-    ) -> np.ndarray:
+        column: Array | float | None,
+        hide: Array | None,
+    ) -> Array:
         """Copy (tokens, heads, d) times `factor` to (heads_kv, tokens x group, d + 1).
 
         `column` is the last column, (tokens, heads) or a number; None: there are d columns.  Rows
@@ -164,12 +169,7 @@ class Packing:
         return packed.reshape(heads_kv, tokens * group, columns)
 
     def _bounded(
-        self,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        masked_rows: np.ndarray | None,
-        masked_keys: np.ndarray | None,
+        self, q: Array, k: Array, v: Array, masked_rows: Array | None, masked_keys: Array | None
     ) -> bool:
         """Return True if exp(logit) and its products with v surely stay in range without a shift.
 
@@ -178,7 +178,7 @@ class Packing:
         both = (q, masked_rows), (k, masked_keys)
         if not all(len(x) if hide is None else not hide.all() for x, hide in both):
             return True
-        q2, k2, least, most = self._passes.largest_norms(q, k, v, masked_rows, masked_keys)
+        q2, k2, least, most = self.largest_norms(q, k, v, masked_rows, masked_keys)
         largest = math.sqrt(q2) * math.sqrt(k2) * abs(self.softmax_scale)
         if self.logit_softcap is not None and not math.isnan(largest):
             largest = min(largest, self.logit_softcap)
@@ -189,3 +189,82 @@ class Packing:
         if masked_keys is not None and most == 0:
             v = v[~masked_keys]
         return least > self._low**2 * v.shape[2] or (most == 0 and not v.any())
+
+    def exponentials(
+        self, s: Array, total: Array | None, differ: slice | None, hidden: Array | None
+    ) -> None:
+        """Replace logits by their exponentials, and add these up.
+
+        Parameters
+        ----------
+        s : (heads, rows, keys)
+            Logits, C-contiguous.  -inf becomes 0; NaN stays NaN.
+        total : (heads, rows) or None
+            Sums, to which the sum of each row is added.
+        differ : slice or None
+            Rows with hidden pairs.
+        hidden : (rows of differ, keys) bool or None
+            Pairs whose logits count as -inf.
+        """
+        if hidden is not None:
+            np.copyto(s[:, differ], -np.inf, where=hidden)
+        np.exp(s, out=s)
+        if total is not None:
+            total += np.matmul(s, np.ones(s.shape[-1], s.dtype))  # four times as fast as a sum
+
+    def largest_norms(
+        self, q: Array, k: Array, v: Array, masked_rows: Array | None, masked_keys: Array | None
+    ) -> tuple[float, float, float, float]:
+        """Return the largest squared norms of the vectors of q, k and v.
+
+        Parameters
+        ----------
+        q, k, v : (tokens, heads, headdim or headdim_v)
+        masked_rows, masked_keys : (tokens,) bool or None
+            Masked queries, and masked keys, which do not count.  At least one query and one key
+            must count.
+
+        Returns
+        -------
+        q2, k2 : float
+            Largest squared norm of q, and of k.
+        least, most : float
+            Each head of v has a largest squared norm: the least and the largest of these.  NaN
+            may be ignored.
+        """
+        q2, k2, v2 = (np.einsum("thd,thd->th", x, x, dtype=self.dtype) for x in (q, k, v))
+        for x, hide in ((q2, masked_rows), (k2, masked_keys), (v2, masked_keys)):
+            if hide is not None:
+                x[hide] = 0
+        by_head = v2.max(axis=0)
+        return float(q2.max()), float(k2.max()), float(by_head.min()), float(by_head.max())
+
+    def finish(
+        self, acc: Array, total: Array, shift: Array | None, out: Array, lse: Array
+    ) -> None:
+        """Compute out and lse from the sums of rows.
+
+        Parameters
+        ----------
+        acc, total : (heads_kv, tokens x group, d), (heads_kv, tokens x group)
+            Weighted sums of values, and sums of weights, C-contiguous; they may be overwritten.
+            Where total is 0, out becomes 0 and lse -inf.
+        shift : (heads_kv, tokens x group) or None
+            The number that was subtracted from the logits of each row.
+        out, lse : (tokens, heads, d), (tokens, heads)
+            Receive the results.
+        """
+        tokens, nheads = lse.shape
+        by_head = len(acc), tokens, nheads // len(acc)
+        if not total.all():
+            empty = total == 0
+            total[empty] = 1
+            shift = np.where(empty, -np.inf, 0 if shift is None else shift)
+        lse, out = (
+            x.reshape(tokens, *by_head[::2], *x.shape[2:]).swapaxes(0, 1) for x in (lse, out)
+        )
+        np.log(total.reshape(by_head), out=lse, casting="unsafe")
+        if shift is not None:
+            lse += shift.reshape(by_head)
+        weight = total.reshape(*by_head, 1)
+        np.divide(acc.reshape(out.shape), weight, out=out, casting="unsafe")

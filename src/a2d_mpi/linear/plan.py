@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
+from numpy import ndarray
 
 from a2d_mpi.attention.checks import check_grid, check_tensors
 from a2d_mpi.comm.agreement import Caller
@@ -18,10 +19,18 @@ from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.sizes import check_memory
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.kernels.threads import BlasThreads
-from a2d_mpi.linear import chunks
+from a2d_mpi.linear.chunks import CausalSums, FullSums
 from a2d_mpi.linear.features import FEATURE_MAPS, make_feature_map
 from a2d_mpi.linear.norms import NORMS, make_norm
-from a2d_mpi.linear.states import STATES, Piece, StateExchange, count_pieces, pieces_of, traffic
+from a2d_mpi.linear.states import (
+    STATES,
+    Decay,
+    Piece,
+    StateExchange,
+    count_pieces,
+    pieces_of,
+    traffic,
+)
 from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.sharding.distribution import Distribution, distribute
 
@@ -42,8 +51,8 @@ class Kept(NamedTuple):
         Factor of each row in the normalisation.
     """
 
-    states: np.ndarray
-    scale: np.ndarray | None
+    states: ndarray
+    scale: ndarray | None
 
 
 class LinearAttention(Caller):
@@ -175,7 +184,7 @@ class LinearAttention(Caller):
                 what = f"{count} states, one for each run of tokens of the {kind} distribution,"
                 check_memory(what, count * self._nbytes)
                 table = 8 * config.nheads * min(chunk, config.seqlen) ** 2
-                # `chunks.Decay` has two tables: powers, and powers with zeros above the diagonal.
+                # `Decay` has two tables: powers, and powers with zeros above the diagonal.
                 check_memory(f"factors of {config.nheads} heads (chunk {chunk})", 2 * table)
                 self._pieces = pieces_of(self.distribution, self._causal)
                 self.tokens = self.tokens_kv = self.distribution.tokens(rank)
@@ -185,20 +194,16 @@ class LinearAttention(Caller):
             comm = grid.comm_of("all", tuple(range(grid.comm.size)))
         self.config, self.dtype = config, config.dtype_of("q")
         self.compute_dtype, self._way = config.compute_dtype, states
-        self._rows = _cut(self._pieces, rank, chunk)
-        self._decay = chunks.Decay(decays, min(chunk, config.seqlen), self.compute_dtype)
-        self._channel = Channel(comm, "all", self.traffic)
-        self._exchange = StateExchange(
-            self._channel,
-            self._pieces,
-            states,
-            self._causal,
-            self._decay,
-            self._shape,
-            self.compute_dtype,
-        )
+        channel = self._channel = Channel(comm, "all", self.traffic)
+        if self._causal:
+            powers = Decay(decays, min(chunk, config.seqlen), self.compute_dtype)
+            self._exchange = StateExchange(channel, self._pieces, states, powers)
+            self._sums = CausalSums(self._exchange, powers, _cut(self._pieces, rank, chunk))
+        else:
+            self._exchange = StateExchange(channel, self._pieces, states, None)
+            self._sums = FullSums(self._exchange)
 
-    def forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, Kept]:
+    def forward(self, q: ndarray, k: ndarray, v: ndarray) -> tuple[ndarray, Kept]:
         """Compute linear attention.
 
         Parameters
@@ -221,14 +226,8 @@ class LinearAttention(Caller):
         return self._call("forward", {"q": q, "k": k, "v": v})
 
     def backward(
-        self,
-        dout: np.ndarray,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        out: np.ndarray,
-        kept: Kept,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        self, dout: ndarray, q: ndarray, k: ndarray, v: ndarray, out: ndarray, kept: Kept
+    ) -> tuple[ndarray, ndarray, ndarray]:
         """Compute the gradients of a loss with respect to q, k and v.
 
         Parameters
@@ -265,17 +264,16 @@ class LinearAttention(Caller):
             Source: `a2d_mpi.linear.states.traffic`.
         """
         rank = self.grid.comm.rank if rank is None else rank
-        orders = zip(PHASES, (self._pieces, self._pieces[::-1]))
         counts = {
             (phase, "all"): traffic(order, rank, self._way, self._causal, self._nbytes)
-            for phase, order in orders
+            for phase, order in zip(PHASES, (self._pieces, self._pieces[::-1]))
         }
         return {key: both for key, both in counts.items() if any(both)}
 
     def free(self) -> None:
         """Do nothing: this plan keeps no buffers between calls.  All plans have this method."""
 
-    def _call(self, phase: str, arrays: dict[str, np.ndarray], kept: Kept | None = None) -> tuple:
+    def _call(self, phase: str, arrays: dict[str, ndarray], kept: Kept | None = None) -> tuple:
         """Run one call; collective over the ranks of the grid."""
         transport = self._exchange.transport
         with self.grid.call(phase, self, transport.settle) as call:
@@ -296,7 +294,7 @@ class LinearAttention(Caller):
             self.timings |= {f"{phase}/{part}": x for part, x in seconds.items()}
             return results
 
-    def _check_arrays(self, arrays: dict[str, np.ndarray], phase: str, kept: Kept | None) -> None:
+    def _check_arrays(self, arrays: dict[str, ndarray], phase: str, kept: Kept | None) -> None:
         n = len(self.tokens)
         if check_tensors(arrays, (n, n), self.config) is not HOST:
             raise ValueError("linear attention takes NumPy arrays, got CuPy arrays")
@@ -314,45 +312,31 @@ class LinearAttention(Caller):
                 f"got {got}"
             )
 
-    def _forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, Kept]:
-        q, k, v = self._mapped(q, k, v)
-        if self._causal:
-            sums, states = chunks.forward_causal(q, k, v, self._rows, self._decay, self._exchange)
-        else:
-            sums, states = chunks.forward_full(q, k, v, self._exchange)
+    def _forward(self, q: ndarray, k: ndarray, v: ndarray) -> tuple[ndarray, Kept]:
+        sums, states = self._sums.forward(*self._mapped(q, k, v))
         out, scale = self._norm.forward(_turned(sums))
         kept = np.array(states, self.compute_dtype).reshape(-1, *self._shape)
         return out.astype(self.dtype), Kept(kept, scale)
 
     def _backward(
-        self,
-        kept: Kept,
-        dout: np.ndarray,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        out: np.ndarray,
-    ) -> tuple[np.ndarray, ...]:
+        self, kept: Kept, dout: ndarray, q: ndarray, k: ndarray, v: ndarray, out: ndarray
+    ) -> tuple[ndarray, ...]:
         dout, out = (x.astype(self.compute_dtype) for x in (dout, out))
         do = _turned(self._norm.backward(dout, out, kept.scale))  # (H, n, W)
         fq, fk, fv = self._mapped(q, k, v)
-        given = do, fq, fk, fv, list(kept.states)
-        if self._causal:
-            dfq, dfk, dfv = chunks.backward_causal(*given, self._rows, self._decay, self._exchange)
-        else:
-            dfq, dfk, dfv = chunks.backward_full(*given, self._exchange)
+        dfq, dfk, dfv = self._sums.backward(do, fq, fk, fv, kept.states)
         dq, dk = self._map.backward(dfq, fq), self._map.backward(dfk, fk)
         dv = dfv[..., : self.config.headdim]
         return tuple(_turned(x).astype(self.dtype) for x in (dq, dk, dv))
 
-    def _mapped(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> list[np.ndarray]:
+    def _mapped(self, q: ndarray, k: ndarray, v: ndarray) -> list[ndarray]:
         """Compute features, (H, n, F), and values, (H, n, W), with ones for a denominator."""
         q, k, v = (_turned(x.astype(self.compute_dtype)) for x in (q, k, v))
         ones = np.ones((*v.shape[:2], self._norm.columns), v.dtype)
         return [self._map.forward(q), self._map.forward(k), np.concatenate([v, ones], axis=2)]
 
 
-def _turned(x: np.ndarray) -> np.ndarray:
+def _turned(x: ndarray) -> ndarray:
     """Make a head-major array token-major, or the other way round; the result is contiguous."""
     return np.ascontiguousarray(x.swapaxes(0, 1))
 
@@ -388,7 +372,7 @@ def _check(mask: Mask, headdim: int, options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must be an integer from {least} to {most}, got {value!r}")
 
 
-def _decays(decay: float | Sequence[float] | None, nheads: int, mask: Mask) -> np.ndarray:
+def _decays(decay: float | Sequence[float] | None, nheads: int, mask: Mask) -> ndarray:
     """Return the decay of each head, (nheads,) float64."""
     try:
         decays = np.array(1.0 if decay is None else decay, np.float64)

@@ -9,14 +9,13 @@ Both add states in the order of tokens, so their results are the same, bit for b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from a2d_mpi.comm.channel import Channel
 from a2d_mpi.comm.transport import HostTransport
-from a2d_mpi.linear.chunks import Decay
 from a2d_mpi.sharding.distribution import Distribution
 
 STATES = ("gather", "ring")
@@ -84,15 +83,70 @@ def traffic(pieces: Sequence[Piece], rank: int, way: str, causal: bool, nbytes: 
     [int, int]
         Bytes sent and received.
     """
-    owners = [piece.owner for piece in pieces]
+    owners = _owners(pieces, way, causal)
     if way == "gather":
         own, ranks = owners.count(rank), len(set(owners))
         return [own * (ranks - 1) * nbytes, (len(owners) - own) * nbytes * (own > 0)]
-    hops = list(zip(owners, owners[1:]))
-    if not causal:
-        hops += list(zip([*owners[-1:], *owners], owners[:-1]))
-    hops = [(sender, receiver) for sender, receiver in hops if sender != receiver]
+    hops = [
+        (sender, receiver) for sender, receiver in zip(owners, owners[1:]) if sender != receiver
+    ]
     return [sum(hop[side] == rank for hop in hops) * nbytes for side in (0, 1)]
+
+
+def _owners(pieces: Sequence[Piece], way: str, causal: bool) -> list[int]:
+    """Return the owner of each piece; on a ring these are the ranks that a sum visits in turn.
+
+    Under a full mask, where each rank has one piece, the sum of all goes around once more.
+    """
+    owners = [piece.owner for piece in pieces]
+    return owners if causal or way == "gather" else [*owners, *owners[:-1]]
+
+
+class Decay:
+    """Powers of the decay of each head.
+
+    Parameters
+    ----------
+    decay : (H,) float64
+        Decay of each head, in (0, 1].
+    chunk : int
+        C, tokens of the longest chunk.
+    dtype : dtype
+        Dtype of the factors.
+
+    Attributes
+    ----------
+    within : (H, C, C)
+        Row i, column j: decay^(i - j) where j <= i, else 0.
+    rise : (H, C, 1)
+        Row i: decay^(i + 1).
+    """
+
+    def __init__(self, decay: np.ndarray, chunk: int, dtype: np.dtype) -> None:
+        rows = np.arange(chunk)
+        lag = rows[:, None] - rows
+        powers = decay[:, None] ** np.arange(chunk + 1)  # (H, C + 1)
+        self._decay, self._dtype = decay[:, None, None], dtype
+        self._powers = powers[..., None].astype(dtype)
+        self.within = np.where(lag >= 0, powers[:, abs(lag)], 0).astype(dtype)
+        self.rise = self._powers[:, 1:]
+
+    def fall(self, n: int) -> np.ndarray:
+        """Return decay^(n - 1 - j) for rows j of n, (H, n, 1)."""
+        return self._powers[:, :n][:, ::-1]
+
+    def add(self, state: np.ndarray, more: np.ndarray, n: int) -> np.ndarray:
+        """Return the state after n more tokens; `more` is the state of these tokens alone."""
+        return (self._decay**n).astype(self._dtype) * state + more
+
+    def scan(
+        self, added: Iterable[np.ndarray], lengths: Iterable[int], state: np.ndarray
+    ) -> Iterator[np.ndarray]:
+        """Yield the state before each of the added states, and after the last."""
+        for more, n in zip(added, lengths):
+            yield state
+            state = self.add(state, more, n)
+        yield state
 
 
 class StateExchange:
@@ -102,30 +156,17 @@ class StateExchange:
     ----------
     channel : Channel
         Channel of all ranks.
-    pieces : sequence of Piece
+    pieces : list of Piece
         Pieces of all ranks, in the order of tokens.
     way : {"gather", "ring"}
-    causal : bool
-    decay : Decay
-    shape : (int, int, int)
-        Shape of a state, (H, F, W).
-    dtype : dtype
-        Dtype in which states are added.
+    decay : Decay or None
+        None: a full mask, under which nothing decays.
     """
 
     def __init__(
-        self,
-        channel: Channel,
-        pieces: Sequence[Piece],
-        way: str,
-        causal: bool,
-        decay: Decay,
-        shape: tuple[int, ...],
-        dtype: np.dtype,
+        self, channel: Channel, pieces: list[Piece], way: str, decay: Decay | None
     ) -> None:
-        self._channel, self._pieces, self._way, self._causal = channel, pieces, way, causal
-        self._decay, self._shape, self._dtype = decay, shape, dtype
-        self._owners = {piece.owner for piece in pieces}
+        self._channel, self._pieces, self._way, self._decay = channel, pieces, way, decay
         self.transport = HostTransport()
 
     def start(self, own: Sequence[np.ndarray], reverse: bool = False) -> None:
@@ -133,19 +174,18 @@ class StateExchange:
 
         With `reverse`, states are added from the last token to the first.
         """
-        rank = self._channel.rank
-        self._order = list(self._pieces)[:: -1 if reverse else 1]
+        self._order = self._pieces[::-1] if reverse else self._pieces
         self._messages: list[Any] = []
-        self._states = {rank: np.array(own, self._dtype).reshape(-1, *self._shape)}
-        if self._way == "ring" or rank not in self._owners:
+        self._states = {self._channel.rank: np.array(own)}
+        if self._way == "ring" or not len(own):
             return
-        peers = [peer for peer in self._channel.peers if peer in self._owners]
+        owners = [piece.owner for piece in self._pieces]
+        peers = [peer for peer in self._channel.peers if peer in owners]
         for peer in peers:
-            count = sum(piece.owner == peer for piece in self._pieces)
-            self._states[peer] = np.empty((count, *self._shape), self._dtype)
+            self._states[peer] = np.empty((owners.count(peer), *own[0].shape), own[0].dtype)
             self._messages += self._channel.irecv([self._states[peer]], peer, 0)
         for peer in peers:
-            self._messages += self._channel.isend([self._states[rank]], peer, 0)
+            self._messages += self._channel.isend([self._states[self._channel.rank]], peer, 0)
 
     def poll(self) -> None:
         """Let messages advance."""
@@ -156,51 +196,39 @@ class StateExchange:
 
         Under a full mask, return the state of all tokens for each piece.
         """
-        before, state = self._gathered() if self._way == "gather" else self._passed_on()
-        if not self._causal:
-            return [state] * len(before)
-        return [before[place] for place in range(len(before))]
+        own = self._states[self._channel.rank]
+        if not len(own):
+            return []
+        before, state = (self._gathered if self._way == "gather" else self._passed_on)(own)
+        return [before[i] if self._decay else state for i in range(len(own))]
 
-    def _gathered(self) -> tuple[dict[int, np.ndarray], np.ndarray]:
+    def _gathered(self, own: np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
         """Return the state before each own piece, and the state at the end of the sequence."""
         self._channel.wait(self._messages)
-        before, state = {}, np.zeros(self._shape, self._dtype)
-        if self._channel.rank not in self._owners:
-            return before, state
+        before, state = {}, np.zeros_like(own[0])
         for piece in self._order:
             if piece.owner == self._channel.rank:
                 before[piece.place] = state
-            state = self._decay.add(state, self._states[piece.owner][piece.place], piece.tokens)
+            state = self._add(state, piece)
         return before, state
 
-    def _passed_on(self) -> tuple[dict[int, np.ndarray], np.ndarray]:
+    def _passed_on(self, own: np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
         """Return the same as `_gathered`; the second state is undefined under a causal mask."""
-        rank, own = self._channel.rank, self._states[self._channel.rank]
-        owners = [piece.owner for piece in self._order]
-        before, state = {}, np.zeros(self._shape, self._dtype)
-        for i, piece in enumerate(self._order):
-            if piece.owner != rank:
-                continue
+        owners = _owners(self._order, "ring", self._decay is not None)
+        rank, before, state = self._channel.rank, {}, np.zeros_like(own[0])
+        for i in (i for i, owner in enumerate(owners) if owner == rank):
             if i and owners[i - 1] != rank:
-                state = self._receive(owners[i - 1])
-            before[piece.place] = state
-            state = self._decay.add(state, own[piece.place], piece.tokens)
+                state = np.empty_like(own[0])
+                self._channel.wait(self._channel.irecv([state], owners[i - 1], 0))
+            if i < len(self._order):
+                before[self._order[i].place] = state
+                state = self._add(state, self._order[i])
             if i + 1 < len(owners) and owners[i + 1] != rank:
-                self._send(state, owners[i + 1])
-        if not self._causal and before:  # the sum goes around once more; each rank has one piece
-            i = owners.index(rank)
-            if i + 1 < len(owners):
-                state = self._receive(owners[i - 1])
-            following = owners[(i + 1) % len(owners)]
-            if following not in (rank, owners[-1]):
-                self._send(state, following)
+                self._messages += self._channel.isend([state], owners[i + 1], 0)
         self._channel.wait(self._messages)
         return before, state
 
-    def _send(self, state: np.ndarray, peer: int) -> None:
-        self._messages += self._channel.isend([state], peer, 0)
-
-    def _receive(self, peer: int) -> np.ndarray:
-        state = np.empty(self._shape, self._dtype)
-        self._channel.wait(self._channel.irecv([state], peer, 0))
-        return state
+    def _add(self, state: np.ndarray, piece: Piece) -> np.ndarray:
+        """Return the state after a piece."""
+        more = self._states[piece.owner][piece.place]
+        return self._decay.add(state, more, piece.tokens) if self._decay else state + more
