@@ -6,7 +6,6 @@ A program is read once, into a `Tape`, for all ranks that run it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from a2d_mpi.core.config import OF_KEYS, PHASES
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.planning.accounts import mpi_messages, nbytes, pairs_of
+from a2d_mpi.planning.accounts import nbytes, pairs_of
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import NOTHING, Held, held_by, held_by_slices
 from a2d_mpi.planning.simulator import COMPUTE, MERGE, OTHER, POST, WAIT, Messages, Operations
@@ -31,7 +30,6 @@ from a2d_mpi.schedules.steps import (
     Message,
     Receive,
     Send,
-    Step,
     TakeHeads,
     Wait,
 )
@@ -50,8 +48,8 @@ class Tape(NamedTuple):
         Number of messages of each operation.
     numbers : ndarray
         Messages of the operations, one operation after the other.
-    messages : (messages, 8) int64
-        Peer, whether it is received, kind of rows, tag, turn, bytes, tensors, MPI messages.
+    messages : (messages, 7) int64
+        Peer, whether it is received, kind of rows, tag, turn, bytes, tensors.
     cuts : tuple of (int, int)
         Number of operations, and of entries of `numbers`, before each part of the program and at
         the end; see `a2d_mpi.schedules.slices.borders`.
@@ -76,10 +74,6 @@ class Survey(NamedTuple):
     messages : Messages
     tensors : (n,) int64
         Tensors of every message; each tensor costs the overhead of a message.
-    pieces : (n,) int64
-        MPI messages of every message.
-    kinds : (n,) int64
-        Index in `KINDS` of the rows of every message.
     held : list of list of Held
         Memory, by rank and program.
     """
@@ -87,8 +81,6 @@ class Survey(NamedTuple):
     operations: Operations
     messages: Messages
     tensors: np.ndarray
-    pieces: np.ndarray
-    kinds: np.ndarray
     held: list[list[Held]]
 
 
@@ -100,7 +92,6 @@ def survey_of(
     problem: Problem,
     phase: str,
     ranks: tuple[int, ...] | None = None,
-    steps: int | None = None,
 ) -> Survey:
     """Read the programs of all ranks of a plan in one phase.
 
@@ -117,8 +108,6 @@ def survey_of(
     ranks : tuple of int, optional
         Read the programs of these ranks only.  Their messages with other ranks are complete; the
         other ranks have nothing else.
-    steps : int, optional
-        Read only the first steps of every program, and waits for their messages.
 
     Raises
     ------
@@ -126,7 +115,7 @@ def survey_of(
         If the heads do not fit the layout, or the machine has no kernel for the dtype.
     """
     plan = method, essence(method, layout), problem, work.overlap
-    return _with_link_costs(machine, layout, _survey(machine, *plan, phase, ranks, steps))
+    return _with_link_costs(machine, layout, _survey(machine, *plan, phase, ranks))
 
 
 @lru_cache(maxsize=2)  # layouts that differ only in the places of ranks follow each other
@@ -138,7 +127,6 @@ def _survey(
     overlap: bool,
     phase: str,
     ranks: tuple[int, ...] | None,
-    steps: int | None,
 ) -> Survey:
     """Make the survey without the costs of messages, which depend on the places of ranks."""
     tapes, places, parts, held = [], [], [], []
@@ -151,7 +139,7 @@ def _survey(
             programs = len(of_slice)
             of_slices.append(range(len(tapes), len(tapes) + programs))
             for k, x in enumerate(of_slice):
-                tapes.append(_tape(x, phase, machine, k == programs - 1, steps))
+                tapes.append(_tape(x, phase, machine, k == programs - 1))
                 places.append((rank, i * programs + k, x.ranks.step, x.ranks.start))
         shared = sharing(problem.config.cp_group(layout.heads), len(drafts))
         held.append(
@@ -163,8 +151,8 @@ def _survey(
             run = order(layout, len(drafts), overlap)
             parts += [(of_slices[i][k], part) for i, k, part in run]
     operations, listed = _joined(tapes, np.array(places), parts, layout.size)
-    source, to, nbytes, *others = listed.T
-    return Survey(operations, Messages(source, to, nbytes), *others, held)
+    *messages, tensors = listed.T
+    return Survey(operations, Messages(*messages), tensors, held)
 
 
 def _with_link_costs(machine: Machine, layout: Layout, survey: Survey) -> Survey:
@@ -212,8 +200,8 @@ def _joined(
     Returns
     -------
     operations : Operations
-    messages : (n, 6) int64
-        Source, receiver, bytes, tensors, MPI messages, kind.
+    messages : (n, 4) int64
+        Source, receiver, bytes, tensors.
     """
     pieces = [_piece(tapes[i], part) for i, part in parts]
     kind, seconds, sizes, numbers = map(np.concatenate, zip(*pieces))
@@ -223,7 +211,7 @@ def _joined(
     before = np.cumsum(of_tape) - of_tape
     numbers += np.repeat(before[tape], [len(x[3]) for x in pieces])
     rank, program, stride, offset = np.repeat(places, of_tape, axis=0).T
-    peer, receives, *same, nbytes, tensors, counts = messages.T
+    peer, receives, *same, nbytes, tensors = messages.T
     peer = peer * stride + offset
     ends = np.where(receives, peer, rank), np.where(receives, rank, peer)
     # These numbers are the same on both sides of a message, and differ between messages.
@@ -239,7 +227,7 @@ def _joined(
         np.concatenate([[0], np.cumsum(sizes)]),
         number[numbers],
     )
-    return operations, np.stack([*ends, nbytes, tensors, counts, same[0]], axis=1)[first]
+    return operations, np.stack([*ends, nbytes, tensors], axis=1)[first]
 
 
 def _piece(tape: Tape, part: int | None) -> tuple[np.ndarray, ...]:
@@ -264,7 +252,7 @@ def _tape_of(
         np.array(seconds, float),
         sizes,
         np.array([m for x in numbers for m in x], np.int64),
-        np.array(messages, np.int64).reshape(-1, 8),
+        np.array(messages, np.int64).reshape(-1, 7),
         tuple((x, before[x]) for x in (0, *cuts, len(sizes))),
         held,
     )
@@ -286,9 +274,9 @@ def _opening(machine: Machine, nbytes: int) -> Tape:
 
 
 @lru_cache(maxsize=4096)
-def _tape(draft: Draft, phase: str, machine: Machine, last: bool, steps: int | None) -> Tape:
-    """Read one program, or its first steps; `last`: its results are for the caller."""
-    program, backward = _written(draft, steps), phase == PHASES[1]
+def _tape(draft: Draft, phase: str, machine: Machine, last: bool) -> Tape:
+    """Read one program; `last`: its results are for the caller."""
+    program, backward = draft.write(), phase == PHASES[1]
     calls, config = iter(_kernel_seconds(program, machine, phase)), program.group.config
     awaited = _awaited_sends(program)
     operations: list[tuple[int, float, Sequence[int]]] = []
@@ -341,40 +329,13 @@ def _tape(draft: Draft, phase: str, machine: Machine, last: bool, steps: int | N
     return _tape_of(operations, messages, held, cuts)
 
 
-class _Beginning(list):
-    """The first `most` steps of a program; the last one raises `_Enough`."""
-
-    most: int
-
-    def append(self, step: Step) -> None:
-        super().append(step)
-        if len(self) == self.most:
-            raise _Enough
-
-
-class _Enough(Exception):
-    pass
-
-
-def _written(draft: Draft, steps: int | None) -> Program:
-    """Write a program, or its first steps and the waits for their messages."""
-    program = draft.empty()
-    if steps is not None:
-        program.steps = _Beginning()
-        program.steps.most = steps
-    with suppress(_Enough):
-        draft.writer(program)
-    return draft.complete(program)
-
-
 def _message(program: Program, step: Message) -> tuple[int, ...]:
     """Return the row of `Tape.messages` of a message."""
     array = program.arrays[step.rows.array]
     # Equal on both sides; two ranks share one channel.
     same = _KINDS[array.kind], step.tag, step.turn
     sizes = nbytes(program, step.rows), len(program.group.row_bytes(array))
-    pieces = mpi_messages(program, step.rows)
-    return step.peer, isinstance(step, Receive), *same, *sizes, pieces
+    return step.peer, isinstance(step, Receive), *same, *sizes
 
 
 def _kernel_seconds(program: Program, machine: Machine, phase: str) -> list[float]:
