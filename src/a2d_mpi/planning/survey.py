@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -37,8 +38,8 @@ from a2d_mpi.schedules.steps import (
 _KINDS = {kind: i for i, kind in enumerate(KINDS)}
 
 
-class Tape(NamedTuple):
-    """Operations of one program, whose messages are numbered from 0.
+class Part(NamedTuple):
+    """Operations of a part of a program.
 
     Attributes
     ----------
@@ -48,20 +49,28 @@ class Tape(NamedTuple):
         Number of messages of each operation.
     numbers : ndarray
         Messages of the operations, one operation after the other.
-    messages : (messages, 7) int64
-        Peer, whether it is received, kind of rows, tag, turn, bytes, tensors.
-    cuts : tuple of (int, int)
-        Number of operations, and of entries of `numbers`, before each part of the program and at
-        the end; see `a2d_mpi.schedules.slices.borders`.
-    held : Held
     """
 
     kind: np.ndarray
     seconds: np.ndarray
     sizes: np.ndarray
     numbers: np.ndarray
+
+
+class Tape(NamedTuple):
+    """Operations of one program, whose messages are numbered from 0.
+
+    Attributes
+    ----------
+    parts : list of Part
+        See `a2d_mpi.schedules.slices.borders`.
+    messages : (messages, 7) int64
+        Peer, whether it is received, kind of rows, tag, turn, bytes, tensors.
+    held : Held
+    """
+
+    parts: list[Part]
     messages: np.ndarray
-    cuts: tuple[tuple[int, int], ...]
     held: Held
 
 
@@ -131,7 +140,7 @@ def _survey(
     """Make the survey without the costs of messages, which depend on the places of ranks."""
     tapes, places, parts, held = [], [], [], []
     for rank in range(layout.size) if ranks is None else ranks:
-        parts.append((len(tapes), None))
+        parts.append((len(tapes), 0))
         tapes.append(_opening(machine, _opening_bytes(problem, rank, phase == PHASES[1])))
         places.append((rank, 0, 1, 0))
         drafts, of_slices = drafts_of(method, phase, layout, problem, rank, overlap), []
@@ -146,7 +155,7 @@ def _survey(
             held_by_slices([[tapes[k].held for k in x] for x in of_slices], shared, layout)
         )
         if len(drafts) == 1:
-            parts += [(k, None) for k in of_slices[0]]
+            parts += product(of_slices[0], range(3))
         else:
             run = order(layout, len(drafts), overlap)
             parts += [(of_slices[i][k], part) for i, k, part in run]
@@ -182,7 +191,7 @@ def _with_link_costs(machine: Machine, layout: Layout, survey: Survey) -> Survey
 def _joined(
     tapes: Sequence[Tape],
     places: np.ndarray,
-    parts: Sequence[tuple[int, int | None]],
+    parts: Sequence[tuple[int, int]],
     ranks: int,
 ) -> tuple[Operations, np.ndarray]:
     """Join the tapes of all ranks; the two sides of a message get the same number.
@@ -192,8 +201,8 @@ def _joined(
     tapes : sequence of Tape
     places : (tapes, 4) int64
         Rank, number of the program, and stride and offset of the ranks of its group.
-    parts : sequence of (int, int or None)
-        What is run, rank by rank: numbers of tapes, and of their parts; None: the whole tape.
+    parts : sequence of (int, int)
+        What is run, rank by rank: numbers of tapes, and of their parts.
     ranks : int
         Number of ranks.
 
@@ -203,13 +212,13 @@ def _joined(
     messages : (n, 4) int64
         Source, receiver, bytes, tensors.
     """
-    pieces = [_piece(tapes[i], part) for i, part in parts]
+    pieces = [tapes[i].parts[part] for i, part in parts]
     kind, seconds, sizes, numbers = map(np.concatenate, zip(*pieces))
     messages = np.concatenate([x.messages for x in tapes])
     of_tape = np.array([len(x.messages) for x in tapes])
     tape = np.array([i for i, _ in parts])
     before = np.cumsum(of_tape) - of_tape
-    numbers += np.repeat(before[tape], [len(x[3]) for x in pieces])
+    numbers += np.repeat(before[tape], [len(x.numbers) for x in pieces])
     rank, program, stride, offset = np.repeat(places, of_tape, axis=0).T
     peer, receives, *same, nbytes, tensors = messages.T
     peer = peer * stride + offset
@@ -219,7 +228,7 @@ def _joined(
     shape = [int(x.max(initial=0)) + 1 for x in columns]
     key = np.ravel_multi_index(columns, shape)
     _, first, number = np.unique(key, return_index=True, return_inverse=True)
-    of_rank = np.bincount(places[tape, 0], [len(x[0]) for x in pieces], ranks)
+    of_rank = np.bincount(places[tape, 0], [len(x.kind) for x in pieces], ranks)
     operations = Operations(
         np.concatenate([[0], np.cumsum(of_rank)]).astype(np.int64),
         kind,
@@ -230,32 +239,24 @@ def _joined(
     return operations, np.stack([*ends, nbytes, tensors], axis=1)[first]
 
 
-def _piece(tape: Tape, part: int | None) -> tuple[np.ndarray, ...]:
-    """Return kinds, seconds, sizes and numbers of the operations of a part of a tape."""
-    if part is None:
-        return tape[:4]
-    (a, first), (b, last) = tape.cuts[part : part + 2]
-    return tape.kind[a:b], tape.seconds[a:b], tape.sizes[a:b], tape.numbers[first:last]
-
-
 def _tape_of(
-    operations: Sequence[tuple[int, float, Sequence[int]]],
+    parts: Sequence[Sequence[tuple[int, float, Sequence[int]]]],
     messages: Sequence[tuple[int, ...]],
     held: Held,
-    cuts: Sequence[int] = (),
 ) -> Tape:
-    kind, seconds, numbers = zip(*operations) if operations else ((), (), ())
-    sizes = np.array([len(x) for x in numbers], np.int64)
-    before = [0, *np.cumsum(sizes).tolist()]
-    return Tape(
-        np.array(kind, np.int64),
-        np.array(seconds, float),
-        sizes,
-        np.array([m for x in numbers for m in x], np.int64),
-        np.array(messages, np.int64).reshape(-1, 7),
-        tuple((x, before[x]) for x in (0, *cuts, len(sizes))),
-        held,
-    )
+    """Make a tape; `parts` are kind, seconds and messages of the operations of each part."""
+    columns = []
+    for operations in parts:
+        kind, seconds, numbers = zip(*operations) if operations else ((), (), ())
+        columns.append(
+            Part(
+                np.array(kind, np.int64),
+                np.array(seconds, float),
+                np.array([len(x) for x in numbers], np.int64),
+                np.array([m for x in numbers for m in x], np.int64),
+            )
+        )
+    return Tape(columns, np.array(messages, np.int64).reshape(-1, 7), held)
 
 
 def _opening_bytes(problem: Problem, rank: int, backward: bool) -> int:
@@ -270,7 +271,7 @@ def _opening_bytes(problem: Problem, rank: int, backward: bool) -> int:
 def _opening(machine: Machine, nbytes: int) -> Tape:
     """Make the tape of a call's opening: its start, and work on the caller's arrays."""
     spent = [(OTHER, machine.start, ()), (COMPUTE, machine.copying(nbytes), ())]
-    return _tape_of([x for x in spent if x[1]], (), NOTHING)
+    return _tape_of([[x for x in spent if x[1]]], (), NOTHING)
 
 
 @lru_cache(maxsize=4096)
@@ -279,26 +280,26 @@ def _tape(draft: Draft, phase: str, machine: Machine, last: bool) -> Tape:
     program, backward = draft.write(), phase == PHASES[1]
     calls, config = iter(_kernel_seconds(program, machine, phase)), program.group.config
     awaited = _awaited_sends(program)
-    operations: list[tuple[int, float, Sequence[int]]] = []
+    parts: list[list[tuple[int, float, Sequence[int]]]] = [[]]
     messages: list[tuple[int, ...]] = []
     numbers: dict[int, int] = {}  # messages of the tape, by index of the program's
     posted: list[int] = []
-    bounds, cuts = borders(program), []
+    bounds = borders(program)
 
     def spend(kind: int, seconds: float) -> None:
         if seconds:
-            operations.append((kind, seconds, ()))
+            parts[-1].append((kind, seconds, ()))
 
     def post() -> None:  # messages that are posted together leave together
         nonlocal posted
         if posted:
-            operations.append((POST, 0.0, posted))
+            parts[-1].append((POST, 0.0, posted))
             posted = []
 
     for i, step in enumerate(program.steps):
         for _ in range(bounds.count(i)):
             post()
-            cuts.append(len(operations))
+            parts.append([])
         is_message = isinstance(step, Message)
         if is_message:
             numbers[step.index] = len(messages)
@@ -310,7 +311,7 @@ def _tape(draft: Draft, phase: str, machine: Machine, last: bool) -> Tape:
         if is_message:
             spend(OTHER, machine.hop_overhead / machine.share)
         elif isinstance(step, Wait):
-            operations.append((WAIT, 0.0, [numbers[x] for x in step.messages]))
+            parts[-1].append((WAIT, 0.0, [numbers[x] for x in step.messages]))
         elif isinstance(step, KernelCall):
             spend(COMPUTE, next(calls))
             spend(OTHER, machine.step / machine.share)
@@ -322,11 +323,11 @@ def _tape(draft: Draft, phase: str, machine: Machine, last: bool) -> Tape:
         else:
             rows = step.target if isinstance(step, TakeHeads) else step.source
             spend(MERGE, machine.copying(nbytes(program, rows)))
-    cuts += [len(operations)] * (2 - len(cuts))
+    parts += ([] for _ in range(3 - len(parts)))
     for rows in program.copied if last else ():
         spend(OTHER, machine.copying(nbytes(program, rows)))
     held = held_by(program, backward, machine.host_kernel(config.dtype))
-    return _tape_of(operations, messages, held, cuts)
+    return _tape_of(parts, messages, held)
 
 
 def _message(program: Program, step: Message) -> tuple[int, ...]:
