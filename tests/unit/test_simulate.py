@@ -22,7 +22,6 @@ from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.model import Phase, predict
 from a2d_mpi.planning.network import PORTS, Cables, Network, parse_network
 from a2d_mpi.planning.profile import write_machine
-from a2d_mpi.planning.simgrid import Replay
 from a2d_mpi.planning.simulator import POST, WAIT
 from a2d_mpi.planning.survey import survey_of
 from a2d_mpi.planning.workload import Workload
@@ -48,8 +47,8 @@ def test_programs_send_what_schedules_send(method, layout, phase):
     problem = problem_of(method, layout, work, mask)
     programs, sent, *_ = survey_of(machine(), method, layout, work, problem, phase)
     moved = np.zeros((layout.size, layout.size), np.int64)
-    for move in cost.moves(method, layout, problem, None, (phase,), sent=True):
-        np.add.at(moved, (move.rank, move.peer), move.nbytes)
+    for move in cost.moves(method, layout, problem, None, (phase,)):
+        np.add.at(moved, (move.rank, move.peer), move.nbytes * move.sent)
     found = np.zeros_like(moved)
     np.add.at(found, (sent.source, sent.to), sent.nbytes)
     np.testing.assert_array_equal(found, moved)
@@ -141,11 +140,10 @@ def fake(monkeypatch):
     def run(machine, method, layout, work, network, coarse):
         ran.append((method, layout.size, network.name))
         phases = predict(machine, method, layout, work)
-        twice = {
+        return {
             name: Phase(*(2 * getattr(x, part) for part in ("compute", "merge", "wait", "other")))
             for name, x in phases.items()
         }
-        return Replay(twice, 1.0, 10, 20)
 
     monkeypatch.setattr(job, "simulate", run)
     monkeypatch.setattr(job, "replayer", lambda: None)

@@ -12,11 +12,11 @@ from a2d_mpi.experiments.streams import aligned, progress
 from a2d_mpi.experiments.sweep import SIZES, Case
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import STEP_PARTS, predict_step
+from a2d_mpi.planning.candidate import Candidate
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.planner import candidates, duration, why_not
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.simulator import PARTS
-from a2d_mpi.planning.trial import Candidate
 from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import METHODS
 

@@ -63,8 +63,8 @@ def _simulated(
         "room": room,
         "coarse": coarse,
     }
-    replay = simulate(*plan, network=network, coarse=coarse)
-    for name, phases in (("predicted", predicted), ("simulated", replay.phases)):
+    simulated = simulate(*plan, network=network, coarse=coarse)
+    for name, phases in (("predicted", predicted), ("simulated", simulated)):
         for phase, parts in phases.items():
             entry[f"{phase} {name}"] = float(parts.total.max())
             entry[f"{phase} {name} wait"] = float(parts.wait.mean())

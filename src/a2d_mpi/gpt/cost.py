@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from a2d_mpi.gpt.config import GPTConfig
+from a2d_mpi.planning.candidate import Candidate
 from a2d_mpi.planning.machine import Machine
-from a2d_mpi.planning.trial import Candidate
 
 STEP_PARTS = ("attention", "wait", "gradients", "adam", "other")  # parts of a step's seconds
 # Elements that could be copied in the time of an operation.  LAYER, per layer and element of a

@@ -16,10 +16,9 @@ from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning.accounts import area, mpi_messages, nbytes
 from a2d_mpi.schedules import write
 from a2d_mpi.schedules.problem import Problem
-from a2d_mpi.schedules.steps import Receive, Send
+from a2d_mpi.schedules.steps import Message, Send
 
 Bytes = dict[tuple[str, str], list[int]]
-_MESSAGES = {None: (Send, Receive), True: Send, False: Receive}
 
 
 class Transfer(NamedTuple):
@@ -54,7 +53,6 @@ def moves(
     problem: Problem,
     rank: int | None,
     phases: Sequence[str] = PHASES,
-    sent: bool | None = None,
 ) -> Iterator[Transfer]:
     """Yield all rows that a rank sends or receives, array by array.
 
@@ -68,14 +66,12 @@ def moves(
     rank : int or None
         A rank of the layout; None: all ranks.
     phases : sequence of str
-    sent : bool, optional
-        Only rows that are sent, or only rows that are received.
     """
     ranks = range(layout.size) if rank is None else (rank,)
     for phase, own in product(phases, ranks):
         for program in write(method, phase, layout, problem, own):
             for step in program.steps:
-                if isinstance(step, _MESSAGES[sent]):
+                if isinstance(step, Message):
                     yield Transfer(
                         phase,
                         step.channel,

@@ -13,26 +13,20 @@ import numpy as np
 
 # Links are filled in one round if the rates that they give differ by no more than this share.
 ALIKE = 1e-3
+POST, WAIT = 4, 5  # kinds of operations, see `a2d_mpi.planning.simulator`
 
 
-class Actions(NamedTuple):
-    """Posts and waits of all ranks, one rank after the other; there are A of them."""
+class Progress(NamedTuple):
+    """State of every operation of `a2d_mpi.planning.simulator.Operations`."""
 
-    first: np.ndarray  # (P + 1,): index of each rank's first action
-    waits: np.ndarray  # (A,) bool: True for a wait, False for a post
-    delay: np.ndarray  # (A,) s that the rank is busy before the action
-    work: np.ndarray  # (A,) s of the rank's core, to receive the messages of a wait
-    begin: np.ndarray  # (A + 1,): index in `numbers` of each action's first message
-    numbers: np.ndarray  # messages of the actions
-    reached: np.ndarray  # (A,) bool: the rank has reached the action
-    missing: np.ndarray  # (A,): messages of a wait that have not arrived
-    end: np.ndarray  # (A,) s: latest arrival so far; in the end, when the wait ended
+    missing: np.ndarray  # (n,): messages of a wait that have not arrived
+    end: np.ndarray  # (n,) s: latest arrival so far; in the end, when the operation ended
 
 
 class Ranks(NamedTuple):
     """State of every rank, (P,)."""
 
-    at: np.ndarray  # next action
+    at: np.ndarray  # next operation
     now: np.ndarray  # s: time of the rank
     idle: np.ndarray  # s of waiting in which the core was free
     waited: np.ndarray  # s spent in waits
@@ -45,7 +39,7 @@ class Flows(NamedTuple):
     passed: np.ndarray  # (links of a message, n): links that each message passes
     latency: np.ndarray  # (n,) s
     bandwidth: np.ndarray  # (links,) bytes/s
-    waiter: np.ndarray  # (2, n): action in which its source, its receiver waits for it; -1: none
+    waiter: np.ndarray  # (2, n): where its source, its receiver waits for it; -1: nowhere
     ends: np.ndarray  # (2, n): ranks of its source and its receiver
     posted: np.ndarray  # (n,): number of sides that have posted it
     start: np.ndarray  # (n,) s: both sides have posted it, and the message before it has passed
@@ -55,27 +49,26 @@ class Flows(NamedTuple):
     sent: np.ndarray  # (n,) bool: all bytes have passed
 
 
-def _advance(rank, actions, ranks, flows, pending, count):
+def _advance(rank, operations, progress, ranks, flows, pending, count):
     """Advance a rank until it must wait; messages that may start are appended to `pending`."""
     now = ranks.now[rank]
-    a = ranks.at[rank]
-    while a < actions.first[rank + 1]:
-        if not actions.reached[a]:
-            actions.reached[a] = True
-            now += actions.delay[a]
-        if actions.waits[a]:
-            if actions.missing[a]:
+    i = ranks.at[rank]
+    while i < operations.first[rank + 1]:
+        seconds = operations.seconds[i]
+        if operations.kind[i] == WAIT:
+            if progress.missing[i]:
                 break
-            ready = max(now, actions.end[a])
+            ready = max(now, progress.end[i])
             idle = ranks.idle[rank] + ready - now
-            paid = min(idle, actions.work[a])  # work that the core did while the rank waited
+            paid = min(idle, seconds)  # work that the core did while the rank waited
             ranks.idle[rank] = idle - paid
-            ready += actions.work[a] - paid
+            ready += seconds - paid
             ranks.waited[rank] += ready - now
-            actions.end[a] = now = ready
+            now = ready
         else:
-            for i in range(actions.begin[a], actions.begin[a + 1]):
-                m = actions.numbers[i]
+            now += seconds
+            for k in range(operations.begin[i], operations.begin[i + 1]):
+                m = operations.numbers[k]
                 flows.posted[m] += 1
                 flows.start[m] = max(flows.start[m], now)
                 if flows.posted[m] == 2:
@@ -86,21 +79,23 @@ def _advance(rank, actions, ranks, flows, pending, count):
                     else:
                         pending[count] = m
                         count += 1
-        a += 1
+        progress.end[i] = now
+        i += 1
     ranks.now[rank] = now
-    ranks.at[rank] = a
+    ranks.at[rank] = i
     return count
 
 
-def _arrive(m, done, actions, flows, woken, number):
+def _arrive(m, done, progress, ranks, flows, woken, number):
     """Mark a message as arrived; ranks whose waits are over are appended to `woken`."""
     for side in range(2):
-        a = flows.waiter[side][m]
-        if a >= 0:
-            actions.missing[a] -= 1
-            actions.end[a] = max(actions.end[a], done)
-            if actions.missing[a] == 0 and actions.reached[a]:
-                woken[number] = flows.ends[side][m]
+        i = flows.waiter[side][m]
+        if i >= 0:
+            progress.missing[i] -= 1
+            progress.end[i] = max(progress.end[i], done)
+            rank = flows.ends[side][m]
+            if progress.missing[i] == 0 and ranks.at[rank] == i:
+                woken[number] = rank
                 number += 1
     return number
 
@@ -138,14 +133,14 @@ def _shares(passed, bandwidth):
     return rate
 
 
-def run(actions, ranks, flows, coarse):
+def run(operations, progress, ranks, flows, coarse):
     """Run all programs; return the number of times that the rates were computed."""
     size, n = len(ranks.now), len(flows.nbytes)
     woken = np.empty(2 * n + size, np.int64)
     pending = np.empty(n, np.int64)
     waiting = 0
     for rank in range(size):
-        waiting = _advance(rank, actions, ranks, flows, pending, waiting)
+        waiting = _advance(rank, operations, progress, ranks, flows, pending, waiting)
     active = np.empty(0, np.int64)
     rate, end = np.empty(0), np.empty(0)
     now, events = 0.0, 0
@@ -163,7 +158,8 @@ def run(actions, ranks, flows, coarse):
         for i in np.flatnonzero(over):
             m, passed = int(active[i]), float(end[i])
             now = max(now, passed)
-            number = _arrive(m, passed + flows.latency[m], actions, flows, woken, number)
+            done = passed + flows.latency[m]
+            number = _arrive(m, done, progress, ranks, flows, woken, number)
             flows.sent[m] = True
             following = flows.after[m]
             if following >= 0:
@@ -171,7 +167,8 @@ def run(actions, ranks, flows, coarse):
                 pending[waiting] = following
                 waiting += 1
         for i in range(number):
-            waiting = _advance(int(woken[i]), actions, ranks, flows, pending, waiting)
+            rank = int(woken[i])
+            waiting = _advance(rank, operations, progress, ranks, flows, pending, waiting)
         coming = pending[:waiting].copy()
         start = flows.start[coming]
         begins = start <= limit

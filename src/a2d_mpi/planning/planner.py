@@ -1,12 +1,11 @@
 """Search for the fastest method, grid and rank order on a machine; no MPI import.
 
-Every candidate has a lower bound of its time.  The bound grows in four stages:
+Every candidate has a lower bound of its time.  The bound grows in three stages:
 
 1. the computing of an average rank;
-2. the first steps of one rank in the forward pass, as if the rank had its links for itself and
-   its peers were never late;
-3. all steps of this rank in the backward pass, likewise;
-4. a simulation of all ranks, one phase after the other.
+2. one rank alone, one phase after the other, as if the rank had its links for itself and its
+   peers were never late;
+3. a simulation of all ranks, one phase after the other.
 
 The search always refines the candidate with the smallest bound.  It ends when a candidate that is
 fully simulated has the smallest one.
@@ -31,10 +30,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.planning.candidate import Candidate
 from a2d_mpi.planning.layouts import fewer_ranks, layouts
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.simulator import PARTS
-from a2d_mpi.planning.trial import Candidate, Trial
 from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import METHODS
 
@@ -91,21 +90,20 @@ def candidates(
     ]
     # Layouts with the same programs follow each other, because few surveys are cached.
     shapes.sort(key=lambda x: (x[0], x[1].size, x[1].heads, x[1].rows, x[1].block))
-    trials: list[Trial] = []
-    for _ in progress(_search(trials, shapes, machine, work, room, number)):
+    found: list[Candidate] = []
+    for _ in progress(_search(found, shapes, machine, work, room, number)):
         pass
-    fastest = sorted((x for x in trials if x.fits), key=lambda x: x.seconds)
-    for trial in progress(iter(fastest[: SLICED if ranks <= SMALL else 2])):
-        if trial.seconds < 1.3 * fastest[0].seconds:
-            while trial.refine():
+    fastest = sorted((x for x in found if x.fits), key=lambda x: x.least)
+    for x in progress(iter(fastest[: SLICED if ranks <= SMALL else 2])):
+        if x.least < 1.3 * fastest[0].least:
+            while x.refine():
                 pass
-            trial.slice_heads()
-    results = [x.candidate() for x in trials]
-    return sorted(results, key=lambda x: (not x.fits, x.seconds, x.bound))
+            x.slice_heads()
+    return sorted(found, key=lambda x: (not x.fits, x.seconds, x.bound))
 
 
 def _search(
-    trials: list[Trial],
+    found: list[Candidate],
     shapes: Sequence[tuple[str, Layout]],
     machine: Machine,
     work: Workload,
@@ -114,24 +112,24 @@ def _search(
 ) -> Iterator[None]:
     """Refine the candidate with the smallest bound, again and again; yield after each step."""
     for method, layout in shapes:
-        trials.append(Trial(machine, method, layout, work, room))
+        found.append(Candidate(machine, method, layout, work, room))
         yield
-    queue = [(x.seconds, i) for i, x in enumerate(trials)]
+    queue = [(x.least, i) for i, x in enumerate(found)]
     heapify(queue)
     while queue and number != 0:
         i = heappop(queue)[1]
-        if trials[i].refine():
-            new = [i] * trials[i].fits
-        elif others := trials[i].redistributed():  # it is the fastest so far
-            new = [i, *range(len(trials), len(trials) + len(others))]
-            trials += others
+        if found[i].refine():
+            new = [i] * found[i].fits
+        elif others := found[i].redistributed():  # it is the fastest so far
+            new = [i, *range(len(found), len(found) + len(others))]
+            found += others
         elif number is not None:  # no bound of the others is below its time
             number -= 1
             continue
         else:
             continue
         for j in new:
-            heappush(queue, (trials[j].seconds, j))
+            heappush(queue, (found[j].least, j))
         yield
 
 
@@ -157,22 +155,15 @@ def best_candidates(
     ValueError
         If there is no candidate or none fits.  The message has the least memory that one needs.
     """
-    results = []
-    for searched in [methods] if number is not None else [(x,) for x in methods or METHODS]:
-        results += candidates(machine, ranks, work, memory, searched, number=number or 1)
-    results.sort(key=lambda x: (not x.fits, x.seconds))
-    if not results:
+    searches = [methods] if number is not None else [(x,) for x in methods or METHODS]
+    found = [candidates(machine, ranks, work, memory, x, number=number or 1) for x in searches]
+    if not any(found):
         raise ValueError(f"no plan of {', '.join(methods or METHODS)} fits {ranks} ranks")
-    if not results[0].fits:
-        least = min(candidate.memory for candidate in results) + machine.reserved
+    fastest = [x for of_search in found for x in of_search[: number or 1] if x.fits and x.phases]
+    if not fastest:
+        least = min(x.memory for of_search in found for x in of_search) + machine.reserved
         raise ValueError(f"no plan fits in memory: the smallest needs {least} bytes per rank")
-    fit = [x for x in results if x.fits and x.phases]
-    if number is not None:
-        return fit[:number]
-    first: dict[str, Candidate] = {}
-    for candidate in fit:
-        first.setdefault(candidate.method, candidate)
-    return list(first.values())
+    return sorted(fastest, key=lambda x: x.seconds)
 
 
 def best_candidate(
@@ -246,7 +237,7 @@ def candidate(
     ValueError
         If the heads do not fit the layout, or the machine has no kernel for the dtype.
     """
-    trial = Trial(machine, method, layout, work, room)
-    while trial.refine():
+    found = Candidate(machine, method, layout, work, room)
+    while found.refine():
         pass
-    return trial.candidate()
+    return found

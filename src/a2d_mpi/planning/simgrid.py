@@ -11,9 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,7 +19,7 @@ import numpy as np
 
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.machine import Machine
-from a2d_mpi.planning.model import Phase, slowest_seconds
+from a2d_mpi.planning.model import Phase
 from a2d_mpi.planning.network import Cables, Network
 from a2d_mpi.planning.simulator import WAIT, Messages, Operations, spent
 from a2d_mpi.planning.survey import survey_of
@@ -48,33 +46,6 @@ SWITCH = Network()
 _SPEND, _SEND, _RECEIVE, _WAIT = range(4)  # as in replay.cpp
 
 
-@dataclass(frozen=True)
-class Replay:
-    """Result of a replay by SimGrid.
-
-    Attributes
-    ----------
-    phases : dict of str to Phase
-        Seconds of every grid rank.
-    seconds : float
-        Wall-clock seconds of the replay.
-    memory : int
-        Peak bytes of SimGrid's process.
-    messages : int
-        Number of replayed messages.
-    """
-
-    phases: dict[str, Phase]
-    seconds: float
-    memory: int
-    messages: int
-
-    @property
-    def total(self) -> float:
-        """Predicted seconds of the slowest ranks, summed over phases, as `Candidate.seconds`."""
-        return slowest_seconds(self.phases)
-
-
 def simulate(
     machine: Machine,
     method: str,
@@ -83,8 +54,8 @@ def simulate(
     distribution: str | None = None,
     network: Network = SWITCH,
     coarse: float = 0.0,
-) -> Replay:
-    """Run a plan in SimGrid.
+) -> dict[str, Phase]:
+    """Predict the seconds of every rank in SimGrid, by phase.
 
     Parameters
     ----------
@@ -103,19 +74,17 @@ def simulate(
         If SimGrid is not installed, the heads do not fit the layout, or the machine has no kernel
         for the dtype.
     """
-    binary, began = replayer(), time.monotonic()
     problem = problem_of(method, layout, work, work.mask, distribution)
-    phases, memory, messages = {}, 0, 0
+    phases = {}
     for phase in work.phases:
         programs, listed, *_ = survey_of(machine, method, layout, work, problem, phase)
         cables = Cables(network, machine, layout.size)
         arrays = replay_input(programs, listed, cables, layout.world_ranks())
-        now, waited, (nbytes, number) = _run(binary, arrays, layout.size, coarse)
+        now, waited = _run(arrays, coarse)
         parts = {**spent(programs), "wait": waited}
         assert np.allclose(sum(parts.values()), now), "a rank's time is not what it spent"
         phases[phase] = Phase(**parts)
-        memory, messages = max(memory, int(nbytes)), messages + int(number)
-    return Replay(phases, time.monotonic() - began, memory, messages)
+    return phases
 
 
 def replay_input(
@@ -179,10 +148,8 @@ def replayer() -> Path:
     return binary
 
 
-def _run(
-    binary: Path, arrays: Sequence[np.ndarray], ranks: int, coarse: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Run SimGrid; return the ends and waits of all ranks, (P,), and its bytes and messages."""
+def _run(arrays: Sequence[np.ndarray], coarse: float) -> np.ndarray:
+    """Run SimGrid; return the end and the wait of each rank, (2, P)."""
     with tempfile.TemporaryDirectory(dir=_folder().name) as folder:
         given, results = Path(folder) / "in", Path(folder) / "out"
         with open(given, "wb") as file:
@@ -192,13 +159,11 @@ def _run(
                 file.write(np.int64(rows).tobytes() + x.tobytes())
         options = [f"--cfg={x}" for x in OPTIONS] + ["--log=root.thres:warning"]
         if coarse:
-            options.append(
-                f"--cfg=surf/precision:{float(coarse)!r}"
-            )  # a NumPy float has another repr
-        command = [binary, given, results, *options]
+            # A NumPy float has another repr.
+            options.append(f"--cfg=surf/precision:{float(coarse)!r}")
+        command = [replayer(), given, results, *options]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
             raise RuntimeError(f"the replay failed: {lines[-1]}")
-        values = np.fromfile(results)
-    return values[:ranks], values[ranks : 2 * ranks], values[2 * ranks :]
+        return np.fromfile(results).reshape(2, -1)

@@ -20,19 +20,20 @@ only once.  For many messages (`MANY`) Numba compiles the loops, if it is instal
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from a2d_mpi.planning.flows import Actions, Flows, Ranks, compiled, run
+from a2d_mpi.planning.flows import POST, WAIT, Flows, Progress, Ranks, compiled, run
 from a2d_mpi.planning.network import Cables
 
 # The operations of a rank in order: part, begin, end, and messages that it posts or waits for.
 Spans = list[tuple[str, float, float, list[int]]]
 PARTS = ("compute", "merge", "wait", "other")
-COMPUTE, MERGE, _, OTHER, POST, WAIT = range(6)  # kinds of operations; the first four are `PARTS`
+# Kinds of operations: the first four are `PARTS`, then come `POST` and `WAIT`.
+COMPUTE, MERGE, _, OTHER = range(4)
 # Starts and ends of messages within this share of the time (a lower bound of it) are one event.
 COARSE = 1e-3
 # With this many messages Numba is worth its import of 0.5 s.  A causal grid of 256 ranks, 11,520
@@ -135,31 +136,33 @@ def simulate(
     ValueError
         If ranks wait for ever.
     """
-    parts = spent(operations)
-    actions, ends = _actions(operations), np.stack([messages.source, messages.to])
-    flows = _flows(actions, messages, cables, place, in_order)
-    size = len(actions.first) - 1
-    ranks = Ranks(actions.first[:-1].copy(), *np.zeros((3, size)))
+    parts, size = spent(operations), len(operations.first) - 1
+    progress, flows = _flows(operations, messages, cables, place, in_order)
+    ranks = Ranks(operations.first[:-1].copy(), *np.zeros((3, size)))
     load = sum(np.bincount(x, flows.nbytes, len(flows.bandwidth)) for x in flows.passed)
     least = max((load / flows.bandwidth).max(), sum(parts.values()).max())
-    loop = run if len(messages.source) < MANY else compiled()
+    state, loop = (operations, progress, ranks), run
+    if len(messages.source) >= MANY:
+        loop = compiled()
     if loop == run:  # Python reads and writes elements of lists faster than elements of arrays
-        actions, ranks = (type(x)(*(y.tolist() for y in x)) for x in (actions, ranks))
+        state = tuple(type(x)(*(y.tolist() for y in x)) for x in state)
         names = ("waiter", "ends", "latency", "posted", "pair", "last", "after", "sent")
         flows = flows._replace(**{x: getattr(flows, x).tolist() for x in names})
-    loop(actions, ranks, flows, coarse * least)
-    actions, ranks = (type(x)(*map(np.asarray, x)) for x in (actions, ranks))
-    if stuck := np.flatnonzero(ranks.at < actions.first[1:]).tolist():
+    loop(*state, flows, coarse * least)
+    progress, ranks = (type(x)(*map(np.asarray, x)) for x in state[1:])
+    if stuck := np.flatnonzero(ranks.at < operations.first[1:]).tolist():
         at = ranks.at[stuck[0]]
-        numbers = actions.numbers[actions.begin[at] : actions.begin[at + 1]][:4]
-        pairs = ", ".join(f"{x} to {y}" for x, y in ends[:, numbers].T.tolist())
+        numbers = operations.numbers[operations.begin[at] : operations.begin[at + 1]][:4]
+        pairs = ", ".join(f"{messages.source[m]} to {messages.to[m]}" for m in numbers)
         raise ValueError(
             f"{len(stuck)} of {size} ranks wait forever: rank {stuck[0]} waits for one of the "
             f"messages {pairs}"
         )
-    for rank in range(len(spans or ())):
-        ended = actions.end[actions.first[rank] : actions.first[rank + 1]].tolist()
-        _record(spans[rank], operations.of_rank(rank), iter(ended))
+    for rank, mine in enumerate(spans or ()):
+        ends = progress.end[operations.first[rank] : operations.first[rank + 1]].tolist()
+        for (kind, _, numbers), begin, end in zip(operations.of_rank(rank), [0.0, *ends], ends):
+            part = PARTS[kind] if kind < POST else "wait" if kind == WAIT else "other"
+            mine.append((part, begin, end, numbers))
     return {**parts, "wait": ranks.waited}
 
 
@@ -173,61 +176,25 @@ def spent(operations: Operations) -> dict[str, np.ndarray]:
     return dict(zip(PARTS, sums))
 
 
-def _actions(operations: Operations) -> Actions:
-    """Make the columns of posts and waits; operations in between become their delays."""
-    is_action = operations.kind >= POST
-    place, sizes = np.flatnonzero(is_action), np.diff(operations.begin)
-    count, first = len(place), np.searchsorted(place, operations.first)
-    # Operations of a rank after its last action delay nothing.
-    following = np.cumsum(is_action) - is_action
-    busy = np.where(operations.kind == WAIT, 0.0, operations.seconds)
-    busy[following >= first[1:][operations.rank]] = 0.0
-    waits = operations.kind[place] == WAIT
-    return Actions(
-        first, waits, np.bincount(following, busy, count + 1)[:count],
-        np.where(waits, operations.seconds[place], 0.0),
-        np.concatenate([[0], np.cumsum(sizes[place])]), operations.numbers,
-        np.zeros(count, bool), np.zeros(count, np.int64), np.zeros(count),
-    )  # fmt: skip
-
-
 def _flows(
-    actions: Actions, messages: Messages, cables: Cables, place: np.ndarray, in_order: bool
-) -> Flows:
-    """Make the columns of messages, and set the number of messages that each wait misses."""
+    operations: Operations, messages: Messages, cables: Cables, place: np.ndarray, in_order: bool
+) -> tuple[Progress, Flows]:
+    """Make the columns of messages, and count the messages of each wait."""
     ends, n = np.stack([messages.source, messages.to]), len(messages.source)
-    rank = np.repeat(np.arange(len(actions.first) - 1), np.diff(actions.first))
-    sizes = np.diff(actions.begin)
-    action = np.repeat(np.arange(len(sizes)), sizes * actions.waits)
-    number = actions.numbers[np.repeat(actions.waits, sizes)]
+    awaited = operations.kind[operations.operation] == WAIT
+    number, operation = operations.numbers[awaited], operations.operation[awaited]
     waiter = np.full((2, n), -1)
-    waiter[(ends[1, number] == rank[action]).astype(int), number] = action
-    actions.missing[:] = np.bincount(waiter[waiter >= 0], minlength=len(sizes))
+    waiter[(ends[1, number] == operations.rank[operation]).astype(int), number] = operation
+    missing = np.bincount(waiter[waiter >= 0], minlength=len(operations.kind))
     there = place[messages.source], place[messages.to]
     routes = cables.routes(*there).T
     links = len(cables.bandwidth)  # one more link, without a limit, stands for -1
     pairs, pair = np.unique(messages.source * len(place) + messages.to, return_inverse=True)
     if not in_order:
         pairs = pair = np.arange(n)
-    return Flows(
+    return Progress(missing, np.zeros(len(missing))), Flows(
         messages.nbytes.astype(float), np.where(routes < 0, links, routes),
         cables.latency(*there), np.append(cables.bandwidth, np.inf),
         waiter, ends, np.zeros(n, np.int64), np.zeros(n),
         pair, np.full(len(pairs), -1), np.full(n, -1), np.zeros(n, bool),
     )  # fmt: skip
-
-
-def _record(
-    spans: Spans, operations: Iterable[tuple[int, float, list[int]]], ends: Iterator[float]
-) -> None:
-    """Append the operations of a rank to its spans; `ends` are the ends of its actions."""
-    now = 0.0
-    for kind, seconds, messages in operations:
-        begin, part = now, PARTS[kind] if kind < POST else "wait" if kind == WAIT else "other"
-        if kind == WAIT:
-            now = max(now, next(ends))  # rounding of another order of sums may make it earlier
-        else:
-            now += seconds
-            if kind == POST:
-                next(ends)
-        spans.append((part, begin, now, messages))

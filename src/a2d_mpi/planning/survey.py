@@ -6,15 +6,15 @@ A program is read once, into a `Tape`, for all ranks that run it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
 from a2d_mpi.core.config import OF_KEYS, PHASES
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.planning.accounts import mpi_messages, nbytes, pairs_of
+from a2d_mpi.planning.accounts import nbytes, pairs_of
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import NOTHING, Held, held_by, held_by_slices
 from a2d_mpi.planning.simulator import COMPUTE, MERGE, OTHER, POST, WAIT, Messages, Operations
@@ -32,7 +32,6 @@ from a2d_mpi.schedules.steps import (
     Message,
     Receive,
     Send,
-    Step,
     TakeHeads,
     Wait,
 )
@@ -40,8 +39,8 @@ from a2d_mpi.schedules.steps import (
 _KINDS = {kind: i for i, kind in enumerate(KINDS)}
 
 
-class Tape(NamedTuple):
-    """Operations of one program, whose messages are numbered from 0.
+class Part(NamedTuple):
+    """Operations of a part of a program.
 
     Attributes
     ----------
@@ -51,20 +50,28 @@ class Tape(NamedTuple):
         Number of messages of each operation.
     numbers : ndarray
         Messages of the operations, one operation after the other.
-    messages : (messages, 8) int64
-        Peer, whether it is received, kind of rows, tag, turn, bytes, tensors, MPI messages.
-    cuts : tuple of (int, int)
-        Number of operations, and of entries of `numbers`, before each part of the program and at
-        the end; see `a2d_mpi.schedules.pipeline.borders`.
-    held : Held
     """
 
     kind: np.ndarray
     seconds: np.ndarray
     sizes: np.ndarray
     numbers: np.ndarray
+
+
+class Tape(NamedTuple):
+    """Operations of one program, whose messages are numbered from 0.
+
+    Attributes
+    ----------
+    parts : list of Part
+        See `a2d_mpi.schedules.pipeline.borders`.
+    messages : (messages, 7) int64
+        Peer, whether it is received, kind of rows, tag, turn, bytes, tensors.
+    held : Held
+    """
+
+    parts: list[Part]
     messages: np.ndarray
-    cuts: tuple[tuple[int, int], ...]
     held: Held
 
 
@@ -77,10 +84,6 @@ class Survey(NamedTuple):
     messages : Messages
     tensors : (n,) int64
         Tensors of every message; each tensor costs the overhead of a message.
-    pieces : (n,) int64
-        MPI messages of every message.
-    kinds : (n,) int64
-        Index in `KINDS` of the rows of every message.
     held : list of list of Held
         Memory, by rank and program.
     """
@@ -88,8 +91,6 @@ class Survey(NamedTuple):
     operations: Operations
     messages: Messages
     tensors: np.ndarray
-    pieces: np.ndarray
-    kinds: np.ndarray
     held: list[list[Held]]
 
 
@@ -101,7 +102,6 @@ def survey_of(
     problem: Problem,
     phase: str,
     ranks: tuple[int, ...] | None = None,
-    steps: int | None = None,
 ) -> Survey:
     """Read the programs of all ranks of a plan in one phase.
 
@@ -118,8 +118,6 @@ def survey_of(
     ranks : tuple of int, optional
         Read the programs of these ranks only.  Their messages with other ranks are complete; the
         other ranks have nothing else.
-    steps : int, optional
-        Read only the first steps of every program, and waits for their messages.
 
     Raises
     ------
@@ -127,7 +125,7 @@ def survey_of(
         If the heads do not fit the layout, or the machine has no kernel for the dtype.
     """
     plan = method, essence(method, layout), problem, work.overlap
-    return _with_link_costs(machine, layout, _survey(machine, *plan, phase, ranks, steps))
+    return _with_link_costs(machine, layout, _survey(machine, *plan, phase, ranks))
 
 
 @lru_cache(maxsize=2)  # layouts that differ only in the places of ranks follow each other
@@ -139,12 +137,11 @@ def _survey(
     overlap: bool,
     phase: str,
     ranks: tuple[int, ...] | None,
-    steps: int | None,
 ) -> Survey:
     """Make the survey without the costs of messages, which depend on the places of ranks."""
     tapes, places, parts, held = [], [], [], []
     for rank in range(layout.size) if ranks is None else ranks:
-        parts.append((len(tapes), None))
+        parts.append((len(tapes), 0))
         tapes.append(_opening(machine, _opening_bytes(problem, rank, phase == PHASES[1])))
         places.append((rank, 0, 1, 0))
         drafts, of_slices = drafts_of(method, phase, layout, problem, rank, overlap), []
@@ -152,20 +149,20 @@ def _survey(
             programs = len(of_slice)
             of_slices.append(range(len(tapes), len(tapes) + programs))
             for k, x in enumerate(of_slice):
-                tapes.append(_tape(x, phase, machine, k == programs - 1, steps))
+                tapes.append(_tape(x, phase, machine, k == programs - 1))
                 places.append((rank, i * programs + k, x.ranks.step, x.ranks.start))
         shared = sharing(problem.config.cp_group(layout.heads), len(drafts))
         held.append(
             held_by_slices([[tapes[k].held for k in x] for x in of_slices], shared, layout)
         )
         if len(drafts) == 1:
-            parts += [(k, None) for k in of_slices[0]]
+            parts += product(of_slices[0], range(3))
         else:
             run = order(layout, len(drafts), overlap)
             parts += [(of_slices[i][k], part) for i, k, part in run]
     operations, listed = _joined(tapes, np.array(places), parts, layout.size)
-    source, to, nbytes, *others = listed.T
-    return Survey(operations, Messages(source, to, nbytes), *others, held)
+    *messages, tensors = listed.T
+    return Survey(operations, Messages(*messages), tensors, held)
 
 
 def _with_link_costs(machine: Machine, layout: Layout, survey: Survey) -> Survey:
@@ -195,7 +192,7 @@ def _with_link_costs(machine: Machine, layout: Layout, survey: Survey) -> Survey
 def _joined(
     tapes: Sequence[Tape],
     places: np.ndarray,
-    parts: Sequence[tuple[int, int | None]],
+    parts: Sequence[tuple[int, int]],
     ranks: int,
 ) -> tuple[Operations, np.ndarray]:
     """Join the tapes of all ranks; the two sides of a message get the same number.
@@ -205,26 +202,26 @@ def _joined(
     tapes : sequence of Tape
     places : (tapes, 4) int64
         Rank, number of the program, and stride and offset of the ranks of its group.
-    parts : sequence of (int, int or None)
-        What is run, rank by rank: numbers of tapes, and of their parts; None: the whole tape.
+    parts : sequence of (int, int)
+        What is run, rank by rank: numbers of tapes, and of their parts.
     ranks : int
         Number of ranks.
 
     Returns
     -------
     operations : Operations
-    messages : (n, 6) int64
-        Source, receiver, bytes, tensors, MPI messages, kind.
+    messages : (n, 4) int64
+        Source, receiver, bytes, tensors.
     """
-    pieces = [_piece(tapes[i], part) for i, part in parts]
+    pieces = [tapes[i].parts[part] for i, part in parts]
     kind, seconds, sizes, numbers = map(np.concatenate, zip(*pieces))
     messages = np.concatenate([x.messages for x in tapes])
     of_tape = np.array([len(x.messages) for x in tapes])
     tape = np.array([i for i, _ in parts])
     before = np.cumsum(of_tape) - of_tape
-    numbers += np.repeat(before[tape], [len(x[3]) for x in pieces])
+    numbers += np.repeat(before[tape], [len(x.numbers) for x in pieces])
     rank, program, stride, offset = np.repeat(places, of_tape, axis=0).T
-    peer, receives, *same, nbytes, tensors, counts = messages.T
+    peer, receives, *same, nbytes, tensors = messages.T
     peer = peer * stride + offset
     ends = np.where(receives, peer, rank), np.where(receives, rank, peer)
     # These numbers are the same on both sides of a message, and differ between messages.
@@ -232,7 +229,7 @@ def _joined(
     shape = [int(x.max(initial=0)) + 1 for x in columns]
     key = np.ravel_multi_index(columns, shape)
     _, first, number = np.unique(key, return_index=True, return_inverse=True)
-    of_rank = np.bincount(places[tape, 0], [len(x[0]) for x in pieces], ranks)
+    of_rank = np.bincount(places[tape, 0], [len(x.kind) for x in pieces], ranks)
     operations = Operations(
         np.concatenate([[0], np.cumsum(of_rank)]).astype(np.int64),
         kind,
@@ -240,35 +237,27 @@ def _joined(
         np.concatenate([[0], np.cumsum(sizes)]),
         number[numbers],
     )
-    return operations, np.stack([*ends, nbytes, tensors, counts, same[0]], axis=1)[first]
-
-
-def _piece(tape: Tape, part: int | None) -> tuple[np.ndarray, ...]:
-    """Return kinds, seconds, sizes and numbers of the operations of a part of a tape."""
-    if part is None:
-        return tape[:4]
-    (a, first), (b, last) = tape.cuts[part : part + 2]
-    return tape.kind[a:b], tape.seconds[a:b], tape.sizes[a:b], tape.numbers[first:last]
+    return operations, np.stack([*ends, nbytes, tensors], axis=1)[first]
 
 
 def _tape_of(
-    operations: Sequence[tuple[int, float, Sequence[int]]],
+    parts: Sequence[Sequence[tuple[int, float, Sequence[int]]]],
     messages: Sequence[tuple[int, ...]],
     held: Held,
-    cuts: Sequence[int] = (),
 ) -> Tape:
-    kind, seconds, numbers = zip(*operations) if operations else ((), (), ())
-    sizes = np.array([len(x) for x in numbers], np.int64)
-    before = [0, *np.cumsum(sizes).tolist()]
-    return Tape(
-        np.array(kind, np.int64),
-        np.array(seconds, float),
-        sizes,
-        np.array([m for x in numbers for m in x], np.int64),
-        np.array(messages, np.int64).reshape(-1, 8),
-        tuple((x, before[x]) for x in (0, *cuts, len(sizes))),
-        held,
-    )
+    """Make a tape; `parts` are kind, seconds and messages of the operations of each part."""
+    columns = []
+    for operations in parts:
+        kind, seconds, numbers = zip(*operations) if operations else ((), (), ())
+        columns.append(
+            Part(
+                np.array(kind, np.int64),
+                np.array(seconds, float),
+                np.array([len(x) for x in numbers], np.int64),
+                np.array([m for x in numbers for m in x], np.int64),
+            )
+        )
+    return Tape(columns, np.array(messages, np.int64).reshape(-1, 7), held)
 
 
 def _opening_bytes(problem: Problem, rank: int, backward: bool) -> int:
@@ -283,35 +272,35 @@ def _opening_bytes(problem: Problem, rank: int, backward: bool) -> int:
 def _opening(machine: Machine, nbytes: int) -> Tape:
     """Make the tape of a call's opening: its start, and work on the caller's arrays."""
     spent = [(OTHER, machine.start, ()), (COMPUTE, machine.copying(nbytes), ())]
-    return _tape_of([x for x in spent if x[1]], (), NOTHING)
+    return _tape_of([[x for x in spent if x[1]]], (), NOTHING)
 
 
 @lru_cache(maxsize=4096)
-def _tape(draft: Draft, phase: str, machine: Machine, last: bool, steps: int | None) -> Tape:
-    """Read one program, or its first steps; `last`: its results are for the caller."""
-    program, backward = _written(draft, steps), phase == PHASES[1]
+def _tape(draft: Draft, phase: str, machine: Machine, last: bool) -> Tape:
+    """Read one program; `last`: its results are for the caller."""
+    program, backward = draft.write(), phase == PHASES[1]
     calls, config = iter(_kernel_seconds(program, machine, phase)), program.group.config
     awaited = _awaited_sends(program)
-    operations: list[tuple[int, float, Sequence[int]]] = []
+    parts: list[list[tuple[int, float, Sequence[int]]]] = [[]]
     messages: list[tuple[int, ...]] = []
     numbers: dict[int, int] = {}  # messages of the tape, by index of the program's
     posted: list[int] = []
-    bounds, cuts = borders(program), []
+    bounds = borders(program)
 
     def spend(kind: int, seconds: float) -> None:
         if seconds:
-            operations.append((kind, seconds, ()))
+            parts[-1].append((kind, seconds, ()))
 
     def post() -> None:  # messages that are posted together leave together
         nonlocal posted
         if posted:
-            operations.append((POST, 0.0, posted))
+            parts[-1].append((POST, 0.0, posted))
             posted = []
 
     for i, step in enumerate(program.steps):
         for _ in range(bounds.count(i)):
             post()
-            cuts.append(len(operations))
+            parts.append([])
         is_message = isinstance(step, Message)
         if is_message:
             numbers[step.index] = len(messages)
@@ -323,7 +312,7 @@ def _tape(draft: Draft, phase: str, machine: Machine, last: bool, steps: int | N
         if is_message:
             spend(OTHER, machine.hop_overhead / machine.share)
         elif isinstance(step, Wait):
-            operations.append((WAIT, 0.0, [numbers[x] for x in step.messages]))
+            parts[-1].append((WAIT, 0.0, [numbers[x] for x in step.messages]))
         elif isinstance(step, KernelCall):
             spend(COMPUTE, next(calls))
             spend(OTHER, machine.step / machine.share)
@@ -335,37 +324,11 @@ def _tape(draft: Draft, phase: str, machine: Machine, last: bool, steps: int | N
         else:
             rows = step.target if isinstance(step, TakeHeads) else step.source
             spend(MERGE, machine.copying(nbytes(program, rows)))
-    cuts += [len(operations)] * (2 - len(cuts))
+    parts += ([] for _ in range(3 - len(parts)))
     for rows in program.copied if last else ():
         spend(OTHER, machine.copying(nbytes(program, rows)))
     held = held_by(program, backward, machine.host_kernel(config.dtype))
-    return _tape_of(operations, messages, held, cuts)
-
-
-class _Beginning(list):
-    """The first `most` steps of a program; the last one raises `_Enough`."""
-
-    most: int
-
-    def append(self, step: Step) -> None:
-        super().append(step)
-        if len(self) == self.most:
-            raise _Enough
-
-
-class _Enough(Exception):
-    pass
-
-
-def _written(draft: Draft, steps: int | None) -> Program:
-    """Write a program, or its first steps and the waits for their messages."""
-    program = draft.empty()
-    if steps is not None:
-        program.steps = _Beginning()
-        program.steps.most = steps
-    with suppress(_Enough):
-        draft.writer(program)
-    return draft.complete(program)
+    return _tape_of(parts, messages, held)
 
 
 def _message(program: Program, step: Message) -> tuple[int, ...]:
@@ -374,8 +337,7 @@ def _message(program: Program, step: Message) -> tuple[int, ...]:
     # Equal on both sides; two ranks share one channel.
     same = _KINDS[array.kind], step.tag, step.turn
     sizes = nbytes(program, step.rows), len(program.group.row_bytes(array))
-    pieces = mpi_messages(program, step.rows)
-    return step.peer, isinstance(step, Receive), *same, *sizes, pieces
+    return step.peer, isinstance(step, Receive), *same, *sizes
 
 
 def _kernel_seconds(program: Program, machine: Machine, phase: str) -> list[float]:

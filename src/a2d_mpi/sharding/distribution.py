@@ -195,6 +195,7 @@ class Distribution:
                 done += len(r)
 
 
+@lru_cache(maxsize=64)  # a distribution caches the runs of its shards
 def distribute(
     name: str, mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1, why: str = ""
 ) -> Distribution:
@@ -210,17 +211,9 @@ def distribute(
     why : str
         Reason for the choice, for users.
     """
+    listed = None
     if name == "balanced":
-        return _balanced(mask, seqlen, rows, cols, heads, why)
-    return _by_formula(name, seqlen, rows * cols * heads, heads, None, why)
+        from a2d_mpi.sharding.balance import balanced
 
-
-@lru_cache(maxsize=64)
-def _balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int, why: str) -> Distribution:
-    from a2d_mpi.sharding.balance import balanced
-
-    listed = balanced(mask, seqlen, rows, cols, heads)
-    return Distribution("balanced", seqlen, rows * cols * heads, heads, listed, why)
-
-
-_by_formula = lru_cache(maxsize=64)(Distribution)  # a distribution caches the runs of its shards
+        listed = balanced(mask, seqlen, rows, cols, heads)
+    return Distribution(name, seqlen, rows * cols * heads, heads, listed, why)
