@@ -5,7 +5,9 @@
 
 On all ranks of an emulated cluster whose links have the given bits per second.  For each plan and
 phase the sequence has the length at which the kernels take 1.5 times what the busiest rank's bytes
-take.  Exposed: seconds in MPI waits over seconds of the transfers, median of so many trials.
+take.  Exposed: seconds in MPI waits over seconds of the transfers, median of so many trials.  A
+fast rank also waits for a slow one; so the line ends with the seconds by which the phase takes
+longer than the busiest rank's work, over seconds of the transfers.
 SLICES: slices of the heads; by default each plan chooses them.
 """
 
@@ -20,8 +22,8 @@ RATIO, FIRST, HEADS, WIDTH = 1.5, 2048, 8, 64
 SIZES = {"nheads": HEADS, "headdim": WIDTH}
 
 
-def call(plan, trials: int) -> dict[str, tuple[float, float, float]]:
-    """Return seconds of computing, of the bytes at the link's rate, and of waits."""
+def call(plan, trials: int) -> dict[str, tuple[float, float, float, float, float]]:
+    """Return seconds of computing, bytes, and seconds of waits, of all work and in all."""
     comm, rng = plan.grid.comm, np.random.default_rng(0)
     n = len(plan.tokens)
     q, k, v, dout = (rng.standard_normal((n, HEADS, WIDTH), np.float32) for _ in range(4))
@@ -42,6 +44,8 @@ def call(plan, trials: int) -> dict[str, tuple[float, float, float]]:
                 plan.timings[f"{phase}/compute"],
                 float(np.sum(sent, axis=0).max()) if sent else 0.0,
                 plan.timings[f"{phase}/wait"],
+                plan.timings[f"{phase}/compute"] + plan.timings[f"{phase}/merge"],
+                plan.timings[f"{phase}/total"],
             )
             if trial:  # the first one warms up
                 rows.append(comm.allreduce(np.array(parts), lambda a, b: np.maximum(a, b)))
@@ -70,18 +74,19 @@ def main(rate: float, trials: int = 5, slices: int | None = None) -> None:
             for phase, found in first.items():
                 seqlen = FIRST
                 for _ in range(2):  # kernels are faster with more tokens
-                    compute, nbytes, wait = found
+                    compute, nbytes, *_ = found
                     longer = RATIO * (8 * nbytes / rate) / compute
                     seqlen = max(64, 64 * round(seqlen * longer / 64))
                     found = measured(seqlen)[phase]
-                compute, nbytes, wait = found
+                compute, nbytes, wait, work, total = found
                 transfer = 8 * nbytes / rate
                 exposed.setdefault(method, []).append(wait / transfer)
                 if comm.rank == 0:
                     name = f"{method.__name__} {rows}x{cols} {type(mask).__name__} {phase}"
                     seconds = f"computing {1e3 * compute:.0f} ms, transfers {1e3 * transfer:.0f}"
                     ratios = f"ratio {compute / transfer:.2f}, exposed {wait / transfer:.1%}"
-                    print(f"{name}: {seqlen} tokens, {seconds} ms, {ratios}", flush=True)
+                    beyond = f"beyond the work {(total - work) / transfer:.1%}"
+                    print(f"{name}: {seqlen} tokens, {seconds} ms, {ratios}, {beyond}", flush=True)
         grid.free()
     if comm.rank == 0:
         for method, shares in exposed.items():
