@@ -36,7 +36,10 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add = group.add_argument
     text = "KV cache blocks on each grid position: 10,10,4,10; default: no limit"
     add("--room", type=listed(whole(0)), metavar="N,...", help=text)
-    add_options(group, "kv-block", "method", "rows", "cols", "head-ranks")
+    text = "tokens per block of the KV cache"
+    block = tokens(most=1 << 20)
+    add("--kv-block", type=block, metavar="TOKENS", default=16, help=text)
+    add_options(group, "method", "rows", "cols", "head-ranks")
     text = "last ranks, which hold MLPs and embeddings; the others hold the cache, in a grid"
     add("--ffn-ranks", type=whole(1), metavar="F", help=text)
     text = "micro-batches of a step, with --ffn-ranks; default: 3"

@@ -17,13 +17,8 @@ from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.hdf5 import check_output, read_file
 from a2d_mpi.experiments.measure import Measurement, open_device, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
-from a2d_mpi.experiments.results import (
-    BENCHMARK_SCHEMA,
-    Result,
-    add_results,
-    phases_of,
-    read_benchmark,
-)
+from a2d_mpi.experiments.result import Result, phases_of
+from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, add_results, read_benchmark
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.summary import summarise, table
 from a2d_mpi.experiments.sweep import Configuration, cases_of, plans_for

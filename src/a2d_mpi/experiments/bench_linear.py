@@ -31,7 +31,8 @@ from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.measure import random_rows
 from a2d_mpi.experiments.options import SAMPLE
 from a2d_mpi.experiments.place import check_room
-from a2d_mpi.experiments.results import LINEAR_SCHEMA, Check
+from a2d_mpi.experiments.result import Check
+from a2d_mpi.experiments.results import LINEAR_SCHEMA
 from a2d_mpi.linear.plan import LinearAttention
 from a2d_mpi.masks.mask import Causal
 

@@ -24,11 +24,12 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
 from a2d_mpi.experiments.benchmark import check_step, plan_of, random_inputs, report, turns
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.hdf5 import check_output, extend_file, read_file
+from a2d_mpi.experiments.hdf5 import check_output, read_file
 from a2d_mpi.experiments.measure import Measurement, origin_of
 from a2d_mpi.experiments.model_options import model_of
 from a2d_mpi.experiments.place import check_room
-from a2d_mpi.experiments.results import Check, attributes_of
+from a2d_mpi.experiments.result import Check, attributes_of
+from a2d_mpi.experiments.results import extend_file
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.summary import STEPS_SCHEMA as SCHEMA
 from a2d_mpi.experiments.summary import Steps

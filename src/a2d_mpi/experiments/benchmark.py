@@ -22,7 +22,7 @@ from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.hdf5 import write_file
 from a2d_mpi.experiments.measure import origin_of, random_rows
 from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.results import Check, attributes_of
+from a2d_mpi.experiments.result import Check, attributes_of
 from a2d_mpi.experiments.streams import aligned, progress
 
 if TYPE_CHECKING:

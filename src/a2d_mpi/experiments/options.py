@@ -173,7 +173,6 @@ def _imported(text: str) -> Path:
 
 SEED = whole(0, (1 << 63) - 1)  # as HDF5 keeps it
 HEADS, HEADDIM = (whole(1, LARGEST[x]) for x in ("nheads", "headdim"))
-BLOCK = tokens(most=1 << 20)  # of the cache
 
 MASK_HELP = f"NAME[:ARGUMENTS], see docs/masks.md; NAME is one of {', '.join(PATTERNS)}"
 CHECK_HELP = (
@@ -230,8 +229,6 @@ OPTIONS: dict[str, dict[str, object]] = {
                        "and backward: 4 or 2x4; default: chosen from the sizes"},
     "overlap": {"action": argparse.BooleanOptionalAction, "default": True,
                 "help": "communicate while computing; --no-overlap: in turn"},
-    "kv-block": {"type": BLOCK, "metavar": "TOKENS", "default": 16,
-                 "help": "tokens per block of the KV cache"},
     # Measurement.
     "trials": {"type": whole(1, 10**6), "metavar": "N", "default": 5, "help": "timed runs"},
     "warmup": {"type": whole(0, 10**6), "metavar": "N", "default": 1,

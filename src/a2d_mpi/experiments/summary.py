@@ -13,7 +13,8 @@ import numpy as np
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.hdf5 import flat, read_file
 from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.results import Result, phases_of, read_benchmark, usual_trial
+from a2d_mpi.experiments.result import Result, phases_of
+from a2d_mpi.experiments.results import read_benchmark, usual_trial
 from a2d_mpi.experiments.streams import aligned
 from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.simulator import PARTS
