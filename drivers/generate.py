@@ -13,9 +13,9 @@ Exit code 0: all prompts were answered.  1: a request was refused, because it fi
 
 from mpi4py import MPI
 
-from a2d_mpi.experiments.cli import Parser, add_engine, run
+from a2d_mpi.experiments.cli import Parser, run
 from a2d_mpi.experiments.generate import generate
-from a2d_mpi.experiments.options import add_options, listed, path, real, tokens, whole
+from a2d_mpi.experiments.options import add_engine, add_options, listed, path, real, tokens, whole
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:

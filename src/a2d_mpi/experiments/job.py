@@ -20,13 +20,7 @@ from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.grids import open_grid
 from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.inputs import InputInfo, inspect_input, read_shard
-from a2d_mpi.experiments.measure import (
-    RESULTS,
-    Measurement,
-    open_device,
-    origin_of,
-    random_rows,
-)
+from a2d_mpi.experiments.measure import RESULTS, Measurement, open_device, origin_of, random_rows
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
 from a2d_mpi.experiments.origin import sha256
 from a2d_mpi.experiments.result import SCHEMA as RESULT_SCHEMA
