@@ -66,6 +66,12 @@ except ImportError:
     assert launch(0, "-c", code, timeout=60, cwd=ROOT).stdout == "as it must\n"
 
 
+# What few runs need, and what other drivers share.
+UNUSED = """
+benchmark check_wire imports mask_file model_options place programs results summary survive sweep
+"""
+
+
 def test_main_job_loads_what_it_uses():
     """The driver imports no planner, models or figures, nor what a plain run leaves out."""
     code = "import runpy, sys; runpy.run_path('drivers/attention.py'); print(*sys.modules)"
@@ -77,7 +83,7 @@ def test_main_job_loads_what_it_uses():
     assert not {"torch", "transformers"} & modules
     unused = {
         *(f"a2d_mpi.planning.{x}" for x in ("planner", "simulator", "profile", "survey")),
-        *(f"a2d_mpi.experiments.{x}" for x in ("model_options", "sweep", "summary", "mask_file")),
+        *(f"a2d_mpi.experiments.{x}" for x in UNUSED.split()),
         *(f"a2d_mpi.comm.{x}" for x in ("failures", "gpus", "device_transport")),
         *("a2d_mpi.core.wire", "a2d_mpi.attention.shards", "a2d_mpi.masks.check"),
     }
