@@ -55,7 +55,7 @@ from a2d_mpi.schedules import attention2d
 from a2d_mpi.sharding import pairs
 from a2d_mpi.experiments import candidates, options, results
 from a2d_mpi.figures import plots
-from a2d_mpi.experiments import summary, sweep
+from a2d_mpi.experiments import sweep
 from a2d_mpi.figures import schedule_plots
 from a2d_mpi.planning import calibration, cost, memory, model, planner
 try:
@@ -68,7 +68,7 @@ except ImportError:
 
 # What few runs need, and what other drivers share.
 UNUSED = """
-benchmark check_wire imports mask_file model_options place programs results summary survive sweep
+benchmark check_wire imports mask_file model_options programs ranks results sweep
 """
 
 

@@ -20,10 +20,9 @@ from helpers import ROOT, SAMPLE, assert_all_refused, execute
 import a2d_mpi
 from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.experiments import origin
+from a2d_mpi.experiments.files import TICKS, Check, Result, inspect_input, read_shard, write_result
 from a2d_mpi.experiments.hdf5 import read_file
-from a2d_mpi.experiments.inputs import inspect_input, read_shard
 from a2d_mpi.experiments.origin import provenance
-from a2d_mpi.experiments.result import TICKS, Check, Result, write_result
 from a2d_mpi.experiments.results import add_results, extend_file, read_benchmark, read_result
 from a2d_mpi.experiments.simulate import SCHEMA as SIMULATIONS
 from a2d_mpi.sharding.distribution import FORMULAS, Distribution

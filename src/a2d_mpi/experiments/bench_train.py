@@ -23,17 +23,17 @@ from threadpoolctl import threadpool_limits
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.benchmark import check_step, plan_of, random_inputs, report, turns
 from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.files import Check, attributes_of
 from a2d_mpi.experiments.hdf5 import check_output, read_file
 from a2d_mpi.experiments.measure import Measurement, origin_of
 from a2d_mpi.experiments.model_options import model_of
-from a2d_mpi.experiments.place import check_room
-from a2d_mpi.experiments.result import Check, attributes_of
-from a2d_mpi.experiments.results import extend_file
+from a2d_mpi.experiments.ranks import check_room
+from a2d_mpi.experiments.results import STEPS_SCHEMA as SCHEMA
+from a2d_mpi.experiments.results import Steps, extend_file
 from a2d_mpi.experiments.streams import progress
-from a2d_mpi.experiments.summary import STEPS_SCHEMA as SCHEMA
-from a2d_mpi.experiments.summary import Steps
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.cost import STEP_PARTS, predict_step, training_bytes
@@ -73,7 +73,7 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     moments = np.zeros((2, config.parameters), args.dtype)
     # A learning rate of 0 keeps the weights, so that all plans can use the same ones.
     trainings = {x: Training(comm, weights, moments, recompute=x) for x in ways}
-    grids: dict[tuple, ProcessGrid] = {}
+    grids: dict[Layout, ProcessGrid] = {}
     with threadpool_limits(args.threads):
         runs = {}
         for name, (c, again) in todo.items():

@@ -29,7 +29,7 @@ from a2d_mpi.experiments.bench_kernel import RandomTile
 from a2d_mpi.experiments.benchmark import in_turn, seconds_of
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.origin import blas_name
-from a2d_mpi.experiments.place import Place
+from a2d_mpi.experiments.ranks import Place
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.masks.mask import Causal, Full

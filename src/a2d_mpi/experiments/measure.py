@@ -27,8 +27,8 @@ from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.experiments.check import check_attention, digests, worse
+from a2d_mpi.experiments.files import TIMED_PARTS, Check, Result
 from a2d_mpi.experiments.origin import provenance
-from a2d_mpi.experiments.result import TIMED_PARTS, Check, Result
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 TENSORS = ("q", "k", "v", "dout")
