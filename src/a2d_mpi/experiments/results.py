@@ -118,12 +118,6 @@ def extend_file(path: str | os.PathLike[str], schema: tuple[str, int], tree: Map
         fill(file, tree, written)
 
 
-def usual_trial(total: np.ndarray) -> int:
-    """Return the trial of `total`, (trial, rank), whose slowest rank took the (lower) median."""
-    slowest = total.max(axis=1)
-    return int(np.argsort(slowest, kind="stable")[(len(slowest) - 1) // 2])
-
-
 @dataclass(frozen=True)
 class Summary:
     """A summary of one result, measured or simulated, of one or both phases.
@@ -220,7 +214,8 @@ def summarise(result: Result, phases: Sequence[str] | None = None) -> Summary:
     seconds, parts = 0.0, dict.fromkeys(PARTS, 0.0)
     for phase in phases:
         total = result.timings[f"{phase}/total"]
-        trial = usual_trial(total)
+        slowest = total.max(axis=1)  # the trial whose slowest rank took the (lower) median
+        trial = int(np.argsort(slowest, kind="stable")[(len(slowest) - 1) // 2])
         rank = int(total[trial].argmax())
         own = {x: result.timings[f"{phase}/{x}"][trial, rank] for x in PARTS[:-1]}
         own["other"] = max(0.0, total[trial, rank] - sum(own.values()))
