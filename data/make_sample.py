@@ -34,10 +34,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from a2d_mpi.core.atomic import check_writable
-from a2d_mpi.experiments.hdf5 import new_file
-from a2d_mpi.experiments.options import Parser, tokens, whole
-from a2d_mpi.experiments.origin import sha256
-from a2d_mpi.experiments.pretrained import (
+from a2d_mpi.experiments.encode import (
     PACKAGE,
     WINDOW,
     find_model,
@@ -45,6 +42,9 @@ from a2d_mpi.experiments.pretrained import (
     read_text,
     windows,
 )
+from a2d_mpi.experiments.hdf5 import new_file
+from a2d_mpi.experiments.options import Parser, tokens, whole
+from a2d_mpi.experiments.origin import sha256
 from a2d_mpi.experiments.programs import run_serial
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.gpt.encoder import Encoder

@@ -15,8 +15,9 @@ from functools import partial
 
 from mpi4py import MPI
 
-from a2d_mpi.experiments.cli import Parser, add_engine, run
+from a2d_mpi.experiments.cli import Parser, run
 from a2d_mpi.experiments.options import (
+    add_engine,
     add_options,
     check_text,
     listed,

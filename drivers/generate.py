@@ -13,9 +13,9 @@ Exit code 0: all prompts were answered.  1: a request was refused, because it fi
 
 from mpi4py import MPI
 
-from a2d_mpi.experiments.cli import Parser, add_engine, run
+from a2d_mpi.experiments.cli import Parser, run
 from a2d_mpi.experiments.generate import generate
-from a2d_mpi.experiments.options import add_options, listed, path, real, tokens, whole
+from a2d_mpi.experiments.options import add_engine, add_options, listed, path, real, tokens, whole
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -36,7 +36,10 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add = group.add_argument
     text = "KV cache blocks on each grid position: 10,10,4,10; default: no limit"
     add("--room", type=listed(whole(0)), metavar="N,...", help=text)
-    add_options(group, "kv-block", "method", "rows", "cols", "head-ranks")
+    text = "tokens per block of the KV cache"
+    block = tokens(most=1 << 20)
+    add("--kv-block", type=block, metavar="TOKENS", default=16, help=text)
+    add_options(group, "method", "rows", "cols", "head-ranks")
     text = "last ranks, which hold MLPs and embeddings; the others hold the cache, in a grid"
     add("--ffn-ranks", type=whole(1), metavar="F", help=text)
     text = "micro-batches of a step, with --ffn-ranks; default: 3"

@@ -12,14 +12,7 @@ Exit code 0: done.  2: bad input, or no plan fits, or no SimGrid.
 
 from collections.abc import Callable
 
-from a2d_mpi.experiments.options import (
-    Parser,
-    add_options,
-    listed,
-    path,
-    real,
-    whole,
-)
+from a2d_mpi.experiments.options import Parser, add_options, listed, path, real, whole
 from a2d_mpi.experiments.programs import Commands, run_serial
 
 

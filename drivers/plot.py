@@ -167,7 +167,7 @@ def study(parser: Parser) -> Callable:
     The last lines say how far the model was off, and how many picks take at most 1.1 times the
     fastest.
     """
-    from a2d_mpi.experiments.summary import print_study, read_measured
+    from a2d_mpi.experiments.results import print_study, read_measured
 
     parser.add_argument("files", type=path, nargs="+", help="HDF5 files of bench.py")
     return lambda args: print_study(args.files, read_measured)
@@ -181,8 +181,8 @@ def scale(parser: Parser) -> Callable:
     The table has the columns of "study", with simulated times.  The wait is the mean over all
     ranks.  Plans that do not fit in the memory of the ranks are left out.
     """
+    from a2d_mpi.experiments.results import print_study
     from a2d_mpi.experiments.simulate import read_summaries
-    from a2d_mpi.experiments.summary import print_study
 
     parser.add_argument("files", type=path, nargs="+", help="HDF5 files of plan.py simulate")
     return lambda args: print_study(args.files, read_summaries)

@@ -91,32 +91,19 @@ def test_does_not_begin_again(tmp_path):
         resumed(tmp_path, CONFIG, RUN, True)
 
 
-def test_sizes_must_fit(tmp_path):
-    """A file with a right checksum and wrong sizes is refused in one line that names the file."""
-    good = state(3)
-    wrong = [
-        {"weights": good.weights[:-1]}, {"weights": good.weights.astype(int)},
-        {"moments": good.moments[0]}, {"losses": np.ones(2)}, {"seconds": np.ones((3, 1))},
-        {"step": 2}, {"step": -1}, {"step": 3.0}, {"config": replace(CONFIG, vocab=5)},
-        {"run": [1]}, {"ranges": {"begin": 0}}, {"ranges": [1]},
-    ]  # fmt: skip
-    for changes in wrong:
-        path = save(tmp_path, state(3))
-        path.rename(path := tmp_path / "x.h5")
-        with h5py.File(path, "r+") as file:
-            bad = replace(good, **changes)
-            for name in ("weights", "moments", "losses", "seconds"):
-                del file[name]
-                file[name] = getattr(bad, name)
-            file.attrs.update({**bad.texts, "step": bad.step, "sha256": bad.digest()})
-        with pytest.raises(OSError, match=rf"^cannot read {path} as HDF5: .*(damaged|must)"):
-            load(path)
-    for name in ("config", "run", "ranges"):
-        for text in ('{"layers": ', '{"layers": 1e400}', "[" * 10**5, '{"a": 1}', 3.0):
-            save(tmp_path, good).rename(path)
+def test_damage_is_told(tmp_path):
+    """A file with another number than was written, or no checkpoint, is refused in one line."""
+    path = save(tmp_path, state(3))
+    with h5py.File(path, "r+") as file:
+        file["weights"][-1] += 1
+    with pytest.raises(OSError, match=f"^cannot read {path} as HDF5: .*its checksum does not"):
+        load(path)
+    for name in ("config", "run", "ranges", "sha256"):
+        for text in ('{"layers": ', '{"a": 1}', 3.0):
+            path = save(tmp_path, state(3))
             with h5py.File(path, "r+") as file:
                 file.attrs[name] = text
-            with pytest.raises(OSError, match=f"^cannot read {path} as HDF5: "):
+            with pytest.raises(OSError, match=f"^cannot read {path} as HDF5: it is damaged"):
                 load(path)
 
 

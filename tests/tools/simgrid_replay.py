@@ -23,8 +23,7 @@ from machines import RESULTS, machine, plan_of
 from test_simulate import PLANS
 
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.results import read_benchmark
-from a2d_mpi.experiments.summary import summarise
+from a2d_mpi.experiments.results import read_benchmark, summarise
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning import simulator
 from a2d_mpi.planning.machine import Link, Machine

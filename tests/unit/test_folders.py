@@ -55,7 +55,7 @@ from a2d_mpi.schedules import attention2d
 from a2d_mpi.sharding import pairs
 from a2d_mpi.experiments import candidates, options, results
 from a2d_mpi.figures import plots
-from a2d_mpi.experiments import pretrained, summary, sweep
+from a2d_mpi.experiments import sweep
 from a2d_mpi.figures import schedule_plots
 from a2d_mpi.planning import calibration, cost, memory, model, planner
 try:
@@ -64,6 +64,12 @@ except ImportError:
     print("as it must")
 """
     assert launch(0, "-c", code, timeout=60, cwd=ROOT).stdout == "as it must\n"
+
+
+# What few runs need, and what other drivers share.
+UNUSED = """
+benchmark check_wire imports mask_file model_options programs ranks results sweep
+"""
 
 
 def test_main_job_loads_what_it_uses():
@@ -77,7 +83,7 @@ def test_main_job_loads_what_it_uses():
     assert not {"torch", "transformers"} & modules
     unused = {
         *(f"a2d_mpi.planning.{x}" for x in ("planner", "simulator", "profile", "survey")),
-        *(f"a2d_mpi.experiments.{x}" for x in ("model_options", "sweep", "summary", "mask_file")),
+        *(f"a2d_mpi.experiments.{x}" for x in UNUSED.split()),
         *(f"a2d_mpi.comm.{x}" for x in ("failures", "gpus", "device_transport")),
         *("a2d_mpi.core.wire", "a2d_mpi.attention.shards", "a2d_mpi.masks.check"),
         "a2d_mpi.schedules.pipeline",

@@ -20,8 +20,7 @@ from a2d_mpi.core.sizes import Layout, flops
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.experiments import calibrate
-from a2d_mpi.experiments.results import read_benchmark
-from a2d_mpi.experiments.summary import summarise
+from a2d_mpi.experiments.results import read_benchmark, summarise
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning import cost

@@ -10,8 +10,7 @@ from machines import A100, RESULTS, machine
 
 from a2d_mpi import Causal, Full
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
-from a2d_mpi.experiments.results import read_benchmark
-from a2d_mpi.experiments.summary import summarise
+from a2d_mpi.experiments.results import read_benchmark, summarise
 from a2d_mpi.planning.layouts import layouts
 from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.memory import most_memory, peak_memory

@@ -16,23 +16,16 @@ import h5py
 import numpy as np
 import pytest
 from helpers import ROOT, SAMPLE, assert_all_refused, execute
+from mpi4py import MPI
 
 import a2d_mpi
 from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.experiments import origin
-from a2d_mpi.experiments.hdf5 import extend_file, read_file
+from a2d_mpi.experiments.benchmark import measured
+from a2d_mpi.experiments.files import TICKS, Check, Result, inspect_input, read_shard, write_result
+from a2d_mpi.experiments.hdf5 import read_file
 from a2d_mpi.experiments.origin import provenance
-from a2d_mpi.experiments.results import (
-    TICKS,
-    Check,
-    Result,
-    add_results,
-    inspect_input,
-    read_benchmark,
-    read_result,
-    read_shard,
-    write_result,
-)
+from a2d_mpi.experiments.results import add_results, extend_file, read_benchmark, read_result
 from a2d_mpi.experiments.simulate import SCHEMA as SIMULATIONS
 from a2d_mpi.sharding.distribution import FORMULAS, Distribution
 
@@ -462,3 +455,23 @@ def test_a_result_that_cannot_be_written_replaces_nothing(tmp_path):
     with pytest.raises(TypeError):
         write_result(path, make_result(outputs={"out": np.array([object()])}))
     assert os.listdir(tmp_path) == ["result.h5"] and path.read_bytes() == before
+
+
+def test_a_benchmark_keeps_the_runs_before_one_that_fails(tmp_path):
+    """The file has each run as soon as it is measured, and the table its failed checks."""
+    path, schema, comm = tmp_path / "runs.h5", ("test", 1), MPI.COMM_SELF
+    right, wrong = (Check(x, 1.0, 1) for x in (0.5, 2.0))
+
+    def fails():
+        raise RuntimeError
+
+    def run(check):
+        return {"seconds": np.ones(3)}, ("row", "1"), {"out": check}
+
+    runs = {"a/1": partial(run, right), "b/1": fails}
+    with pytest.raises(RuntimeError):
+        measured(comm, ("name", "n"), runs, path, schema, {"seed": 0})
+    found = read_file(path, schema)
+    assert list(found["runs"]) == ["a"] and found["runs"]["a"]["1"]["passed"]
+    assert found["config"] == {"seed": 0}
+    assert measured(comm, ("name", "n"), {"a": partial(run, wrong)}, None, schema, {}) == 1

@@ -15,7 +15,7 @@ from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.core.wire import FORMATS, decode, encode
 from a2d_mpi.experiments.check_wire import roundings
-from a2d_mpi.experiments.results import Check
+from a2d_mpi.experiments.files import Check
 from a2d_mpi.schedules import problem_of, write
 from a2d_mpi.schedules.steps import Decode, Encode
 

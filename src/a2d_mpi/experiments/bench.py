@@ -11,21 +11,22 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import plan_of, random_inputs, turns
 from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.files import Result, phases_of
 from a2d_mpi.experiments.hdf5 import check_output, read_file
 from a2d_mpi.experiments.measure import Measurement, open_device, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
 from a2d_mpi.experiments.results import (
     BENCHMARK_SCHEMA,
-    Result,
     add_results,
-    phases_of,
     read_benchmark,
+    summarise,
+    table,
 )
 from a2d_mpi.experiments.streams import progress
-from a2d_mpi.experiments.summary import summarise, table
 from a2d_mpi.experiments.sweep import Configuration, cases_of, plans_for
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.profile import read_machine, to_toml
@@ -35,7 +36,7 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Run the configurations that a file lacks, workload by workload; return the exit code."""
     prepared = comm.bcast(together(comm, lambda: _prepare(args, comm.size), on=0))
     sweep, settings, machine, done = prepared
-    grids: dict[tuple, ProcessGrid] = {}
+    grids: dict[Layout, ProcessGrid] = {}
     device = open_device(comm, args.device)
     skipped = [c for block in sweep for c in block if c.name in done]
     blocks = ([c for c in block if c.name not in done] for block in sweep)
@@ -99,7 +100,7 @@ def _checked(
     block: list[Configuration],
     args: argparse.Namespace,
     device: Device,
-    grids: dict[tuple, ProcessGrid],
+    grids: dict[Layout, ProcessGrid],
 ) -> dict[Configuration, Measurement]:
     """Make and check all plans of a workload."""
     inputs: dict[bytes, dict[str, np.ndarray]] = {}

@@ -25,9 +25,9 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
 from a2d_mpi.experiments.benchmark import measured, within
 from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.files import Check
 from a2d_mpi.experiments.hdf5 import check_output
-from a2d_mpi.experiments.place import check_room
-from a2d_mpi.experiments.results import Check
+from a2d_mpi.experiments.ranks import check_room
 from a2d_mpi.gpt.apart import (
     MICRO_BATCHES,
     attention_grid,

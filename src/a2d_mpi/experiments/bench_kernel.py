@@ -24,13 +24,13 @@ from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import in_turn, report, within
 from a2d_mpi.experiments.check import samples
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.hdf5 import check_output, extend_file
+from a2d_mpi.experiments.files import Check
+from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.measure import open_device
 from a2d_mpi.experiments.options import SAMPLE, BadOption
 from a2d_mpi.experiments.origin import provenance
-from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, Check
+from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, extend_file, kernel_speeds
 from a2d_mpi.experiments.streams import progress
-from a2d_mpi.experiments.summary import kernel_speeds
 from a2d_mpi.kernels import Kernel, check_kernel, make_kernel
 from a2d_mpi.masks.intervals import Intervals
 from a2d_mpi.masks.mask import Mask

@@ -27,11 +27,12 @@ from a2d_mpi.core.sizes import squarest
 from a2d_mpi.experiments.benchmark import measured, random_inputs, within
 from a2d_mpi.experiments.check import check_attention, samples
 from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.files import Check
 from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.measure import random_rows
 from a2d_mpi.experiments.options import SAMPLE
-from a2d_mpi.experiments.place import check_room
-from a2d_mpi.experiments.results import LINEAR_SCHEMA, Check
+from a2d_mpi.experiments.ranks import check_room
+from a2d_mpi.experiments.results import LINEAR_SCHEMA
 from a2d_mpi.linear.plan import LinearAttention
 from a2d_mpi.masks.mask import Causal
 

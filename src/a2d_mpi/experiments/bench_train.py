@@ -14,24 +14,26 @@ from __future__ import annotations
 
 import argparse
 import tracemalloc
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 
 import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
+from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.benchmark import check_step, plan_of, random_inputs, report, turns
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.hdf5 import check_output, extend_file, read_file
+from a2d_mpi.experiments.files import Check, attributes_of
+from a2d_mpi.experiments.hdf5 import check_output, read_file
 from a2d_mpi.experiments.measure import Measurement, origin_of
 from a2d_mpi.experiments.model_options import model_of
-from a2d_mpi.experiments.place import check_room
-from a2d_mpi.experiments.results import Check, attributes_of
+from a2d_mpi.experiments.ranks import check_room
+from a2d_mpi.experiments.results import STEPS_SCHEMA as SCHEMA
+from a2d_mpi.experiments.results import Steps, extend_file
 from a2d_mpi.experiments.streams import progress
-from a2d_mpi.experiments.summary import STEPS_SCHEMA as SCHEMA
-from a2d_mpi.experiments.summary import Steps
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.cost import STEP_PARTS, predict_step, training_bytes
@@ -71,14 +73,12 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     moments = np.zeros((2, config.parameters), args.dtype)
     # A learning rate of 0 keeps the weights, so that all plans can use the same ones.
     trainings = {x: Training(comm, weights, moments, recompute=x) for x in ways}
-    grids: dict[tuple, ProcessGrid] = {}
+    grids: dict[Layout, ProcessGrid] = {}
     with threadpool_limits(args.threads):
         runs = {}
         for name, (c, again) in todo.items():
             plan = plan_of(comm, c, grids, threads=args.threads)
-            operator = Measurement(plan, random_inputs(plan, True), backward=True)
-            runs[name] = _Run(c, again, trainings[again], batch, operator)
-            runs[name].check(wanted)
+            runs[name] = _Run(c, again, plan, trainings[again], batch, wanted)
         steps = turns(list(runs.values()), args.trials)
         total = args.trials * len(runs)
         for run in progress(steps, comm.rank, desc="steps", total=total):
@@ -135,22 +135,35 @@ def _expected(weights: Parameters, batch: Batch, mask: Mask) -> tuple[float, np.
     return loss, gradients.flat
 
 
-@dataclass
 class _Run:
-    """A plan in a model, and its measurements."""
+    """A plan in a model: its first step is checked, and later ones are timed."""
 
-    configuration: Configuration
-    recompute: bool
-    training: Training
-    batch: Batch
-    operator: Measurement
-    seconds: list[list[float]] = field(default_factory=list)
-    checks: dict[str, Check] = field(default_factory=dict)
-    differ: int = 0  # steps whose loss was not the first step's
-
-    def __post_init__(self) -> None:
-        self.plan = self.operator.plan
-        self.comm = self.plan.grid.comm
+    def __init__(
+        self,
+        configuration: Configuration,
+        recompute: bool,
+        plan: AttentionPlan,
+        training: Training,
+        batch: Batch,
+        wanted: tuple[float, np.ndarray],
+    ) -> None:
+        self.configuration, self.plan, self.comm = configuration, plan, plan.grid.comm
+        self.recompute, self.training, self.batch = recompute, training, batch
+        self.seconds: list[list[float]] = []
+        self.operator = Measurement(plan, random_inputs(plan, True), backward=True)
+        self.first, self.differ = self.step(), 0  # steps whose loss was not the first step's
+        # Adam has clipped the gradients: clip the expected ones in the same way.
+        loss, gradient = wanted
+        exact = loss, gradient * min(1.0, 1.0 / np.linalg.norm(gradient))
+        case, flat = configuration.case, training.gradients.flat
+        self.checks = check_step((self.first, flat), exact, case.dtype, case.seqlen, self.comm)
+        tracemalloc.start()
+        training.loss(plan, batch, len(batch.tokens), training.gradients)
+        _, self.activations = tracemalloc.get_traced_memory()  # peak bytes
+        tracemalloc.stop()
+        self.operator.call()
+        self.step()
+        self.seconds = []
 
     def step(self) -> float:
         self.comm.Barrier()
@@ -158,31 +171,9 @@ class _Run:
         self.seconds.append(list(parts.values()))
         return loss
 
-    def check(self, wanted: tuple[float, np.ndarray]) -> None:
-        """Do a first step, check it, and count its memory."""
-        self.first = self.step()
-        # Adam has clipped the gradients: clip the expected ones in the same way.
-        gradient = wanted[1] * min(1.0, 1.0 / np.linalg.norm(wanted[1]))
-        config, flat = self.configuration.case, self.training.gradients.flat
-        step, exact = (self.first, flat), (wanted[0], gradient)
-        self.checks = check_step(step, exact, config.dtype, config.seqlen, self.comm)
-        self.activations = self._activations()
-        self.operator.call()
-        self.step()
-        self.seconds = []
-
     def trial(self) -> None:
         self.differ += self.step() != self.first
         self.operator.trial()
-
-    def _activations(self) -> int:
-        """Return the peak bytes that loss and gradients allocate."""
-        training = self.training
-        tracemalloc.start()
-        training.loss(self.plan, self.batch, len(self.batch.tokens), training.gradients)
-        _, largest = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        return largest
 
     def result(self, machine: Machine | None, origin: dict[str, object]) -> Steps | None:
         """Return attributes and arrays of all ranks on rank 0, None on others.  Collective."""

@@ -15,14 +15,15 @@ from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import OF_KEYS
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.check import distance
 from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.files import Check, attributes_of
 from a2d_mpi.experiments.hdf5 import write_file
 from a2d_mpi.experiments.measure import origin_of, random_rows
 from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.results import Check, attributes_of
 from a2d_mpi.experiments.streams import aligned, progress
 
 if TYPE_CHECKING:
@@ -185,19 +186,15 @@ def random_inputs(plan: AttentionPlan, backward: bool, seed: int = 0) -> dict[st
 def plan_of(
     comm: MPI.Intracomm,
     configuration: Configuration,
-    grids: dict[tuple, ProcessGrid],
+    grids: dict[Layout, ProcessGrid],
     **options: object,
 ) -> AttentionPlan:
-    """Make the plan of a configuration; plans of one shape share a grid in `grids`.
+    """Make the plan of a configuration; plans of one layout share a grid in `grids`.
 
     `options` are options of `a2d_mpi.attention.methods.make_plan`.
     """
     layout, case = configuration.layout, configuration.case
-    shape = layout.rows, layout.cols, layout.heads, layout.order, layout.block
-    if shape not in grids:
-        grids[shape] = ProcessGrid(comm, *shape)
-    arguments = {**case.arguments, "overlap": configuration.overlap, **options}
-    if layout.distribution:
-        arguments["distribution"] = layout.distribution
-    arguments["slices"] = layout.slices
-    return make_plan(configuration.method, grids[shape], case.work().mask, **arguments)
+    if layout not in grids:
+        grids[layout] = ProcessGrid.from_layout(comm, layout)
+    options = {**case.arguments, "overlap": configuration.overlap, **options}
+    return make_plan(configuration.method, grids[layout], case.work().mask, **options)

@@ -29,7 +29,7 @@ from a2d_mpi.experiments.bench_kernel import RandomTile
 from a2d_mpi.experiments.benchmark import in_turn, seconds_of
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.origin import blas_name
-from a2d_mpi.experiments.place import Place
+from a2d_mpi.experiments.ranks import Place
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.masks.mask import Causal, Full
@@ -64,10 +64,11 @@ HOPS = 8  # number of large messages one after the other
 
 def calibrate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Measure and write the profile; return the exit code."""
-    place = Place(comm)
-    where = together(comm, lambda: _validated(args, place))
+    where = Place(comm)
+    name = where.hosts[0] if args.name is None else args.name
+    together(comm, lambda: _check(where, name))
     together(comm, lambda: check_writable(args.output, 1 << 16, read_machine), on=0)
-    machine, notes = _measure(comm, where, args.name, args.dtypes, args.seconds)
+    machine, notes = _measure(comm, where, name, args.dtypes, args.seconds)
     lines = [
         f"Measured {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC by drivers/calibrate.py",
         f"{comm.size} ranks on {len(where.hosts)} nodes: {', '.join(where.hosts[:8])}",
@@ -92,9 +93,9 @@ def measured_machine(comm: MPI.Intracomm, dtypes: list[str], seconds: float) -> 
     CollectiveError
         If nodes have different numbers of ranks.
     """
-    args, place = argparse.Namespace(dtypes=dtypes, name=None), Place(comm)
-    where = together(comm, lambda: _validated(args, place))
-    return _measure(comm, where, args.name, dtypes, seconds)[0]
+    where = Place(comm)
+    together(comm, lambda: _check(where, where.hosts[0]))
+    return _measure(comm, where, where.hosts[0], dtypes, seconds)[0]
 
 
 def _measure(
@@ -140,13 +141,10 @@ def _computed_by(dtypes: list[str]) -> str:
     return f"{', '.join(kernels)}; {blas_name()[:100]}; 1 thread"
 
 
-def _validated(args: argparse.Namespace, where: Place) -> Place:
-    if args.name is None:
-        args.name = where.hosts[0]
-    Machine(args.name, None, None, {})  # raises an error if the name is not valid
+def _check(where: Place, name: str) -> None:
+    Machine(name, None, None, {})  # raises an error if the name is not valid
     if not where.even:
         raise ValueError("calibrate needs the same number of ranks on every node")
-    return where
 
 
 def _kernels(

@@ -21,7 +21,7 @@ from mpi4py import MPI
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import compute_dtype
-from a2d_mpi.experiments.results import Check
+from a2d_mpi.experiments.files import Check
 
 if TYPE_CHECKING:
     from a2d_mpi.experiments.check_wire import WireErrors

@@ -18,17 +18,8 @@ from mpi4py import MPI
 from a2d_mpi.comm.agreement import Call, CollectiveError, agree
 from a2d_mpi.comm.survival import survives
 from a2d_mpi.core.atomic import held
-from a2d_mpi.core.config import TRANSFERS
-from a2d_mpi.experiments.options import (
-    BAD_INPUT,
-    INTERRUPTED,
-    Parser,
-    add_options,
-    check_files,
-    files_written,
-)
+from a2d_mpi.experiments.options import BAD_INPUT, INTERRUPTED, Parser, check_files, files_written
 from a2d_mpi.experiments.streams import open_streams, reason
-from a2d_mpi.kernels import KERNELS
 
 T = TypeVar("T")
 IDLE = 0.002  # s of sleep between the polls of a rank that waits for another rank's long step
@@ -92,19 +83,6 @@ def holding(comm: MPI.Intracomm, *paths: str | os.PathLike[str]) -> Iterator[Non
         if paths:
             together(comm, lambda: [stack.enter_context(held(x)) for x in paths], on=0)
         yield
-
-
-def add_engine(parser: Parser) -> None:
-    """Add the options that say what a plan runs on."""
-    group = parser.add_argument_group("device")
-    for name, choices, text in (
-        ("device", ("cpu", "gpu"), "where to compute; ranks may share a GPU"),
-        ("kernel", KERNELS, "auto: the fastest one for the device"),
-        ("transfers", TRANSFERS, "path of GPU arrays to MPI, see docs/gpus.md"),
-    ):
-        default = "cpu" if name == "device" else "auto"
-        group.add_argument(f"--{name}", choices=choices, default=default, help=text)
-    add_options(group, "threads")
 
 
 def arguments(

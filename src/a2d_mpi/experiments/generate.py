@@ -18,7 +18,7 @@ from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.grids import grid_shape
 from a2d_mpi.experiments.measure import open_device
 from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.survive import check_survive, surviving
+from a2d_mpi.experiments.ranks import check_survive, surviving
 from a2d_mpi.gpt.apart import MICRO_BATCHES, attention_grid, open_apart, weights_of_rank
 from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.parameters import Parameters

@@ -1,9 +1,7 @@
 """HDF5 files as trees: written whole or not at all, read whole or refused with one line.
 
 In memory a group is a dict.  A dict in it is a group, an array is a dataset, and anything else is
-an attribute.  Equal members of a file are stored once.  In files of many runs the group
-``origins`` has the different origins of the runs, and the group ``origin`` of a run is a link.
-"""
+an attribute.  Equal members of a file are stored once."""
 
 from __future__ import annotations
 
@@ -130,30 +128,6 @@ def write_file(path: str | os.PathLike[str], schema: tuple[str, int], tree: Mapp
         fill(file, tree)
 
 
-def extend_file(path: str | os.PathLike[str], schema: tuple[str, int], tree: Mapping) -> None:
-    """Add what is in the groups of a tree to a file, or make the file.
-
-    Members of the file's groups that have the same names are replaced.  A run may have a group
-    "origin", which is stored once.  If writing fails, nothing changes.
-
-    Raises
-    ------
-    OSError
-        If it cannot be written.
-    """
-    with new_file(path, schema, extend=os.path.exists(path)) as file:
-        for name, members in tree.items():
-            for run in members.keys() & file.require_group(name).keys():
-                del file[name][run]
-        origins = file.require_group("origins")
-        written = {_key(load(x)): x for x in origins.values()}
-        runs = [x for members in tree.values() for x in members.values()]
-        for origin in (x["origin"] for x in runs if isinstance(x, Mapping) and "origin" in x):
-            if _key(origin) not in written:
-                fill(origins, {f"{len(origins)}": origin}, written)
-        fill(file, tree, written)
-
-
 def fill(group: h5py.Group, tree: Mapping[str, object], written: dict | None = None) -> None:
     """Write a tree into a group; names of groups and arrays may be paths.
 
@@ -165,7 +139,7 @@ def fill(group: h5py.Group, tree: Mapping[str, object], written: dict | None = N
         if not isinstance(x, (Mapping, np.ndarray)):
             group.attrs[name] = _attribute(x)
             continue
-        key = _key(x)
+        key = key_of(x)
         if key in written:
             group[name] = written[key]
         elif isinstance(x, Mapping):
@@ -178,10 +152,10 @@ def fill(group: h5py.Group, tree: Mapping[str, object], written: dict | None = N
             written[key] = group[name]
 
 
-def _key(x: object) -> object:
+def key_of(x: object) -> object:
     """Return what is the same for equal groups, arrays and attributes; None: write it anew."""
     if isinstance(x, Mapping):
-        keys = [(name, _key(y)) for name, y in sorted(x.items())]
+        keys = [(name, key_of(y)) for name, y in sorted(x.items())]
         return None if not keys or None in dict(keys).values() else tuple(keys)
     if isinstance(x, np.ndarray):
         is_small = x.nbytes < PACKED.stop and not x.dtype.hasobject

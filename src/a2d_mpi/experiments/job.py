@@ -17,18 +17,7 @@ from a2d_mpi.comm.agreement import agree
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import flops
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.grids import open_grid
-from a2d_mpi.experiments.hdf5 import check_output
-from a2d_mpi.experiments.measure import (
-    RESULTS,
-    Measurement,
-    open_device,
-    origin_of,
-    random_rows,
-)
-from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
-from a2d_mpi.experiments.origin import sha256
-from a2d_mpi.experiments.results import (
+from a2d_mpi.experiments.files import (
     RESULT_SCHEMA,
     InputInfo,
     Result,
@@ -37,6 +26,11 @@ from a2d_mpi.experiments.results import (
     read_shard,
     write_result,
 )
+from a2d_mpi.experiments.grids import open_grid
+from a2d_mpi.experiments.hdf5 import check_output
+from a2d_mpi.experiments.measure import RESULTS, Measurement, open_device, origin_of, random_rows
+from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
+from a2d_mpi.experiments.origin import sha256
 from a2d_mpi.experiments.streams import aligned, progress
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.masks.patterns import make_mask

@@ -27,8 +27,8 @@ from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.experiments.check import check_attention, digests, worse
+from a2d_mpi.experiments.files import TIMED_PARTS, Check, Result
 from a2d_mpi.experiments.origin import provenance
-from a2d_mpi.experiments.results import TIMED_PARTS, Check, Result
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 TENSORS = ("q", "k", "v", "dout")
@@ -111,7 +111,6 @@ class Measurement:
         self.seconds: dict[str, list[float]] = {
             f"{phase}/{part}": [] for phase in self.phases for part in TIMED_PARTS
         }
-        self._trials = 0
 
     def call(self, tensors: dict[str, Array] | None = None) -> None:
         """Run all phases; all ranks begin each phase together.
@@ -149,19 +148,19 @@ class Measurement:
 
     def trial(self) -> None:
         """Run once; count the seconds and the bytes."""
-        if not self._trials:
+        number = len(self.seconds["forward/total"])
+        if not number:
             self.plan.traffic.clear()
         tensors, data = self.tensors, 0
         if self._result_bits:
             # 0, 1, 1, 0, ...: 0, 1, 0, 1 would hide errors of a plan that alternates two buffers.
-            tensors, data = dict(self._given), (self._trials + 1) // 2 % 2
+            tensors, data = dict(self._given), (number + 1) // 2 % 2
         if data:
             self._exchange()
         self.call(tensors)
         timings = self.plan.timings
         for name, so_far in self.seconds.items():
             so_far.append(timings[name])
-        self._trials += 1
         if self._result_bits:
             results = self._results(tensors)
             if not self.plan.deterministic:
@@ -228,7 +227,9 @@ class Measurement:
             return None
         seconds, counted, area, hosts = zip(*gathered)
         timings = {name: np.array([x[name] for x in seconds]).T for name in self.seconds}
-        traffic, off = _traffic(plan, self.phases, counted, max(1, self._trials))
+        traffic, off = _traffic(
+            plan, self.phases, counted, max(1, len(self.seconds["forward/total"]))
+        )
         self.checks["traffic"] = Check(float(off), 0.0, comm.size)
         return Result(
             provenance={**origin, "hostnames": list(hosts)},

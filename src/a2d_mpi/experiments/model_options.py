@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from a2d_mpi.experiments.options import (
-    Parser,
-    add_options,
-    path,
-    real,
-    tokens,
-    whole,
-)
+from a2d_mpi.experiments.options import Parser, add_options, path, real, tokens, whole
 from a2d_mpi.gpt.config import POSITIONS, PRESETS, GPTConfig
 
 FLOATS = ("float32", "float64")  # storage dtypes of a model

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from a2d_mpi import __version__
 from a2d_mpi.core.atomic import same_file
-from a2d_mpi.core.config import DISTRIBUTIONS, LARGEST, WIRES
+from a2d_mpi.core.config import DISTRIBUTIONS, LARGEST, TRANSFERS, WIRES
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import parse_count
+from a2d_mpi.kernels import KERNELS
 from a2d_mpi.masks.patterns import PATTERNS, parse_mask, split_masks
 from a2d_mpi.schedules import METHODS
 
@@ -173,7 +174,6 @@ def _imported(text: str) -> Path:
 
 SEED = whole(0, (1 << 63) - 1)  # as HDF5 keeps it
 HEADS, HEADDIM = (whole(1, LARGEST[x]) for x in ("nheads", "headdim"))
-BLOCK = tokens(most=1 << 20)  # of the cache
 
 MASK_HELP = f"NAME[:ARGUMENTS], see docs/masks.md; NAME is one of {', '.join(PATTERNS)}"
 CHECK_HELP = (
@@ -230,14 +230,18 @@ OPTIONS: dict[str, dict[str, object]] = {
                        "and backward: 4 or 2x4; default: chosen from the sizes"},
     "overlap": {"action": argparse.BooleanOptionalAction, "default": True,
                 "help": "communicate while computing; --no-overlap: in turn"},
-    "kv-block": {"type": BLOCK, "metavar": "TOKENS", "default": 16,
-                 "help": "tokens per block of the KV cache"},
     # Measurement.
     "trials": {"type": whole(1, 10**6), "metavar": "N", "default": 5, "help": "timed runs"},
     "warmup": {"type": whole(0, 10**6), "metavar": "N", "default": 1,
                "help": "runs before the timed runs"},
     "check": {"type": check_text, "metavar": "ROWS", "default": "sample", "help": CHECK_HELP},
     "seed": {"type": SEED, "metavar": "N", "default": 0, "help": "seed of all random numbers"},
+    "device": {"choices": ("cpu", "gpu"), "default": "cpu",
+               "help": "where to compute; ranks may share a GPU"},
+    "kernel": {"choices": KERNELS, "default": "auto",
+               "help": "auto: the fastest one for the device"},
+    "transfers": {"choices": TRANSFERS, "default": "auto",
+                  "help": "path of GPU arrays to MPI, see docs/gpus.md"},
     "threads": {"type": whole(1, 1024), "metavar": "N", "default": 1,  # no node has more cores
                 "help": "BLAS threads per rank"},
 }
@@ -248,6 +252,12 @@ def add_options(to: argparse._ActionsContainer, *names: str, **changes: object) 
     """Add some of `OPTIONS` to a parser or a group, with changes of their arguments."""
     for name in names:
         to.add_argument(f"--{name}", **{**OPTIONS[name], **changes})
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what a plan runs on."""
+    group = parser.add_argument_group("device")
+    add_options(group, "device", "kernel", "transfers", "threads")
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

@@ -1,257 +1,41 @@
-"""The input of a run, its result, and files of one result or of many, all HDF5.
+"""Files of results of one run or of many, and their summaries for tables and plots; no MPI.
 
 Every function raises OSError if a file cannot be read or written, and ValueError if its contents
 are wrong.  The message is one line that names the file, for the user to read.
+
+In files of many runs the group ``origins`` has the different origins of the runs, and the group
+``origin`` of a run is a link.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-import h5py
 import numpy as np
 
-from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.experiments.hdf5 import (
-    Tree,
-    extend_file,
-    flat,
-    member,
-    read_file,
-    reading,
-    write_file,
-)
-from a2d_mpi.sharding.distribution import Distribution
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.experiments.files import RESULT_SCHEMA, Check, Result, phases_of, tree_of
+from a2d_mpi.experiments.hdf5 import Tree, fill, flat, key_of, load, new_file, read_file
+from a2d_mpi.experiments.options import FAILED_CHECK
+from a2d_mpi.experiments.streams import aligned
+from a2d_mpi.planning.layouts import known_as
+from a2d_mpi.planning.simulator import PARTS
+from a2d_mpi.schedules import METHODS
 
-INPUT_SCHEMA = ("a2d_mpi input", 1)
-RESULT_SCHEMA = ("a2d_mpi result", 1)
 BENCHMARK_SCHEMA = ("a2d_mpi benchmark", 2)
 LINEAR_SCHEMA = ("a2d_mpi linear attention", 2)
 TRAINING_SCHEMA = ("a2d_mpi.training", 1)
-# Seconds are stored in eighths of a microsecond: finer digits are noise of barriers and Python,
-# and would be most of a file, because noise cannot be packed.
-TICKS = 1 << 23
-TIMED_PARTS = ("compute", "merge", "wait", "total")  # as of `AttentionPlan.timings`
-
-
-@dataclass(frozen=True)
-class InputInfo:
-    """The contents of an input file: q, k, v and perhaps dout, the gradient with respect to out.
-
-    Attributes
-    ----------
-    path : str
-    config : AttentionConfig
-        Sizes of the tensors.
-    has_dout : bool
-        Whether the file has dout.
-    """
-
-    path: str
-    config: AttentionConfig
-    has_dout: bool
-
-
-def inspect_input(path: str | os.PathLike[str]) -> InputInfo:
-    """Check everything of an input file except its numbers, which are not read.
-
-    Raises
-    ------
-    OSError
-        If the file is missing, unreadable, not HDF5 or cut short.
-    ValueError
-        If the schema is wrong, or a dataset is missing or has a wrong type or shape.
-    """
-    with reading(path, INPUT_SCHEMA) as file:
-        names = ["q", "k", "v"] + ["dout"] * (member(file, "dout") is not None)
-        datasets = {name: _dataset(file, name) for name in names}
-        shapes = {name: x.shape or () for name, x in datasets.items()}
-        dtypes = {name: x.dtype for name, x in datasets.items()}
-    for name in names:
-        if dtypes[name].kind != "f":
-            raise ValueError(f"{path}: {name} must be floating-point numbers, got {dtypes[name]}")
-        if len(shapes[name]) != 3:
-            raise ValueError(
-                f"{path}: {name} must have shape (seqlen, heads, headdim), got {shapes[name]}"
-            )
-    seqlen, nheads, headdim = shapes["q"]
-    try:
-        config = AttentionConfig(seqlen, nheads, headdim, shapes["k"][1], headdim_v=shapes["v"][2])
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    if any(shapes[name] != (seqlen, *config.shape(name)) for name in names):
-        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        need = "q (tokens, nheads, headdim), k and v (tokens, nheads_kv, ...)"
-        raise ValueError(f"{path}: shapes do not agree: {listed}; need {need}")
-    return InputInfo(os.fspath(path), config, "dout" in names)
-
-
-def read_shard(
-    info: InputInfo, name: str, distribution: Distribution, rank: int, dtype: np.typing.DTypeLike
-) -> np.ndarray:
-    """Read the rows of one shard of the sequence.  Many processes may read at the same time.
-
-    Parameters
-    ----------
-    info : InputInfo
-        Result of `inspect_input`.
-    name : {"q", "k", "v", "dout"}
-    distribution : Distribution
-        Owners of the first ``distribution.seqlen`` tokens of the file.
-    rank : int
-    dtype : dtype
-        Dtype of the result.
-
-    Returns
-    -------
-    (n, heads, headdim) dtype
-        A new array; row i is the token ``distribution.tokens(rank)[i]``.
-
-    Raises
-    ------
-    OSError
-        If this rank cannot read the file, or its numbers are damaged.
-    ValueError
-        If the file has too few tokens.
-    """
-    rows = np.empty((distribution.count(rank), *info.config.shape(name)), dtype)
-    with reading(info.path, INPUT_SCHEMA) as file:
-        data = _dataset(file, name)
-        if len(data) < distribution.seqlen:
-            raise ValueError(
-                f"{info.path} has {len(data)} tokens, must have {distribution.seqlen}"
-            )
-        for here, there in distribution.slices(rank):
-            rows[here] = data[there]
-    return rows
-
-
-def _dataset(file: h5py.File, name: str) -> h5py.Dataset:
-    data = member(file, name)
-    if not isinstance(data, h5py.Dataset):
-        raise OSError(f"dataset {name} is missing")
-    return data
-
-
-@dataclass(frozen=True)
-class Check:
-    """The check of one tensor.
-
-    Attributes
-    ----------
-    error : float
-        Largest error.  With a narrow format on the wire, the largest distance from attention of
-        the rounded tensors.
-    bound : float
-        Largest allowed error; NaN if rounding alone may change the values by a tenth.
-    rows : int
-        Number of compared tokens; of "repeat", "inputs" and "traffic" the number of ranks.
-    as_given : float or None
-        With a narrow format on the wire, the largest distance from attention of the tensors before
-        rounding.
-    """
-
-    error: float
-    bound: float
-    rows: int
-    as_given: float | None = None
-
-    @property
-    def attributes(self) -> dict[str, object]:
-        """The fields without None, and the verdict: attributes in result files."""
-        values = {name: x for name, x in vars(self).items() if x is not None}
-        return {**values, "passed": self.passed}
-
-    @property
-    def passed(self) -> bool:
-        """True if tokens were compared, and the error is at most the bound."""
-        return self.verdict == "passed"
-
-    @property
-    def verdict(self) -> str:
-        """The verdict in words: "passed", or "FAILED" with the reason if it is not the error."""
-        if self.rows <= 0:
-            return "FAILED: nothing was compared"
-        if not math.isfinite(self.error):
-            return "FAILED: not finite"
-        if not math.isfinite(self.bound):
-            return "FAILED: not checked, rounding alone may change a tenth of it"
-        return "passed" if self.error <= self.bound else "FAILED"
-
-
-def attributes_of(checks: Mapping[str, Check]) -> dict[str, object]:
-    """Return the checks of a run as they stand in files, and whether all passed."""
-    return {
-        "passed": all(x.passed for x in checks.values()),
-        "checks": {name: x.attributes for name, x in checks.items()},
-    }
-
-
-@dataclass(eq=False)
-class Result:
-    """Everything that one run has measured.
-
-    Attributes
-    ----------
-    provenance : dict
-        Result of `a2d_mpi.experiments.origin.provenance`.
-    config : dict of str to bool, int, float or str
-        method, rows, cols, mask, seqlen, ...
-    area : (rank,) int64
-        Visible (query, key) pairs.
-    timings : dict of str to (trial, rank) float64
-        Seconds; keys as in `AttentionPlan.timings`: "forward/compute", ...
-    traffic : dict of str to dict of str to (rank,) int64
-        Bytes per call: ``traffic["forward/row"]["sent"]``, "received", "predicted_sent",
-        "predicted_received".
-    checks : dict of str to Check
-        Checks by tensor: "out", "lse", "dq", ...
-    outputs : dict of str to arrays (seqlen, ...)
-        Gathered tensors in the order of the sequence, if they are to be kept.
-    predicted : dict of str to number or str
-        Predictions: "memory" in bytes of a rank, "forward seconds" of the slowest rank, "forward
-        lower bound" of a rank's bytes, ...
-    """
-
-    provenance: dict[str, object]
-    config: dict[str, object]
-    area: np.ndarray
-    timings: dict[str, np.ndarray]
-    traffic: dict[str, dict[str, np.ndarray]]
-    checks: dict[str, Check]
-    outputs: dict[str, np.ndarray] = field(default_factory=dict)
-    predicted: dict[str, object] = field(default_factory=dict)
-
-    @property
-    def passed(self) -> bool:
-        """True if all checks passed."""
-        return all(check.passed for check in self.checks.values())
-
-
-def phases_of(result: Result) -> tuple[str, ...]:
-    """Return the phases that were timed."""
-    return ("forward", "backward") if result.config["backward"] else ("forward",)
-
-
-def usual_trial(total: np.ndarray) -> int:
-    """Return the trial of `total`, (trial, rank), whose slowest rank took the (lower) median."""
-    slowest = total.max(axis=1)
-    return int(np.argsort(slowest, kind="stable")[(len(slowest) - 1) // 2])
-
-
-def write_result(path: str | os.PathLike[str], result: Result) -> None:
-    """Write a result file.  If writing fails, an existing file is left as it was.
-
-    Raises
-    ------
-    OSError
-        If it cannot be written (no room, ...).
-    """
-    run = _tree(result)
-    write_file(path, RESULT_SCHEMA, {**run.pop("origin"), **run})
+TABLE = ("  plan", "phase", "ms", "ratio", "wait", "predicted", "received", "checks")
+STEPS_SCHEMA = ("a2d_mpi training steps", 2)
+CLOSE = 1.1  # a pick is good if it takes at most this multiple of the fastest plan's time
+# Methods alone and with a head axis, in the order of tables and figures.
+FAMILIES = tuple(
+    method + heads for method in (*METHODS, "all-gather") for heads in ("", " + heads")
+)
 
 
 def read_result(path: str | os.PathLike[str]) -> Result:
@@ -276,7 +60,7 @@ def add_results(
     path: str | os.PathLike[str], settings: Mapping[str, object], results: Mapping[str, Result]
 ) -> None:
     """Add results by name to a file, or make the file; if writing fails, nothing changes."""
-    runs = {name: _tree(result) for name, result in results.items()}
+    runs = {name: tree_of(result) for name, result in results.items()}
     extend_file(path, BENCHMARK_SCHEMA, {"settings": settings, "runs": runs})
 
 
@@ -287,28 +71,6 @@ def read_benchmark(path: str | os.PathLike[str]) -> dict[str, Result]:
         return {name: _result(run) for name, run in tree["runs"].items()}
 
     return read_file(path, BENCHMARK_SCHEMA, build)
-
-
-def _tree(result: Result) -> dict[str, object]:
-    """Return a result as it stands in files, with its provenance as "origin"."""
-    origin = dict(result.provenance)
-    tree = {
-        "utc_time": origin.pop("utc_time"),
-        "origin": origin,
-        "config": result.config,
-        "area": np.asarray(result.area, np.int64),
-        "timings": {x: np.round(y * TICKS) / TICKS for x, y in result.timings.items()},
-        "traffic": result.traffic,
-        "checks": {name: check.attributes for name, check in result.checks.items()},
-        # HDF5 has no bfloat16; float32 holds its numbers as they are.
-        "outputs": {
-            name: x if x.dtype.kind == "f" else x.astype(np.float32)
-            for name, x in result.outputs.items()
-        },
-        "predicted": result.predicted,
-    }
-    optional = ("outputs", "predicted")
-    return {name: x for name, x in tree.items() if name not in optional or x}
 
 
 def _result(run: Tree) -> Result:
@@ -330,3 +92,300 @@ def _result(run: Tree) -> Result:
         outputs=flat(run.get("outputs", {})),
         predicted=run.get("predicted", {}),
     )
+
+
+def extend_file(path: str | os.PathLike[str], schema: tuple[str, int], tree: Mapping) -> None:
+    """Add what is in the groups of a tree to a file, or make the file.
+
+    Members of the file's groups that have the same names are replaced.  A run may have a group
+    "origin", which is stored once.  If writing fails, nothing changes.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written.
+    """
+    with new_file(path, schema, extend=os.path.exists(path)) as file:
+        for name, members in tree.items():
+            for run in members.keys() & file.require_group(name).keys():
+                del file[name][run]
+        origins = file.require_group("origins")
+        written = {key_of(load(x)): x for x in origins.values()}
+        runs = [x for members in tree.values() for x in members.values()]
+        for origin in (x["origin"] for x in runs if isinstance(x, Mapping) and "origin" in x):
+            if key_of(origin) not in written:
+                fill(origins, {f"{len(origins)}": origin}, written)
+        fill(file, tree, written)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A summary of one result, measured or simulated, of one or both phases.
+
+    Attributes
+    ----------
+    name : str
+    config : mapping
+        Config of the result: method, workload, sizes, options.
+    phase : str
+        "forward", "backward" or "both".
+    seconds : float
+        Seconds of the slowest rank in the median trial, summed over the phases.
+    parts : dict of str to float
+        Seconds of this rank, by `PARTS`.  A simulation has "wait" only, the mean over all ranks.
+    received, formula : int
+        Bytes that the busiest rank received in a call, counted and predicted; 0 if not known.
+    bound : float
+        Lower bound of a rank's bytes without a head axis; NaN if not known.
+    predicted : float
+        Predicted seconds of the slowest rank; NaN without a profile.
+    passed : bool
+        Whether all checks passed.
+    """
+
+    name: str
+    config: Mapping[str, object]
+    phase: str
+    seconds: float
+    parts: dict[str, float]
+    received: int = 0
+    formula: int = 0
+    bound: float = math.nan
+    predicted: float = math.nan
+    passed: bool = True
+
+    @property
+    def workload(self) -> str:
+        """Name of the workload."""
+        return str(self.config["workload"])
+
+    @property
+    def method(self) -> str:
+        """Name of the method in `a2d_mpi.schedules.METHODS`."""
+        return str(self.config["method"])
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return int(self.config["ranks"])
+
+    @property
+    def picked(self) -> bool:
+        """True if the planner chose this plan."""
+        return bool(self.config["picked"])
+
+    @property
+    def overlap(self) -> bool:
+        """True if the plan computes while messages travel."""
+        return bool(self.config["overlap"])
+
+    @property
+    def layout(self) -> Layout:
+        """Grid and order of the ranks."""
+        rows, cols, heads = (int(self.config[x]) for x in ("rows", "cols", "heads"))
+        # The simulations of data/results/scale have blocks in their order, and no slices.
+        order, _, block = str(self.config["order"]).partition("/")
+        block = block or str(self.config.get("block", "1x1"))
+        return Layout(rows, cols, heads, order, tuple(map(int, block.split("x"))))
+
+    @property
+    def family(self) -> str:
+        """The method, or its common name as in papers; "+ heads" if ranks share the heads."""
+        known = known_as(self.method, self.layout)
+        name = known if known in FAMILIES else self.method
+        return name + " + heads" * (self.layout.heads > 1)
+
+    @property
+    def shape(self) -> str:
+        """Shape of the grid and order of its ranks, as ROWSxCOLSxHEADS@ORDER/BLOCK."""
+        return f"{self.layout.shape}@{self.layout.numbering}"
+
+    @property
+    def plan(self) -> str:
+        """Method and shape, slices, and "in turn" if it computes and communicates in turn."""
+        slices = self.config.get("slices", "1x1")
+        sliced = f" in {slices} slices" * (slices != "1x1")
+        return f"{self.method} {self.shape}{sliced}" + " in turn" * (not self.overlap)
+
+
+def summarise(result: Result, phases: Sequence[str] | None = None) -> Summary:
+    """Combine the numbers of some phases of a result; default: all that were timed."""
+    phases = phases or phases_of(result)
+    seconds, parts = 0.0, dict.fromkeys(PARTS, 0.0)
+    for phase in phases:
+        total = result.timings[f"{phase}/total"]
+        slowest = total.max(axis=1)  # the trial whose slowest rank took the (lower) median
+        trial = int(np.argsort(slowest, kind="stable")[(len(slowest) - 1) // 2])
+        rank = int(total[trial].argmax())
+        own = {x: result.timings[f"{phase}/{x}"][trial, rank] for x in PARTS[:-1]}
+        own["other"] = max(0.0, total[trial, rank] - sum(own.values()))
+        parts = {x: parts[x] + float(own[x]) for x in PARTS}
+        seconds += float(total[trial, rank])
+    moved = [x for key, x in result.traffic.items() if key.split("/")[0] in phases]
+    received, formula = (
+        int(sum((x[kind] for x in moved), np.zeros(1, np.int64)).max())
+        for kind in ("received", "predicted_received")
+    )
+    return Summary(
+        str(result.config["name"]),
+        result.config,
+        "both" if len(phases) > 1 else phases[0],
+        seconds,
+        parts,
+        received,
+        formula,
+        *(
+            sum(float(result.predicted.get(f"{phase} {what}", np.nan)) for phase in phases)
+            for what in ("lower bound", "seconds")
+        ),
+        result.passed,
+    )
+
+
+def table(summaries: Sequence[Summary]) -> str:
+    """Format one line for each summary of one workload on one number of ranks.
+
+    "ratio" is the seconds divided by the seconds of the planner's pick, or of the fastest plan if
+    there is no pick.
+    """
+    first, rows = summaries[0], [TABLE]
+    for summary in summaries:
+        rivals = [y for y in summaries if y.phase == summary.phase]
+        best = min(rivals, key=lambda y: (not y.picked, y.seconds))
+        rows.append((
+            f"  {summary.plan}",
+            summary.phase,
+            f"{1e3 * summary.seconds:.2f}",
+            f"{summary.seconds / best.seconds:.2f}",
+            f"{1e3 * summary.parts['wait']:.2f}",
+            "" if math.isnan(summary.predicted) else f"{1e3 * summary.predicted:.2f}",
+            f"{summary.received or ''}",
+            ("passed" if summary.passed else "FAILED") + "  (picked)" * summary.picked,
+        ))  # fmt: skip
+    title = f"{first.workload}, {first.ranks} ranks"
+    return f"{title}\n{aligned(rows, left=(0, 1, len(TABLE) - 1))}"
+
+
+def in_order(families: Iterable[str]) -> list[str]:
+    """Sort families as in `FAMILIES`, without duplicates; a user's methods come last."""
+    given = set(families)
+    return [x for x in FAMILIES if x in given] + sorted(given.difference(FAMILIES))
+
+
+def best_of_families(
+    summaries: Iterable[Summary], key: Callable[[Summary], float]
+) -> dict[str, list[Summary]]:
+    """Choose the summary of least `key` for each family and number of ranks, in their order."""
+    best: dict[tuple[str, int], Summary] = {}
+    for x in summaries:
+        best[x.family, x.ranks] = min(best.get((x.family, x.ranks), x), x, key=key)
+    by_family: dict[str, list[Summary]] = {}
+    for (family, _), x in sorted(best.items(), key=lambda item: item[0]):
+        by_family.setdefault(family, []).append(x)
+    return by_family
+
+
+def print_study(files: Sequence[Path], read: Callable[[Path], list[Summary]]) -> int:
+    """Print the tables of files; return the exit code.
+
+    `read` returns the summaries of a file: for each plan its forward pass, and all phases.
+    """
+    passed, picks, good, off = True, 0, 0, []
+    for path in files:
+        summaries = read(path)
+        ended = "passed" if all(x.passed for x in summaries) else "FAILED"
+        passed &= ended == "passed"
+        print(f"\n{path.name}: checks {ended}")
+        for workload, ranks in dict.fromkeys((x.workload, x.ranks) for x in summaries):
+            these = [x for x in summaries if (x.workload, x.ranks) == (workload, ranks)]
+            print(table(these))
+            plans = [x for x in these if _is_whole(x) and x.overlap]
+            pick = next((x for x in plans if x.picked), None)
+            if pick and len(plans) > 1:
+                picks += 1
+                good += pick.seconds <= CLOSE * min(x.seconds for x in plans)
+        here = [x.predicted / x.seconds - 1 for x in filter(_is_whole, summaries)
+                if not math.isnan(x.predicted)]  # fmt: skip
+        off += here
+        print(f"model: {_errors(here)}")
+    print(f"\nmodel, all files: {_errors(off)}")
+    print(f"picks within {100 * (CLOSE - 1):.0f} % of the fastest: {good} of {picks}")
+    return 0 if passed else FAILED_CHECK
+
+
+def read_measured(path: Path) -> list[Summary]:
+    """Read the summaries of a benchmark: of each plan its forward pass, and all its phases."""
+    return [
+        summarise(result, phases)
+        for result in read_benchmark(path).values()
+        for phases in dict.fromkeys([("forward",), phases_of(result)])
+    ]
+
+
+def _is_whole(x: Summary) -> bool:
+    """Return whether a summary has all phases that ran."""
+    return (x.phase == "both") == bool(x.config["backward"])
+
+
+def _errors(off: Sequence[float]) -> str:
+    size = np.abs(off)
+    if not len(size):
+        return "no predictions"
+    median, worst = 100 * np.median(size), 100 * size.max()
+    return f"off by {median:.1f} % (median), {worst:.1f} % (worst of {len(size)})"
+
+
+class Steps(dict):
+    """Training steps by one plan: a run in a file of `a2d_mpi.experiments.bench_train`."""
+
+    @property
+    def plan(self) -> str:
+        """Name of the plan: method and shape."""
+        return "{method} {rows}x{cols}x{heads}".format(**self)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the slowest rank, median of all trials."""
+        return float(np.median(self["seconds"].sum(axis=2).max(axis=1)))
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of the slowest rank by part, medians of all trials."""
+        seconds = self["seconds"]  # (trials, ranks, parts)
+        slowest = seconds.sum(axis=2).argmax(axis=1)
+        of_slowest = seconds[np.arange(len(seconds)), slowest]
+        return dict(zip(self["parts"], np.median(of_slowest, axis=0).tolist()))
+
+    @property
+    def operator(self) -> float:
+        """Seconds of attention alone, forward and backward once, median of all trials."""
+        return float(np.median(self["operator"].max(axis=1)))
+
+    @property
+    def predicted(self) -> dict[str, float]:
+        """Predicted seconds by part; empty without a profile."""
+        return {x: self[f"predicted/{x}"] for x in self["parts"] if f"predicted/{x}" in self}
+
+
+def read_steps(path: str | os.PathLike[str]) -> list[Steps]:
+    """Read a file of `drivers/bench.py train`.
+
+    Raises
+    ------
+    OSError, ValueError
+        If it cannot be read, or is another kind of file; one line.
+    """
+    return [Steps(run) for run in read_file(path, STEPS_SCHEMA)["runs"].values()]
+
+
+def kernel_speeds(times: Mapping[str, object]) -> dict[str, dict[str, float]]:
+    """Compute median TFLOP/s of bench.py kernels, by mask and phase, then by implementation.
+
+    The masks and phases with the least work come first.
+    """
+    speeds: dict[str, dict[str, float]] = {}
+    for call, seconds in flat(times).items():
+        group, _, name = call.rpartition("/")
+        if (work := times.get(f"tflop/{group}")) is not None:
+            speeds.setdefault(group, {})[name] = work / float(np.median(seconds))
+    return dict(sorted(speeds.items(), key=lambda x: (times[f"tflop/{x[0]}"], x[0])))

@@ -27,10 +27,9 @@ from a2d_mpi.experiments.measure import open_device, origin_of
 from a2d_mpi.experiments.model_options import model_of
 from a2d_mpi.experiments.options import FAILED_CHECK, files_written
 from a2d_mpi.experiments.origin import blas_name, cpu_name
-from a2d_mpi.experiments.place import check_room
+from a2d_mpi.experiments.ranks import check_room, check_survive, surviving
 from a2d_mpi.experiments.results import TRAINING_SCHEMA as SCHEMA
 from a2d_mpi.experiments.streams import progress
-from a2d_mpi.experiments.survive import check_survive, surviving
 from a2d_mpi.gpt.adam import learning_rate
 from a2d_mpi.gpt.config import LINEAR, GPTConfig
 from a2d_mpi.gpt.cost import training_bytes

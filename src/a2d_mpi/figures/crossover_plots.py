@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.results import read_benchmark
-from a2d_mpi.experiments.summary import summarise
+from a2d_mpi.experiments.results import read_benchmark, summarise
 from a2d_mpi.figures.pictures import WIDTH, finish, plain_ticks, style
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning.machine import Machine

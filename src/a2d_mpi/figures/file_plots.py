@@ -8,7 +8,7 @@ from itertools import cycle
 
 import numpy as np
 
-from a2d_mpi.experiments.summary import kernel_speeds
+from a2d_mpi.experiments.results import kernel_speeds
 from a2d_mpi.experiments.trace import COMMUNICATION
 from a2d_mpi.figures.pictures import COLOURS, WIDTH, finish, timeline
 

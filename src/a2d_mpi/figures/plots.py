@@ -14,8 +14,16 @@ from pathlib import Path
 import numpy as np
 
 from a2d_mpi.experiments.hdf5 import read_file
-from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, TRAINING_SCHEMA, read_benchmark
-from a2d_mpi.experiments.summary import PARTS, Summary, best_of_families, in_order, summarise
+from a2d_mpi.experiments.results import (
+    BENCHMARK_SCHEMA,
+    PARTS,
+    TRAINING_SCHEMA,
+    Summary,
+    best_of_families,
+    in_order,
+    read_benchmark,
+    summarise,
+)
 from a2d_mpi.experiments.trace import read_trace
 from a2d_mpi.figures.crossover_plots import draw_crossover, read_crossover
 from a2d_mpi.figures.file_plots import draw_kernels, draw_losses, draw_trace

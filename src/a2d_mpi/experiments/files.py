@@ -1,0 +1,259 @@
+"""The input of a run, what it has measured, and its checks, in HDF5 files.
+
+Every function raises OSError if a file cannot be read or written, and ValueError if its contents
+are wrong.  The message is one line that names the file, for the user to read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import h5py
+import numpy as np
+
+from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.experiments.hdf5 import member, reading, write_file
+from a2d_mpi.sharding.distribution import Distribution
+
+INPUT_SCHEMA = ("a2d_mpi input", 1)
+RESULT_SCHEMA = ("a2d_mpi result", 1)
+# Seconds are stored in eighths of a microsecond: finer digits are noise of barriers and Python,
+# and would be most of a file, because noise cannot be packed.
+TICKS = 1 << 23
+TIMED_PARTS = ("compute", "merge", "wait", "total")  # as of `AttentionPlan.timings`
+
+
+@dataclass(frozen=True)
+class InputInfo:
+    """The contents of an input file: q, k, v and perhaps dout, the gradient with respect to out.
+
+    Attributes
+    ----------
+    path : str
+    config : AttentionConfig
+        Sizes of the tensors.
+    has_dout : bool
+        Whether the file has dout.
+    """
+
+    path: str
+    config: AttentionConfig
+    has_dout: bool
+
+
+def inspect_input(path: str | os.PathLike[str]) -> InputInfo:
+    """Check everything of an input file except its numbers, which are not read.
+
+    Raises
+    ------
+    OSError
+        If the file is missing, unreadable, not HDF5 or cut short.
+    ValueError
+        If the schema is wrong, or a dataset is missing or has a wrong type or shape.
+    """
+    with reading(path, INPUT_SCHEMA) as file:
+        names = ["q", "k", "v"] + ["dout"] * (member(file, "dout") is not None)
+        datasets = {name: _dataset(file, name) for name in names}
+        shapes = {name: x.shape or () for name, x in datasets.items()}
+        dtypes = {name: x.dtype for name, x in datasets.items()}
+    for name in names:
+        if dtypes[name].kind != "f":
+            raise ValueError(f"{path}: {name} must be floating-point numbers, got {dtypes[name]}")
+        if len(shapes[name]) != 3:
+            raise ValueError(
+                f"{path}: {name} must have shape (seqlen, heads, headdim), got {shapes[name]}"
+            )
+    seqlen, nheads, headdim = shapes["q"]
+    try:
+        config = AttentionConfig(seqlen, nheads, headdim, shapes["k"][1], headdim_v=shapes["v"][2])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if any(shapes[name] != (seqlen, *config.shape(name)) for name in names):
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        need = "q (tokens, nheads, headdim), k and v (tokens, nheads_kv, ...)"
+        raise ValueError(f"{path}: shapes do not agree: {listed}; need {need}")
+    return InputInfo(os.fspath(path), config, "dout" in names)
+
+
+def read_shard(
+    info: InputInfo, name: str, distribution: Distribution, rank: int, dtype: np.typing.DTypeLike
+) -> np.ndarray:
+    """Read the rows of one shard of the sequence.  Many processes may read at the same time.
+
+    Parameters
+    ----------
+    info : InputInfo
+        Result of `inspect_input`.
+    name : {"q", "k", "v", "dout"}
+    distribution : Distribution
+        Owners of the first ``distribution.seqlen`` tokens of the file.
+    rank : int
+    dtype : dtype
+        Dtype of the result.
+
+    Returns
+    -------
+    (n, heads, headdim) dtype
+        A new array; row i is the token ``distribution.tokens(rank)[i]``.
+
+    Raises
+    ------
+    OSError
+        If this rank cannot read the file, or its numbers are damaged.
+    ValueError
+        If the file has too few tokens.
+    """
+    rows = np.empty((distribution.count(rank), *info.config.shape(name)), dtype)
+    with reading(info.path, INPUT_SCHEMA) as file:
+        data = _dataset(file, name)
+        if len(data) < distribution.seqlen:
+            raise ValueError(
+                f"{info.path} has {len(data)} tokens, must have {distribution.seqlen}"
+            )
+        for here, there in distribution.slices(rank):
+            rows[here] = data[there]
+    return rows
+
+
+def _dataset(file: h5py.File, name: str) -> h5py.Dataset:
+    data = member(file, name)
+    if not isinstance(data, h5py.Dataset):
+        raise OSError(f"dataset {name} is missing")
+    return data
+
+
+@dataclass(frozen=True)
+class Check:
+    """The check of one tensor.
+
+    Attributes
+    ----------
+    error : float
+        Largest error.  With a narrow format on the wire, the largest distance from attention of
+        the rounded tensors.
+    bound : float
+        Largest allowed error; NaN if rounding alone may change the values by a tenth.
+    rows : int
+        Number of compared tokens; of "repeat", "inputs" and "traffic" the number of ranks.
+    as_given : float or None
+        With a narrow format on the wire, the largest distance from attention of the tensors before
+        rounding.
+    """
+
+    error: float
+    bound: float
+    rows: int
+    as_given: float | None = None
+
+    @property
+    def attributes(self) -> dict[str, object]:
+        """The fields without None, and the verdict: attributes in result files."""
+        values = {name: x for name, x in vars(self).items() if x is not None}
+        return {**values, "passed": self.passed}
+
+    @property
+    def passed(self) -> bool:
+        """True if tokens were compared, and the error is at most the bound."""
+        return self.verdict == "passed"
+
+    @property
+    def verdict(self) -> str:
+        """The verdict in words: "passed", or "FAILED" with the reason if it is not the error."""
+        if self.rows <= 0:
+            return "FAILED: nothing was compared"
+        if not math.isfinite(self.error):
+            return "FAILED: not finite"
+        if not math.isfinite(self.bound):
+            return "FAILED: not checked, rounding alone may change a tenth of it"
+        return "passed" if self.error <= self.bound else "FAILED"
+
+
+def attributes_of(checks: Mapping[str, Check]) -> dict[str, object]:
+    """Return the checks of a run as they stand in files, and whether all passed."""
+    return {
+        "passed": all(x.passed for x in checks.values()),
+        "checks": {name: x.attributes for name, x in checks.items()},
+    }
+
+
+@dataclass(eq=False)
+class Result:
+    """Everything that one run has measured.
+
+    Attributes
+    ----------
+    provenance : dict
+        Result of `a2d_mpi.experiments.origin.provenance`.
+    config : dict of str to bool, int, float or str
+        method, rows, cols, mask, seqlen, ...
+    area : (rank,) int64
+        Visible (query, key) pairs.
+    timings : dict of str to (trial, rank) float64
+        Seconds; keys as in `AttentionPlan.timings`: "forward/compute", ...
+    traffic : dict of str to dict of str to (rank,) int64
+        Bytes per call: ``traffic["forward/row"]["sent"]``, "received", "predicted_sent",
+        "predicted_received".
+    checks : dict of str to Check
+        Checks by tensor: "out", "lse", "dq", ...
+    outputs : dict of str to arrays (seqlen, ...)
+        Gathered tensors in the order of the sequence, if they are to be kept.
+    predicted : dict of str to number or str
+        Predictions: "memory" in bytes of a rank, "forward seconds" of the slowest rank, "forward
+        lower bound" of a rank's bytes, ...
+    """
+
+    provenance: dict[str, object]
+    config: dict[str, object]
+    area: np.ndarray
+    timings: dict[str, np.ndarray]
+    traffic: dict[str, dict[str, np.ndarray]]
+    checks: dict[str, Check]
+    outputs: dict[str, np.ndarray] = field(default_factory=dict)
+    predicted: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """True if all checks passed."""
+        return all(check.passed for check in self.checks.values())
+
+
+def phases_of(result: Result) -> tuple[str, ...]:
+    """Return the phases that were timed."""
+    return ("forward", "backward") if result.config["backward"] else ("forward",)
+
+
+def tree_of(result: Result) -> dict[str, object]:
+    """Return a result as it stands in files, with its provenance as "origin"."""
+    origin = dict(result.provenance)
+    tree = {
+        "utc_time": origin.pop("utc_time"),
+        "origin": origin,
+        "config": result.config,
+        "area": np.asarray(result.area, np.int64),
+        "timings": {x: np.round(y * TICKS) / TICKS for x, y in result.timings.items()},
+        "traffic": result.traffic,
+        "checks": {name: check.attributes for name, check in result.checks.items()},
+        # HDF5 has no bfloat16; float32 holds its numbers as they are.
+        "outputs": {
+            name: x if x.dtype.kind == "f" else x.astype(np.float32)
+            for name, x in result.outputs.items()
+        },
+        "predicted": result.predicted,
+    }
+    optional = ("outputs", "predicted")
+    return {name: x for name, x in tree.items() if name not in optional or x}
+
+
+def write_result(path: str | os.PathLike[str], result: Result) -> None:
+    """Write a result file.  If writing fails, an existing file is left as it was.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written (no room, ...).
+    """
+    run = tree_of(result)
+    write_file(path, RESULT_SCHEMA, {**run.pop("origin"), **run})
