@@ -9,7 +9,7 @@ from copy import copy
 from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,11 @@ from a2d_mpi.core.config import TRANSFERS, AttentionConfig
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.devices.workspace import Workspace
-from a2d_mpi.kernels import Kernel, check_kernel, make_kernel
+from a2d_mpi.kernels import check_kernel, make_kernel
 from a2d_mpi.kernels.threads import BlasThreads
+
+if TYPE_CHECKING:
+    from a2d_mpi.kernels.protocol import Kernel
 
 _NOTHING = nullcontext()
 

@@ -80,7 +80,8 @@ class Training:
         """
         self.free()
         self._comm, self._failures = comm, failures or Failures(comm, [])
-        self.sum = GradientSum(comm, self.gradients.flat, self._transfers, failures)
+        way = {"transfers": self._transfers, "failures": failures}
+        self.sum = GradientSum(comm, self.gradients.flat, **way)
 
     def step(self, plan: AttentionPlan, batch: Batch, rate: float) -> tuple[float, dict]:
         """Do a training step.  Collective.

@@ -11,10 +11,17 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from numba import config, njit
 
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.kernels.numpy import NumpyKernel
+
+try:
+    from numba import config, njit
+
+    if config.DISABLE_JIT:
+        raise ImportError("NUMBA_DISABLE_JIT is set")
+except ImportError as error:
+    raise ImportError(f"kernel 'numba' needs pip install a2d_mpi[numba]: {error}") from error
 
 _f = np.float32
 ZERO, ONE = _f(0), _f(1)
@@ -31,8 +38,6 @@ C2, C3, C4, C5, C6 = map(
 
 def _compile(signature: str, **options: object) -> Callable:
     """Return a decorator that compiles a function at once, or loads it from its file."""
-    if config.DISABLE_JIT:
-        raise ImportError("NUMBA_DISABLE_JIT is set")
 
     def compiled(function: Callable) -> Callable:
         try:

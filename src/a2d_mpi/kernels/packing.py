@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +35,7 @@ class Packing:
         block_k: int = BLOCK_K,
         work: Workspace | None = None,
         logit_softcap: float | None = None,
+        **_: Any,
     ) -> None:
         self.dtype = compute_dtype(np.dtype(dtype))
         self.softmax_scale, self.logit_softcap = softmax_scale, logit_softcap
@@ -139,13 +141,7 @@ class Packing:
         return packed
 
     def _pack(
-        self,
-        name: str,
-        x: Array,
-        heads_kv: int,
-        factor: float,
-        column: Array | float | None,
-        hide: Array | None,
+        self, name: str, x: Array, heads_kv: int, factor: float, column: Any, hide: Array | None
     ) -> Array:
         """Copy (tokens, heads, d) times `factor` to (heads_kv, tokens x group, d + 1).
 

@@ -301,7 +301,9 @@ class LinearAttention(Caller):
         if phase == "forward":
             return
         states = sum(piece.owner == self.grid.comm.rank for piece in self._pieces), *self._shape
-        shapes = states, self._norm.scale_shape(n, self.config.nheads)
+        nothing = np.empty((0, self._shape[0], self._shape[2]), self.compute_dtype)
+        _, scale = self._norm.forward(nothing)  # has the shape of a scale, for no tokens
+        shapes = states, scale if scale is None else (n, *scale.shape[1:])
         wanted = [shape and (shape, self.compute_dtype.name) for shape in shapes]
         got = type(kept).__name__
         if isinstance(kept, Kept):
