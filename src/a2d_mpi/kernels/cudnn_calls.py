@@ -170,16 +170,9 @@ class CallMaker:
         return [self._call(run, q, hidden, nheads_kv, backward) for run in batch]
 
     def _block(self, q: Array, nheads_kv: int, run: Run, nq: int, nk: int) -> Block:
+        dtype, scale = self._plain.dtype.name, self._plain.softmax_scale
         return Block(
-            dtype=self._plain.dtype.name,
-            nheads=q.shape[1],
-            nheads_kv=nheads_kv,
-            headdim=q.shape[2],
-            nq=nq,
-            nk=nk,
-            shape=run.shape,
-            window=run.window,
-            scale=self._plain.softmax_scale,
+            dtype, q.shape[1], nheads_kv, q.shape[2], nq, nk, run.shape, scale, run.window
         )
 
     def _call(

@@ -53,7 +53,8 @@ class Kernel(Protocol):
     ) -> None:
         """Add the block's gradients to dq, dk and dv; overwrite dq, dk and dv if `fresh`.
 
-        The other options are `careful` and `any_delta`.
+        The other options are `careful` and `any_delta`: whether delta may have other values than
+        ``rowsum(dout * out)``, because a gradient of lse is subtracted from it.
         """
 
 

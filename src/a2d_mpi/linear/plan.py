@@ -22,15 +22,7 @@ from a2d_mpi.kernels.threads import BlasThreads
 from a2d_mpi.linear.chunks import CausalSums, FullSums
 from a2d_mpi.linear.features import FEATURE_MAPS, make_feature_map
 from a2d_mpi.linear.norms import NORMS, make_norm
-from a2d_mpi.linear.states import (
-    STATES,
-    Decay,
-    Piece,
-    StateExchange,
-    count_pieces,
-    pieces_of,
-    traffic,
-)
+from a2d_mpi.linear.states import STATES, Decay, Piece, StateExchange, count_pieces, pieces_of
 from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.sharding.distribution import Distribution, distribute
 
@@ -193,7 +185,7 @@ class LinearAttention(Caller):
             call.agree(arguments)
             comm = grid.comm_of("all", tuple(range(grid.comm.size)))
         self.config, self.dtype = config, config.dtype_of("q")
-        self.compute_dtype, self._way = config.compute_dtype, states
+        self.compute_dtype = config.compute_dtype
         channel = self._channel = Channel(comm, "all", self.traffic)
         if self._causal:
             powers = Decay(decays, min(chunk, config.seqlen), self.compute_dtype)
@@ -261,12 +253,12 @@ class LinearAttention(Caller):
         -------
         dict of (str, str) to [int, int]
             Bytes sent and received by phase and communicator, with the keys of ``traffic.bytes``.
-            Source: `a2d_mpi.linear.states.traffic`.
+            Source: `a2d_mpi.linear.states.StateExchange.traffic`.
         """
         rank = self.grid.comm.rank if rank is None else rank
         counts = {
-            (phase, "all"): traffic(order, rank, self._way, self._causal, self._nbytes)
-            for phase, order in zip(PHASES, (self._pieces, self._pieces[::-1]))
+            (phase, "all"): self._exchange.traffic(rank, self._nbytes, phase == "backward")
+            for phase in PHASES
         }
         return {key: both for key, both in counts.items() if any(both)}
 
