@@ -147,9 +147,8 @@ class Cuda:
     def sink_gradient(self, lse: Array, delta: Array, sink: Array) -> Array:
         gradient = cupy.empty(sink.shape, sink.dtype)
         self.zero(gradient)
-        self._rows(
-            "sink_gradient", lse.dtype, lse, delta, sink, gradient, lse.shape[::-1], outer=1
-        )
+        given = lse, delta, sink, gradient
+        self._rows("sink_gradient", lse.dtype, *given, lse.shape[::-1], outer=1)
         return gradient
 
     def delta(self, dout: Array, out: Array) -> Array:

@@ -42,9 +42,8 @@ class GradientSum:
 
     def __init__(self, comm: MPI.Intracomm, flat: Array, **way: Any) -> None:
         self._flat, self._traffic = flat, Traffic()
-        self._exchange = ArrayExchange(
-            comm, "gradients", "all", Way(self._traffic, device_of(flat), **way)
-        )
+        way = Way(self._traffic, device_of(flat), **way)
+        self._exchange = ArrayExchange(comm, "gradients", "all", way)
         self.comm = self._exchange.comm
         self._started: list[tuple[slice, Array, Array, list]] = []
 

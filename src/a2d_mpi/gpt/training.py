@@ -64,8 +64,7 @@ class Training:
         transfers: str = "auto",
         failures: Failures | None = None,
     ) -> None:
-        self._recompute, self._transfers = recompute, transfers
-        self.weights = weights
+        self.weights, self._recompute, self._transfers = weights, recompute, transfers
         zeros = module_of(weights.flat).zeros_like(weights.flat)
         self.gradients = Parameters(weights.config, zeros)
         self.adam = Adam(weights, moments, done)

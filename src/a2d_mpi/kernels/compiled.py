@@ -139,9 +139,7 @@ class NumbaKernel(NumpyKernel):
     Below -87.7, where float32 has no normal numbers, they are 0.  Above 88.4 they are infinite.
     """
 
-    def exponentials(
-        self, s: Array, total: Array | None, differ: slice | None, hidden: Array | None
-    ) -> None:
+    def exponentials(self, s, total, differ, hidden) -> None:
         """As of `NumpyKernel`."""
         if total is None:
             total = _NO_ROWS
@@ -151,7 +149,7 @@ class NumbaKernel(NumpyKernel):
             _exponentials(s, total, differ.start, hidden)
 
     def largest_norms(
-        self, q: Array, k: Array, v: Array, masked_rows: Array | None, masked_keys: Array | None
+        self, q, k, v, masked_rows, masked_keys
     ) -> tuple[float, float, float, float]:
         """As of `NumpyKernel`."""
         # To Numba, 16-bit and read-only arrays have other types.
@@ -160,9 +158,7 @@ class NumbaKernel(NumpyKernel):
             return _largest_norms(q, k, v, *hide)
         return super().largest_norms(q, k, v, masked_rows, masked_keys)
 
-    def finish(
-        self, acc: Array, total: Array, shift: Array | None, out: Array, lse: Array
-    ) -> None:
+    def finish(self, acc, total, shift, out, lse) -> None:
         """As of `NumpyKernel`."""
         if out.dtype != np.float32 or lse.dtype != np.float32:
             super().finish(acc, total, shift, out, lse)

@@ -63,8 +63,7 @@ class CudnnKernel:
         graphs: Any = None,
     ) -> None:
         self.plain, self.device, self.dtype = plain, plain.device, plain.dtype
-        self.product_dtype = self.dtype
-        self.deterministic = deterministic
+        self.product_dtype, self.deterministic = plain.dtype, deterministic
         self._work = work or Workspace(plain.device)
         graphs = graphs or graphs_of(plain.device.index, deterministic)
         self._calls = CallMaker(plain, graphs, deterministic)
@@ -265,14 +264,10 @@ class CudnnKernel:
 
 
 def make(
-    dtype: np.dtype,
-    softmax_scale: float,
-    work: Workspace | None = None,
-    deterministic: bool = False,
-    **options: Any,
+    *given: Any, work: Workspace | None, deterministic: bool = False, **options: Any
 ) -> CudnnKernel:
     """Make the kernel with a plain kernel of its own, which gets the other options."""
-    return CudnnKernel(CupyKernel(dtype, softmax_scale, **options), work, deterministic)
+    return CudnnKernel(CupyKernel(*given, **options), work, deterministic)
 
 
 def _at(x: Array, rows: slice) -> int:

@@ -132,7 +132,7 @@ class NumpyKernel(Packing):
                         if not capped:
                             qb[at][..., d] = -shift[at]
                         self.exponentials(s, total_at, None, None)
-                    shown = self._shown(m, b, differ, hidden) if careful else None
+                    shown = self._shown(block) if careful else None
                     if direct and block is cache_blocks[0]:
                         self._product(s, vh[keys], shown, acc[at])  # (x, m, e) = p @ v
                     else:
@@ -206,7 +206,7 @@ class NumpyKernel(Packing):
                         self._cap(p, slope)
                         p += qb[at][..., d:]
                     self.exponentials(p, None, differ, hidden)  # (x, m, b)
-                    shown = self._shown(m, b, differ, hidden) if careful else None
+                    shown = self._shown(block) if careful else None
                     shown_t = None if shown is None else shown.T
                     self._product(_t(p), db[at][..., :e], shown_t, partial_v)  # p.T @ dout
                     dvh[keys] += partial_v  # (x, b, e)

@@ -51,14 +51,12 @@ class Packing:
     def _get(self, name: str, shape: tuple[int, ...]) -> Array:
         return self._work.get(("kernel", name), shape, self.dtype)
 
-    def _shown(
-        self, rows: int, keys: int, differ: slice | None, hidden: Array | None
-    ) -> Array | None:
-        """Return 1 for visible and 0 for hidden pairs; None if none is hidden."""
-        if hidden is None:
+    def _shown(self, block: CacheBlock) -> Array | None:
+        """Return 1 for visible and 0 for hidden pairs, (rows, keys); None if none is hidden."""
+        if block.hidden is None:
             return None
-        shown = np.ones((rows, keys), self.dtype)
-        shown[differ] = ~hidden
+        shown = np.ones((block.rows.stop - block.rows.start, block.j1 - block.j0), self.dtype)
+        shown[block.differ] = ~block.hidden
         return shown
 
     def _product(self, weights: Array, x: Array, shown: Array | None, out: Array) -> None:

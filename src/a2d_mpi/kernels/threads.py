@@ -43,9 +43,8 @@ class BlasThreads:
             raise ValueError(f"threads must be a positive integer, got {threads!r}")
         if threads is None and not any(os.environ.get(x) for x in VARIABLES):
             threads = cores
-        self._threads, self._libraries = threads, None
-        if threads is not None:
-            self._libraries = ThreadpoolController().select(user_api="blas")
+        self._threads = threads
+        self._libraries = threads and ThreadpoolController().select(user_api="blas")
 
     def limited(self) -> AbstractContextManager:
         """Limit the threads inside the context; restore the caller's number afterwards."""

@@ -145,14 +145,8 @@ class LinearAttention(Caller):
                 config = AttentionConfig(seqlen, nheads, headdim, dtype=dtype)
                 config.check_room(grid.comm.size)
                 nfeatures = config.headdim if nfeatures is None else nfeatures
-                options = {
-                    "feature_map": feature_map,
-                    "norm": norm,
-                    "nfeatures": nfeatures,
-                    "seed": seed,
-                    "states": states,
-                    "chunk": chunk,
-                }
+                options = {"feature_map": feature_map, "nfeatures": nfeatures, "seed": seed}
+                options |= {"norm": norm, "states": states, "chunk": chunk}
                 _check(mask, config.headdim, options)
                 decays = _decays(decay, config.nheads, mask)
                 self._threads = BlasThreads(threads, grid.cores)
@@ -166,7 +160,7 @@ class LinearAttention(Caller):
                     "distribution": self.distribution,
                     "its runs (checksum)": crc32(repr(self.distribution.listed).encode()),
                 }
-                self._norm, self._causal = make_norm(norm), _is_causal(mask)
+                self._norm, self._causal = make_norm(norm), isinstance(mask, Causal)
                 width = int(nfeatures) if feature_map == "random" else config.headdim
                 # A state is (H, F, W).
                 self._shape = config.nheads, width, config.headdim + self._norm.columns
@@ -335,10 +329,6 @@ def _turned(x: ndarray) -> ndarray:
     return np.ascontiguousarray(x.swapaxes(0, 1))
 
 
-def _is_causal(mask: Mask) -> bool:
-    return isinstance(mask, Causal)
-
-
 def _check(mask: Mask, headdim: int, options: Mapping[str, Any]) -> None:
     """Check the mask, and the arguments of a plan that are not sizes of its tensors."""
     if not isinstance(mask, (Full, Causal)):
@@ -376,7 +366,7 @@ def _decays(decay: float | Sequence[float] | None, nheads: int, mask: Mask) -> n
         raise ValueError(f"decay must be one number or {nheads} numbers, got shape {decays.shape}")
     if not ((decays > 0) & (decays <= 1)).all():
         raise ValueError(f"decay must be above 0 and at most 1, got {decay!r}")
-    if decay is not None and not _is_causal(mask):
+    if decay is not None and not isinstance(mask, Causal):
         raise ValueError(f"a decay needs a causal mask, got {type(mask).__name__}")
     return np.broadcast_to(decays, nheads).copy()
 
