@@ -25,7 +25,7 @@ _PUBLIC = {
     "a2d_mpi.comm.survival": ["RanksLost"],
     "a2d_mpi.devices.merging": ["merge"],
     "a2d_mpi.experiments.autotune": ["autotune"],
-    "a2d_mpi.kernels": ["register_kernel"],
+    "a2d_mpi.kernels.protocol": ["register_kernel"],
     "a2d_mpi.linear.plan": ["LinearAttention"],
     "a2d_mpi.masks.check": ["check_mask"],
     "a2d_mpi.masks.documents": [

@@ -11,7 +11,7 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.survival import RanksLost
 from a2d_mpi.devices.merging import merge
 from a2d_mpi.experiments.autotune import autotune
-from a2d_mpi.kernels import register_kernel
+from a2d_mpi.kernels.protocol import register_kernel
 from a2d_mpi.linear.plan import LinearAttention
 from a2d_mpi.masks.check import check_mask
 from a2d_mpi.masks.documents import (

@@ -2,7 +2,17 @@
 
 import numpy as np
 import pytest
-from gpts import CONFIG, continued, likeliest, lone, other_tokens, prompts, shaken, trainer_of
+from gpts import (
+    CONFIG,
+    continued,
+    likeliest,
+    lone,
+    other_tokens,
+    prompts,
+    serve,
+    shaken,
+    trainer_of,
+)
 from helpers import ROOT, assert_all, drive_on_gpu
 from mpi4py import MPI
 
@@ -12,7 +22,6 @@ from a2d_mpi.gpt.apart import attention_grid, open_apart, weights_of_rank
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.parameters import Parameters, initial
-from a2d_mpi.gpt.serve import serve
 from a2d_mpi.gpt.steps import step_traffic
 from a2d_mpi.gpt.text import Text
 

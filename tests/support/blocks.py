@@ -165,7 +165,7 @@ def plain_kernel(cupy, block):
     from a2d_mpi.devices.cuda import Cuda
     from a2d_mpi.kernels.cupy import CupyKernel
 
-    kernel = CupyKernel(Cuda.current(), block.dtype, block.scale)
+    kernel = CupyKernel(block.dtype, block.scale, Cuda.current())
     kernel.logit_softcap = block.cap
     return kernel
 

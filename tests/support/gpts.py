@@ -14,6 +14,7 @@ from a2d_mpi.experiments.train_gpt import Trainer
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
+from a2d_mpi.gpt.serve import Service
 
 CONFIG = GPTConfig(23, 2, 24, 6, 256, nheads_kv=2, positions="rotary")
 LENGTHS = (1, 5, 40, 2)  # of the prompts
@@ -65,6 +66,14 @@ def continued(config, request, new, choose=likeliest):
         model = GPT(weights, alone(config, Causal(), len(tokens)))
         tokens.append(choose(request, i, model.logits(model.hidden(np.array(tokens))[-1:])[0]))
     return tokens[LENGTHS[request] :]
+
+
+def serve(decoder, prompts, new, choose):
+    """Yield each request with its answer, or its error, when it is done."""
+    service = Service(prompts, new, choose)
+    service.use(decoder)
+    while service.unanswered:
+        yield from service.step()
 
 
 def other_tokens(found, wanted):

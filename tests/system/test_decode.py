@@ -5,7 +5,17 @@ from functools import partial
 import h5py
 import numpy as np
 import pytest
-from gpts import CONFIG, LENGTHS, alone, continued, likeliest, other_tokens, prompts, shaken
+from gpts import (
+    CONFIG,
+    LENGTHS,
+    alone,
+    continued,
+    likeliest,
+    other_tokens,
+    prompts,
+    serve,
+    shaken,
+)
 from helpers import SECONDS, assert_all, deeper, distance, drive
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +30,7 @@ from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters
-from a2d_mpi.gpt.serve import Service, sample, serve
+from a2d_mpi.gpt.serve import Service, sample
 from a2d_mpi.gpt.steps import step_traffic
 
 pytestmark = pytest.mark.grids

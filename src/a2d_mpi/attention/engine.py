@@ -10,13 +10,13 @@ from functools import partial
 import numpy as np
 
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.comm.transport import HostTransport, Transport
+from a2d_mpi.comm.transport import HostTransport
 from a2d_mpi.core.config import TRANSFERS, AttentionConfig
 from a2d_mpi.devices.clocks import Clocks
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.devices.workspace import Workspace
-from a2d_mpi.kernels import Kernel, check_kernel, make_kernel
+from a2d_mpi.kernels import check_kernel, make_kernel
 from a2d_mpi.kernels.threads import BlasThreads
 
 
@@ -66,9 +66,7 @@ class Engine:
         self._name, self._transfers = kernel, transfers
         self._threads = BlasThreads(threads, grid.cores)
         self._polled = grid.comm if overlap and grid.comm.size > 1 else None
-        self.device: Device | None = None
-        self.kernel: Kernel | None = None
-        self.transport: Transport | None = None
+        self.device = self.kernel = self.transport = None
         self.work = Workspace()
         self._works = {HOST: self.work}  # shared with twins
         self.clocks = Clocks()

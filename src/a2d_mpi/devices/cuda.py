@@ -25,8 +25,7 @@ from a2d_mpi.core.dtypes import DTYPES, compute_dtype
 from a2d_mpi.core.wire import FORMATS
 from a2d_mpi.devices.protocol import Array
 
-LANES, WARPS, BLOCK_ROWS = 32, 4, 16  # as in kernels.cu
-HEADDIM_MAX = 256
+LANES, WARPS = 32, 4  # as in kernels.cu
 ALIGNMENT = 16  # bytes
 SUCCESS, NOT_READY = 0, 600  # cudaError_t
 
@@ -138,7 +137,8 @@ class Cuda:
         self._rows("put_columns", x.dtype, to, x, stride, begin, int(add), x.shape, outer=1)
 
     def merge(self, out: Array, lse: Array, compensation: Array, out2: Array, lse2: Array) -> None:
-        tensor, _, wide = _types(out, out2)
+        tensor = min(out.dtype, out2.dtype, key=lambda x: x.itemsize)
+        wide = int(out2.dtype != tensor)
         self._rows("merge", tensor, out, lse, compensation, out2, wide, lse2, out.shape)
 
     def add_sink(self, out: Array, lse: Array, sink: Array) -> None:
@@ -147,9 +147,8 @@ class Cuda:
     def sink_gradient(self, lse: Array, delta: Array, sink: Array) -> Array:
         gradient = cupy.empty(sink.shape, sink.dtype)
         self.zero(gradient)
-        self._rows(
-            "sink_gradient", lse.dtype, lse, delta, sink, gradient, lse.shape[::-1], outer=1
-        )
+        given = lse, delta, sink, gradient
+        self._rows("sink_gradient", lse.dtype, *given, lse.shape[::-1], outer=1)
         return gradient
 
     def delta(self, dout: Array, out: Array) -> Array:
@@ -238,44 +237,17 @@ class Cuda:
         event.record(stream)
         return event
 
-    def attention(
-        self,
-        name: str,
-        dtype: np.dtype,
-        headdim: int,
-        logit_softcap: float | None,
-        grid: tuple,
-        *args: Any,
-    ) -> None:
-        """Launch the kernel "forward", "backward_q" or "backward_kv" of kernels.cu.
-
-        `args` are the arguments of the kernel, and `grid` its number of thread blocks.
-        """
-        padded = -(-headdim // LANES) * LANES
-        rows = BLOCK_ROWS * padded * (1 if name == "forward" else 2)
-        shared = (rows + LANES * (padded + 1)) * compute_dtype(dtype).itemsize
-        kernel = _kernel(self.index, name, dtype, padded, logit_softcap)
-        if shared > 48 << 10:
-            kernel.max_dynamic_shared_size_bytes = shared
-        kernel(grid, (LANES * WARPS,), args, shared_mem=shared)
-
     def _rows(self, name: str, dtype: np.dtype, *args: Any, outer: int = 2) -> None:
         """Launch a kernel that works on rows: the first `outer` axes of the last argument."""
         *args, shape = args
         rows, width = math.prod(shape[:outer]), math.prod(shape[outer:])
         if rows * width == 0:
             return
-        kernel = _kernel(self.index, name, dtype, LANES)
         blocks = min(-(-rows // WARPS), 1 << 20)
         # CuPy would make Python's integers 64 bits wide.
         args = [np.int32(x) if isinstance(x, int) else x for x in args]
-        kernel((blocks,), (LANES * WARPS,), (*args, np.int64(rows), np.int32(width)))
-
-
-def _types(to: Array, x: Array) -> tuple[np.dtype, int, int]:
-    """Return the narrower dtype, and for each array 1 if its dtype is the wider one, else 0."""
-    tensor = min(to.dtype, x.dtype, key=lambda dtype: dtype.itemsize)
-    return tensor, int(to.dtype != tensor), int(x.dtype != tensor)
+        launch = kernel_of(self.index, name, dtype, LANES)
+        launch((blocks,), (LANES * WARPS,), (*args, np.int64(rows), np.int32(width)))
 
 
 @cache
@@ -284,9 +256,10 @@ def _device(index: int) -> Cuda:
 
 
 @cache
-def _kernel(
+def kernel_of(
     index: int, name: str, dtype: np.dtype, headdim: int, logit_softcap: float | None = None
 ) -> Any:
+    """Return a kernel of kernels.cu, compiled for a headdim that is a multiple of LANES."""
     # The index is part of the key: a compiled module belongs to one GPU.
     return _module(index, dtype, headdim, logit_softcap).get_function(name)
 

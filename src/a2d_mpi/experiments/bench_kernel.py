@@ -31,7 +31,8 @@ from a2d_mpi.experiments.options import SAMPLE, BadOption
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, extend_file, kernel_speeds
 from a2d_mpi.experiments.streams import progress
-from a2d_mpi.kernels import Kernel, check_kernel, make_kernel
+from a2d_mpi.kernels import check_kernel, make_kernel
+from a2d_mpi.kernels.protocol import Kernel
 from a2d_mpi.masks.intervals import Intervals
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.masks.patterns import make_mask

@@ -74,10 +74,6 @@ class BlockTable:
         self.requests: dict[int, Request] = {}
         self._first = 0  # rank of the next request's first block; it moves on with each request
 
-    def blocks(self, tokens: int) -> int:
-        """Return the number of blocks that hold this many tokens."""
-        return -(-tokens // self.block)
-
     def admit(self, name: int, max_tokens: int) -> bool:
         """Give a request all blocks that it may need; False if too few are free now.
 
@@ -86,7 +82,7 @@ class BlockTable:
         ValueError
             If the request has been admitted already, or needs more blocks than there are.
         """
-        needed, ranks = self.blocks(max_tokens), len(self.free)
+        needed, ranks = -(-max_tokens // self.block), len(self.free)
         if name in self.requests:
             raise ValueError(f"request {name} exists already")
         if needed > self.total:

@@ -96,8 +96,7 @@ class Decoder:
             self.table, device = BlockTable(rooms, block), device_of(weights.flat)
             # Plans make their kernels late, in the middle of a prompt.
             make_kernel(kernel, device, weights.flat.dtype, c.headdim**-0.5)
-        arguments = {"room": rooms, "block": block, "method": method, **self._options}
-        call.agree(arguments)
+        call.agree({"room": rooms, "block": block, "method": method, **self._options})
         shape = c.layers, heads_kv_of(c, grid.heads, 0).stop, c.headdim
         self.cache = Cache(self.table, grid.group_comm.rank, shape, weights.flat)
         self._upload, self._download = device.upload, device.download
@@ -272,7 +271,8 @@ class Decoder:
         config, comm, (_, everyone) = self._weights.config, self._grid.comm, self._exchanges
         heads = [heads_kv_of(config, self._grid.heads, u) for u in range(self._grid.heads)]
         to = np.concatenate([self.table.append(x, len(y)) for x, y in prompts.items()])
-        lengths = [self.table.requests[x].held[self.cache.rank] for x in prompts]
+        held = (self.table.requests[x].held[self.cache.rank] for x in prompts)
+        ends = np.cumsum([0, *held]).tolist()
         sent = [np.flatnonzero(to[own] == p) for p in range(len(self.table.free))]
         sent = [self._upload(x) for x in sent for _ in heads]  # rows for each rank
         coming = [x[to[x] == self.cache.rank] for x in comm.allgather(own)]
@@ -287,10 +287,7 @@ class Decoder:
             received = [xp.empty((2, len(x), *shape), both[0].dtype) for x in coming]
             everyone.wait(everyone.all_to_all(given, received))
             k, v = xp.concatenate(received, axis=1)[:, order]  # by request and position
-            begin = 0
-            for name, length in zip(prompts, lengths):
-                if length:
-                    end = begin + length
+            for name, begin, end in zip(prompts, ends, ends[1:]):
+                if begin < end:
                     self.cache.put(layer, name, k[begin:end], v[begin:end])
-                    begin = end
         everyone.start("decode")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.comm.channel import Traffic
-from a2d_mpi.comm.failures import Failures
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.gpt.exchange import ArrayExchange, Way
@@ -32,10 +31,8 @@ class GradientSum:
         The caller's communicator; a duplicate is used until `free`.
     flat : (n,) array
         Float32 or float64, NumPy or CuPy; sums replace its elements.
-    transfers : {"auto", "device", "host"}
-        Path of CuPy arrays to MPI, as of a plan.
-    failures : Failures, optional
-        `ProcessGrid.failures` of these ranks, if MPI may continue when one of them dies.
+    **way
+        `transfers` and `failures` of a `Way`.
 
     Attributes
     ----------
@@ -43,15 +40,9 @@ class GradientSum:
         The duplicate.
     """
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        flat: Array,
-        transfers: str = "auto",
-        failures: Failures | None = None,
-    ) -> None:
+    def __init__(self, comm: MPI.Intracomm, flat: Array, **way: Any) -> None:
         self._flat, self._traffic = flat, Traffic()
-        way = Way(self._traffic, device_of(flat), transfers, failures)
+        way = Way(self._traffic, device_of(flat), **way)
         self._exchange = ArrayExchange(comm, "gradients", "all", way)
         self.comm = self._exchange.comm
         self._started: list[tuple[slice, Array, Array, list]] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -18,16 +19,11 @@ from a2d_mpi.devices.protocol import Array
 
 Named = Mapping[str, Array]
 EPSILON = 1e-5  # added to the variance in LayerNorm, as in GPT-2
-ROTARY_BASE = 10000.0
 
 
 def module_of(x: Array) -> Any:
     """Return the module of an array: NumPy or CuPy."""
-    if isinstance(x, np.ndarray):
-        return np
-    import cupy
-
-    return cupy
+    return np if isinstance(x, np.ndarray) else import_module("cupy")
 
 
 def flat(x: Array) -> Array:
@@ -105,25 +101,6 @@ def add_rows(total: Array, indices: Array, rows: Array) -> None:
     ascending = indices[order]
     first = xp.flatnonzero(xp.concatenate([xp.ones(1, bool), ascending[1:] != ascending[:-1]]))
     total[ascending[first]] += xp.add.reduceat(rows[order], first, axis=0)
-
-
-def rotation(positions: Array, headdim: int, dtype: np.dtype) -> tuple[Array, Array]:
-    """Return the cosine and sine, (n, 1, D / 2), of the rotary angles of positions, (n,).
-
-    Source: Su et al., arXiv:2104.09864.
-    """
-    xp = module_of(positions)
-    rates = ROTARY_BASE ** (-2.0 * xp.arange(headdim // 2) / headdim)
-    angles = positions[:, None, None] * rates
-    return xp.cos(angles).astype(dtype), xp.sin(angles).astype(dtype)
-
-
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate x, (n, H, D), in the planes of elements i and i + D / 2; -sin rotates back."""
-    half = x.shape[2] // 2
-    first, second = x[..., :half], x[..., half:]
-    parts = first * cos - second * sin, second * cos + first * sin
-    return module_of(x).concatenate(parts, axis=2)
 
 
 def cross_entropy(logits: Array, targets: Array) -> float:

@@ -21,6 +21,7 @@ from a2d_mpi.devices.protocol import Array
 from a2d_mpi.gpt import layers
 from a2d_mpi.gpt.layers import flat, module_of
 from a2d_mpi.gpt.parameters import Parameters
+from a2d_mpi.linear.features import rotate, rotation
 
 
 class Attention(Protocol):
@@ -102,9 +103,8 @@ class GPT:
         self._positions = xp.asarray(positions)
         self._rotation = None
         if self.config.positions == "rotary":
-            self._rotation = layers.rotation(
-                self._positions, self.config.headdim, weights.flat.dtype
-            )
+            both = rotation(positions, self.config.headdim, weights.flat.dtype)
+            self._rotation = [xp.asarray(x[:, None]) for x in both]  # (n, 1, D / 2)
 
     def loss(
         self,
@@ -219,7 +219,7 @@ class GPT:
         h, of_norm = layers.layer_norm(x, w, "ln1")
         q, k, v = self._split(h @ w["qkv.weight"] + w["qkv.bias"])
         if self._rotation:
-            q, k = layers.rotate(q, *self._rotation), layers.rotate(k, *self._rotation)
+            q, k = rotate(q, *self._rotation), rotate(k, *self._rotation)
         return (q, k, v), (h, of_norm)
 
     def _before_backward(
@@ -228,7 +228,7 @@ class GPT:
         (dq, dk, dv), (h, of_norm) = dqkv, kept
         if self._rotation:
             cos, sin = self._rotation
-            dq, dk = layers.rotate(dq, cos, -sin), layers.rotate(dk, cos, -sin)
+            dq, dk = rotate(dq, cos, -sin), rotate(dk, cos, -sin)
         rows = [flat(x) for x in (dq, dk, dv)]
         joined = module_of(dq).concatenate(rows, axis=1)  # (n, (H + 2 Hkv) D)
         dh = layers.linear_backward(joined, h, w, d, "qkv")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -121,19 +121,3 @@ class Service:
     def _chosen(self, logits: Mapping[int, np.ndarray]) -> dict[int, int]:
         """Return the next token of each request."""
         return {x: self._choose(x, len(self._tokens[x]), y) for x, y in logits.items()}
-
-
-def serve(
-    decoder: Decoder,
-    prompts: Mapping[int, np.ndarray],
-    new: Mapping[int, int],
-    choose: Callable[[int, int, np.ndarray], int],
-) -> Iterator[tuple[int, np.ndarray | ValueError]]:
-    """Yield each request with its answer, or its error, when it is done.  Collective.
-
-    `decoder` is used until the end.  The other parameters are as of `Service`.
-    """
-    service = Service(prompts, new, choose)
-    service.use(decoder)
-    while service.unanswered:
-        yield from service.step()

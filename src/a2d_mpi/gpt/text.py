@@ -104,12 +104,8 @@ class Text:
 
     def sizes(self) -> dict[str, object]:
         """Return documents, bytes and unigram entropy by their names in result files."""
-        documents = len(self.begins) - 1
-        return {
-            "documents": documents,
-            "bytes": len(self.bytes),
-            "unigram_entropy": self.entropy(),
-        }
+        sizes = {"documents": len(self.begins) - 1, "bytes": len(self.bytes)}
+        return sizes | {"unigram_entropy": self.entropy()}
 
     def entropy(self) -> float:
         """Return the unigram entropy, nats per byte: the least loss of a model without context."""

@@ -64,8 +64,7 @@ class Training:
         transfers: str = "auto",
         failures: Failures | None = None,
     ) -> None:
-        self._recompute, self._transfers = recompute, transfers
-        self.weights = weights
+        self.weights, self._recompute, self._transfers = weights, recompute, transfers
         zeros = module_of(weights.flat).zeros_like(weights.flat)
         self.gradients = Parameters(weights.config, zeros)
         self.adam = Adam(weights, moments, done)
@@ -80,7 +79,8 @@ class Training:
         """
         self.free()
         self._comm, self._failures = comm, failures or Failures(comm, [])
-        self.sum = GradientSum(comm, self.gradients.flat, self._transfers, failures)
+        way = {"transfers": self._transfers, "failures": failures}
+        self.sum = GradientSum(comm, self.gradients.flat, **way)
 
     def step(self, plan: AttentionPlan, batch: Batch, rate: float) -> tuple[float, dict]:
         """Do a training step.  Collective.

@@ -11,10 +11,17 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from numba import config, njit
 
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.kernels.numpy import NumpyKernel
+
+try:
+    from numba import config, njit
+
+    if config.DISABLE_JIT:
+        raise ImportError("NUMBA_DISABLE_JIT is set")
+except ImportError as error:
+    raise ImportError(f"kernel 'numba' needs pip install a2d_mpi[numba]: {error}") from error
 
 _f = np.float32
 ZERO, ONE = _f(0), _f(1)
@@ -31,8 +38,6 @@ C2, C3, C4, C5, C6 = map(
 
 def _compile(signature: str, **options: object) -> Callable:
     """Return a decorator that compiles a function at once, or loads it from its file."""
-    if config.DISABLE_JIT:
-        raise ImportError("NUMBA_DISABLE_JIT is set")
 
     def compiled(function: Callable) -> Callable:
         try:
@@ -134,9 +139,7 @@ class NumbaKernel(NumpyKernel):
     Below -87.7, where float32 has no normal numbers, they are 0.  Above 88.4 they are infinite.
     """
 
-    def exponentials(
-        self, s: Array, total: Array | None, differ: slice | None, hidden: Array | None
-    ) -> None:
+    def exponentials(self, s, total, differ, hidden) -> None:
         """As of `NumpyKernel`."""
         if total is None:
             total = _NO_ROWS
@@ -146,7 +149,7 @@ class NumbaKernel(NumpyKernel):
             _exponentials(s, total, differ.start, hidden)
 
     def largest_norms(
-        self, q: Array, k: Array, v: Array, masked_rows: Array | None, masked_keys: Array | None
+        self, q, k, v, masked_rows, masked_keys
     ) -> tuple[float, float, float, float]:
         """As of `NumpyKernel`."""
         # To Numba, 16-bit and read-only arrays have other types.
@@ -155,9 +158,7 @@ class NumbaKernel(NumpyKernel):
             return _largest_norms(q, k, v, *hide)
         return super().largest_norms(q, k, v, masked_rows, masked_keys)
 
-    def finish(
-        self, acc: Array, total: Array, shift: Array | None, out: Array, lse: Array
-    ) -> None:
+    def finish(self, acc, total, shift, out, lse) -> None:
         """As of `NumpyKernel`."""
         if out.dtype != np.float32 or lse.dtype != np.float32:
             super().finish(acc, total, shift, out, lse)

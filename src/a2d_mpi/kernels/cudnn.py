@@ -22,8 +22,7 @@ from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.kernels.cudnn_calls import BlockRuns, CallMaker, RunCall
 from a2d_mpi.kernels.cupy import CupyKernel
 from a2d_mpi.kernels.graphs import graphs_of
-from a2d_mpi.kernels.masked import MaskedRows
-from a2d_mpi.masks.intervals import Interval
+from a2d_mpi.masks.intervals import Intervals
 
 
 class CudnnKernel:
@@ -45,7 +44,7 @@ class CudnnKernel:
     product_dtype : dtype
         Dtype to which probabilities are rounded before they are multiplied: the tensors' dtype.
     rounds_partials : bool
-        As in `a2d_mpi.kernels.Kernel`.
+        As in `a2d_mpi.kernels.protocol.Kernel`.
 
     Raises
     ------
@@ -64,30 +63,21 @@ class CudnnKernel:
         graphs: Any = None,
     ) -> None:
         self.plain, self.device, self.dtype = plain, plain.device, plain.dtype
-        self.product_dtype = self.dtype
-        self.deterministic = deterministic
+        self.product_dtype, self.deterministic = plain.dtype, deterministic
         self._work = work or Workspace(plain.device)
         graphs = graphs or graphs_of(plain.device.index, deterministic)
         self._calls = CallMaker(plain, graphs, deterministic)
-        self._masked = MaskedRows(plain.device, self._work)
+        self._no_keys: dict[int, Array] = {}  # lse of queries without keys, by number of heads
 
     def forward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        intervals: tuple[Interval, ...],
-        out: Array,
-        lse: Array,
-        careful: bool = False,
-        largest: Array | None = None,
+        self, q: Array, k: Array, v: Array, intervals: Intervals, out: Array, lse: Array, **_: Any
     ) -> None:
         """Write the partial result to `lse` and `out`, which has the tensors' dtype or float32."""
         runs = self._calls.get(intervals, q, k, k.shape[1], False)
         if runs.single:
             keys_at = [self._input(runs, i, x, slice(0, len(x))) for i, x in ((1, k), (2, v))]
             for call in runs.calls:
-                if call.sequences is None:
+                if not call.batch:
                     self._attend(call, q, k, v, out[call.rows], lse[call.rows])
                     continue
                 native = out if out.dtype == self.dtype else self._buffer("batches", out.shape)
@@ -99,7 +89,7 @@ class CudnnKernel:
         compensation = self._buffer("compensation", lse.shape, np.float32)
         self.device.zero(total)
         self.device.zero(compensation)
-        self._masked.fill(lse)
+        self._fill(lse)
         for call in runs.calls:
             to = [x[call.rows] for x in (total, lse, compensation)]
             partial_out = self._buffer("part", to[0].shape)
@@ -110,20 +100,7 @@ class CudnnKernel:
             self.device.put(out, total)
 
     def backward(
-        self,
-        dout: Array,
-        q: Array,
-        k: Array,
-        v: Array,
-        lse: Array,
-        delta: Array,
-        intervals: tuple[Interval, ...],
-        dq: Array,
-        dk: Array,
-        dv: Array,
-        fresh: bool = False,
-        careful: bool = False,
-        any_delta: bool = False,
+        self, dout, q, k, v, lse, delta, intervals, dq, dk, dv, fresh=False, any_delta=False, **_
     ) -> None:
         """Add the block's gradients to dq, dk and dv; overwrite dq, dk and dv if `fresh`.
 
@@ -180,7 +157,7 @@ class CudnnKernel:
         rows, keys = call.rows, call.keys
         if not call.intervals:
             self.device.zero(out)
-            self._masked.fill(lse)
+            self._fill(lse)
             return
         if call.launch is None:
             self.plain.forward(q[rows], k[keys], v[keys], call.intervals, out, lse)
@@ -194,16 +171,11 @@ class CudnnKernel:
         if native is not out:
             self.device.put(out, native)
         if call.masked_rows is not None:
-            self._masked.clear(out, call.masked_rows)
-            self._masked.fill(lse, call.masked_rows)
+            self._clear(out, call.masked_rows)
+            self._fill(lse, call.masked_rows)
 
     def _add_gradients(
-        self,
-        call: RunCall,
-        inputs: list[Array],
-        of_batches: list[int],
-        sums: list[Array],
-        new: list[bool],
+        self, call: RunCall, inputs: list, of_batches: list[int], sums: list, new: list[bool]
     ) -> None:
         """Compute the gradients of one call by cuDNN.
 
@@ -220,7 +192,7 @@ class CudnnKernel:
             Whether to overwrite each of `sums` instead.
         """
         nheads, headdim = sums[0].shape[1:]
-        rows, keys, ragged = call.rows, call.keys, call.sequences is not None
+        rows, keys, ragged = call.rows, call.keys, call.batch
         if ragged:
             pointers = of_batches.copy()
         else:
@@ -256,19 +228,46 @@ class CudnnKernel:
         places = of.masked_keys if i in (1, 2) else of.masked_rows
         if places is None:
             return _at(x, rows)
-        return self._masked.copy((type(of), i), x, rows, places).data.ptr
+        cleared = self._buffer((type(of), i), (rows.stop - rows.start, *x.shape[1:]), x.dtype)
+        self.device.put(cleared, x[rows])
+        self._clear(cleared, places)
+        return cleared.data.ptr
+
+    def _clear(self, x: Array, places: Array) -> None:
+        """Set the rows of x at `places` to 0."""
+        zeros = self._buffer("nothing", (len(places), *x.shape[1:]), x.dtype)
+        self.device.zero(zeros)
+        self.device.put_at(x, zeros, places)
+
+    def _fill(self, lse: Array, places: Array | None = None) -> None:
+        """Set the rows of lse at `places`, or all rows, to -inf, the lse of no keys."""
+        n, nheads = len(lse if places is None else places), lse.shape[1]
+        kept = self._no_keys.get(nheads)
+        if kept is None or len(kept) < n:
+            kept = self.device.upload(np.full((n, nheads), -np.inf, np.float32))
+            self._no_keys[nheads] = kept
+        if places is None:
+            self.device.put(lse, kept[:n])
+        else:
+            self.device.put_at(lse, kept[:n], places)
 
     def _launch(self, call: RunCall, pointers: Iterable[int]) -> None:
         size = max(call.launch.workspace_size, 1)
         workspace = self._buffer("workspace", (size,), np.uint8).data.ptr
-        for array in (call.ends, call.sequences):
-            if array is not None:
-                step = array.nbytes // len(array)
-                pointers = *pointers, *(array.data.ptr + i * step for i in range(len(array)))
+        if (numbers := call.numbers) is not None:
+            step = numbers.nbytes // len(numbers)
+            pointers = *pointers, *(numbers.data.ptr + i * step for i in range(len(numbers)))
         call.launch(pointers, workspace, cupy.cuda.get_current_stream().ptr)
 
     def _buffer(self, name: object, shape: tuple, dtype: Any = None) -> Array:
         return self._work.get(("kernel", name), shape, dtype or self.dtype)
+
+
+def make(
+    *given: Any, work: Workspace | None, deterministic: bool = False, **options: Any
+) -> CudnnKernel:
+    """Make the kernel with a plain kernel of its own, which gets the other options."""
+    return CudnnKernel(CupyKernel(*given, **options), work, deterministic)
 
 
 def _at(x: Array, rows: slice) -> int:

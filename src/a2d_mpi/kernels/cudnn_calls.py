@@ -21,7 +21,7 @@ SCORES = 1 << 31  # most scores of a launch, if cuDNN keeps them: 4 GiB
 KEYS = 512  # general runs get a multiple of KEYS keys, for fewer graphs; each takes seconds
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RunCall:
     """A call of cuDNN or of the plain kernel, which computes a run or a batch of runs.
 
@@ -33,17 +33,16 @@ class RunCall:
         None: the plain kernel computes the run.
     intervals : tuple of (begin, end)
         Visible keys, as places among `keys`; () if no query sees a key.
-    ends : (2, n) int32 or None
-        `intervals` on the device, for a general run of cuDNN.  n is the number of queries, rounded
-        up for alignment.
+    numbers : (2, n) int32 or (5, n) int64 or None
+        What the launch takes besides tensors, on the device.  For a general run, `intervals`; n is
+        the number of queries, rounded up for alignment.  For a batch,
+        `a2d_mpi.kernels.ragged.sequences`.
     masked_rows, masked_keys : (n,) int64 or None
         Indices of the run's queries that see no key, and of the run's keys that no query of the
         block sees.  None if there are no such queries or keys.
     stats : int
         Offset in bytes of the lse of the queries in the backward pass.  For a batch, the offset of
         the lse of all queries of the block.
-    sequences : (5, n) int64 or None
-        For a batch, `a2d_mpi.kernels.ragged.sequences` on the device.
     gaps : bool
         For a batch: whether some of `keys` belong to none of its runs.
     """
@@ -52,12 +51,16 @@ class RunCall:
     keys: slice
     launch: Launch | None
     intervals: tuple[Interval, ...]
-    ends: Array | None = None
+    numbers: Array | None = None
     masked_rows: Array | None = None
     masked_keys: Array | None = None
     stats: int = 0
-    sequences: Array | None = None
     gaps: bool = False
+
+    @property
+    def batch(self) -> bool:
+        """Whether one launch computes a batch of runs."""
+        return self.launch is not None and self.launch.block.batch > 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,14 +146,11 @@ class CallMaker:
                 return BlockRuns([RunCall(rows, slice(0, 0), None, ())] * bool(all_runs), True)
             return BlockRuns([RunCall(rows, keys, None, Intervals(intervals))], True)
         # Blocks with batches have one interval.
-        masked_rows = np.flatnonzero(seen[0][1] <= seen[0][0])
-        block_runs = BlockRuns(calls, single)
-        if backward:
-            block_runs = self._with_stats(block_runs, q, masked_rows)
-        if any(call.sequences is not None for call in calls):
-            places = [self._upload(x) for x in (masked_rows, np.flatnonzero(hidden))]
-            return replace(block_runs, masked_rows=places[0], masked_keys=places[1])
-        return block_runs
+        masked, masked_rows = [], np.flatnonzero(seen[0][1] <= seen[0][0])
+        if any(call.batch for call in calls):
+            masked = [self._upload(x) for x in (masked_rows, np.flatnonzero(hidden))]
+        stats = self._place_stats(calls, q, masked_rows) if backward else (None, 0)
+        return BlockRuns(calls, single, *stats, *masked)
 
     def _batch(
         self, batch: list[Run], q: Array, hidden: np.ndarray, nheads_kv: int, backward: bool
@@ -166,20 +166,13 @@ class CallMaker:
                 rows = slice(first.rows.start, last.rows.stop)
                 keys = slice(first.keys.start, last.keys.stop)
                 gaps = sum(run.size[1] for run in batch) < keys.stop - keys.start
-                return [RunCall(rows, keys, launch, (), sequences=self._upload(given), gaps=gaps)]
+                return [RunCall(rows, keys, launch, (), self._upload(given), gaps=gaps)]
         return [self._call(run, q, hidden, nheads_kv, backward) for run in batch]
 
     def _block(self, q: Array, nheads_kv: int, run: Run, nq: int, nk: int) -> Block:
+        dtype, scale = self._plain.dtype.name, self._plain.softmax_scale
         return Block(
-            dtype=self._plain.dtype.name,
-            nheads=q.shape[1],
-            nheads_kv=nheads_kv,
-            headdim=q.shape[2],
-            nq=nq,
-            nk=nk,
-            shape=run.shape,
-            window=run.window,
-            scale=self._plain.softmax_scale,
+            dtype, q.shape[1], nheads_kv, q.shape[2], nq, nk, run.shape, scale, run.window
         )
 
     def _call(
@@ -209,32 +202,32 @@ class CallMaker:
         """Return the array on the device; None for an empty array."""
         return self._plain.device.upload(x) if x.size else None
 
-    def _with_stats(self, runs: BlockRuns, q: Array, masked_rows: np.ndarray) -> BlockRuns:
+    def _place_stats(
+        self, calls: list[RunCall], q: Array, masked_rows: np.ndarray
+    ) -> tuple[Array, int]:
         """Set the place of every launch's lse: one launch after the other, heads first.
 
         If there are batches, the lse of all queries comes first, in token-major order: a batch may
-        read past the end of a sequence.
+        read past the end of a sequence.  Return `places` and `stats` of `BlockRuns`.
         """
         device, nheads = self._plain.device, q.shape[1]
         by_launch: list[list[np.ndarray]] = []
-        calls, first = [], 0
-        if any(call.sequences is not None for call in runs.calls):
+        first = 0
+        if any(call.batch for call in calls):
             source, n = np.arange(len(q)), len(q)
             source[masked_rows] = -1
             by_launch.append([source, np.arange(n) * nheads, np.full(n, 1)])
             first = -(-n * nheads // ALIGN) * ALIGN
-        for call in runs.calls:
-            if call.launch is not None and call.sequences is None:
+        for call in calls:
+            if call.launch is not None and not call.batch:
                 source = np.arange(call.rows.start, call.rows.stop)
                 n = len(source)
                 by_launch.append([source, first + np.arange(n), np.full(n, n)])
                 if call.masked_rows is not None:
                     source[device.download(call.masked_rows)] = -1
-                call = replace(call, stats=4 * first)
+                call.stats = 4 * first
                 first += -(-n * nheads // ALIGN) * ALIGN
-            calls.append(call)
-        places = device.upload(np.concatenate(by_launch, axis=1, dtype=np.int64))
-        return BlockRuns(calls, runs.single, places, first)
+        return device.upload(np.concatenate(by_launch, axis=1, dtype=np.int64)), first
 
     def _launch_of(self, block: Block, backward: bool) -> Launch | None:
         """Return the launch of cuDNN for a block; None if cuDNN does not compute it."""

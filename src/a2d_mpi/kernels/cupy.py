@@ -6,12 +6,16 @@ It computes blocks that cuDNN does not compute, and checks cuDNN's results.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
-from a2d_mpi.devices.cuda import BLOCK_ROWS, HEADDIM_MAX, Cuda
+from a2d_mpi.core.dtypes import compute_dtype
+from a2d_mpi.devices.cuda import LANES, WARPS, Cuda, kernel_of
 from a2d_mpi.devices.protocol import Array
-from a2d_mpi.masks.intervals import Interval, Intervals
+from a2d_mpi.masks.intervals import Intervals
+
+BLOCK_ROWS, HEADDIM_MAX = 16, 256  # as in kernels.cu
 
 
 class CupyKernel:
@@ -19,10 +23,10 @@ class CupyKernel:
 
     Parameters
     ----------
-    device : Cuda
     dtype : dtype
         Dtype of the tensors; float16 and bfloat16 are computed in float32.
     softmax_scale : float
+    device : Cuda
     logit_softcap : float, optional
         c > 0: scaled logits s become ``c tanh(s / c)``.  It is compiled into the kernel, so
         kernels without a soft-cap spend no time on it.
@@ -32,24 +36,17 @@ class CupyKernel:
 
     def __init__(
         self,
-        device: Cuda,
         dtype: np.dtype,
         softmax_scale: float,
+        device: Cuda,
         logit_softcap: float | None = None,
+        **_: Any,
     ) -> None:
         self.device, self.dtype, self.softmax_scale = device, np.dtype(dtype), softmax_scale
         self.logit_softcap = logit_softcap
 
     def forward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        intervals: tuple[Interval, ...],
-        out: Array,
-        lse: Array,
-        careful: bool = False,
-        largest: Array | None = None,
+        self, q: Array, k: Array, v: Array, intervals: Intervals, out: Array, lse: Array, **_: Any
     ) -> None:
         """Write the partial result to `lse` and `out`.
 
@@ -60,22 +57,7 @@ class CupyKernel:
         wide = np.int32(out.dtype != self.dtype)
         self._launch("forward", len(q), q, k, v, *self._problem(q, k, intervals), out, wide, lse)
 
-    def backward(
-        self,
-        dout: Array,
-        q: Array,
-        k: Array,
-        v: Array,
-        lse: Array,
-        delta: Array,
-        intervals: tuple[Interval, ...],
-        dq: Array,
-        dk: Array,
-        dv: Array,
-        fresh: bool = False,
-        careful: bool = False,
-        any_delta: bool = False,
-    ) -> None:
+    def backward(self, dout, q, k, v, lse, delta, intervals, dq, dk, dv, fresh=False, **_) -> None:
         """Add the block's gradients to dq, dk and dv; overwrite dq, dk and dv if `fresh`."""
         inputs = (dout, q, k, v, lse, delta, *self._problem(q, k, intervals))
         new = np.int32(fresh)
@@ -86,12 +68,12 @@ class CupyKernel:
             wide = np.int32(dk.dtype != self.dtype)
             self._launch("backward_kv", len(k), *inputs, dk, dv, wide, new)
 
-    def _problem(self, q: Array, k: Array, intervals: tuple[Interval, ...]) -> tuple:
+    def _problem(self, q: Array, k: Array, intervals: Intervals) -> tuple:
         ends = self._ends(intervals)
         sizes = (len(intervals), len(q), len(k), q.shape[1], k.shape[1], q.shape[2])
         return ends, *map(np.int32, sizes), np.float64(self.softmax_scale)
 
-    def _ends(self, intervals: tuple[Interval, ...]) -> Array:
+    def _ends(self, intervals: Intervals) -> Array:
         """Return begins and ends of the intervals, (2 intervals, nq) int32, on the device."""
         prepared = Intervals.of(intervals).prepared
         if self not in prepared:
@@ -100,9 +82,16 @@ class CupyKernel:
         return prepared[self]
 
     def _launch(self, name: str, rows: int, *args: Array) -> None:
+        """Launch the kernel "forward", "backward_q" or "backward_kv" of kernels.cu."""
         q, k = (args[0], args[1]) if name == "forward" else (args[1], args[2])
         if q.shape[2] > HEADDIM_MAX:
             raise ValueError(f"headdim can be at most {HEADDIM_MAX} on a GPU, got {q.shape[2]}")
         heads = k.shape[1] if name == "backward_kv" else q.shape[1]
+        padded = -(-q.shape[2] // LANES) * LANES
+        held = BLOCK_ROWS * padded * (1 if name == "forward" else 2)
+        shared = (held + LANES * (padded + 1)) * compute_dtype(self.dtype).itemsize
+        kernel = kernel_of(self.device.index, name, self.dtype, padded, self.logit_softcap)
+        if shared > 48 << 10:
+            kernel.max_dynamic_shared_size_bytes = shared
         grid = (math.ceil(rows / BLOCK_ROWS), heads)
-        self.device.attention(name, self.dtype, q.shape[2], self.logit_softcap, grid, *args)
+        kernel(grid, (LANES * WARPS,), args, shared_mem=shared)

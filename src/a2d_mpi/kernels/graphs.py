@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import atexit
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -76,10 +76,6 @@ class Graphs:
     deterministic : bool
         Whether gradients repeat bit for bit.  Their workspace then holds a score per query and key
         of each head, which takes gigabytes for long blocks.
-    target : mapping, optional
-        Arguments of ``cudnn.pygraph`` that describe the device.  Default: a handle of the current
-        device.  With ``device_property`` and ``sm_version``, graphs can be built without a device,
-        but not launched.
 
     Raises
     ------
@@ -111,19 +107,12 @@ class Graphs:
     `HIDDEN`.  It contributes 0 to the gradients.
     """
 
-    def __init__(
-        self, deterministic: bool = False, target: Mapping[str, Any] | None = None
-    ) -> None:
-        self._cudnn = _import_cudnn()
-        self.deterministic = deterministic
-        self._handle: int | None = None
+    def __init__(self, deterministic: bool = False) -> None:
+        self._cudnn, self.deterministic = _import_cudnn(), deterministic
+        self._handle: int | None = self._cudnn.create_handle()
         self._stream: int | None = None
         # The launch of each block and pass, or the reason why there is none.
         self._built: dict[tuple[Block, bool], Launch | str] = {}
-        if target is None:
-            self._handle = self._cudnn.create_handle()
-            target = {"handle": self._handle}
-        self._target = dict(target)
 
     def get(self, block: Block, backward: bool) -> Launch:
         """Return the launch of `block`; its graph is built at the first call.
@@ -166,7 +155,7 @@ class Graphs:
     def execute(self, graph: Any, pack: dict[int, int], workspace: int, stream: int) -> None:
         """Queue a graph; `Launch` calls this."""
         if self._handle is None:
-            raise RuntimeError("these graphs have no device to run on")
+            raise RuntimeError("these graphs were freed")
         if stream != self._stream:
             self._cudnn.set_stream(handle=self._handle, stream=stream)
             self._stream = stream
@@ -180,7 +169,7 @@ class Graphs:
             io_data_type=io,
             intermediate_data_type=types.FLOAT,
             compute_data_type=types.FLOAT,
-            **self._target,
+            handle=self._handle,
         )
         # cuDNN orders the axes (batch, head, token, element); the strides give the layout.
         b, h, hk, d, nq, nk = (

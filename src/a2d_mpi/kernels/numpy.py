@@ -28,7 +28,6 @@ import numpy as np
 
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.kernels.packing import Packing
-from a2d_mpi.masks.intervals import Interval
 
 SLACK = 10.0  # nats by which a logit may exceed the running maximum of its row
 
@@ -54,6 +53,8 @@ class NumpyKernel(Packing):
 
     Notes
     -----
+    The types of the arguments are in `a2d_mpi.kernels.protocol.Kernel`.
+
     A kernel keeps its buffers between calls, and `Intervals` objects keep their cache blocks.
     Threads must not share a kernel.
     """
@@ -61,17 +62,7 @@ class NumpyKernel(Packing):
     name = "numpy"  # `make_kernel` says whether the passes are compiled
     max_logits = True
 
-    def forward(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        intervals: tuple[Interval, ...],
-        out: Array,
-        lse: Array,
-        careful: bool = False,
-        largest: Array | None = None,
-    ) -> None:
+    def forward(self, q, k, v, intervals, out, lse, careful=False, largest=None) -> None:
         """Overwrite `out` and `lse` with the partial result of the queries over the keys.
 
         Parameters
@@ -141,7 +132,7 @@ class NumpyKernel(Packing):
                         if not capped:
                             qb[at][..., d] = -shift[at]
                         self.exponentials(s, total_at, None, None)
-                    shown = self._shown(m, b, differ, hidden) if careful else None
+                    shown = self._shown(block) if careful else None
                     if direct and block is cache_blocks[0]:
                         self._product(s, vh[keys], shown, acc[at])  # (x, m, e) = p @ v
                     else:
@@ -152,20 +143,7 @@ class NumpyKernel(Packing):
                 self.finish(acc, total, shift, out[here], lse[here])
 
     def backward(
-        self,
-        dout: Array,
-        q: Array,
-        k: Array,
-        v: Array,
-        lse: Array,
-        delta: Array,
-        intervals: tuple[Interval, ...],
-        dq: Array,
-        dk: Array,
-        dv: Array,
-        fresh: bool = False,
-        careful: bool = False,
-        any_delta: bool = False,
+        self, dout, q, k, v, lse, delta, intervals, dq, dk, dv, fresh=False, careful=False, **_
     ) -> None:
         """Add the gradients of this block to `dq`, `dk` and `dv`.
 
@@ -185,8 +163,6 @@ class NumpyKernel(Packing):
             Whether to overwrite dq, dk and dv instead.  They may then have the tensors' dtype.
         careful : bool
             As of `forward`.
-        any_delta : bool
-            Whether delta may have other values, because a gradient of lse is subtracted from it.
 
         Notes
         -----
@@ -230,7 +206,7 @@ class NumpyKernel(Packing):
                         self._cap(p, slope)
                         p += qb[at][..., d:]
                     self.exponentials(p, None, differ, hidden)  # (x, m, b)
-                    shown = self._shown(m, b, differ, hidden) if careful else None
+                    shown = self._shown(block) if careful else None
                     shown_t = None if shown is None else shown.T
                     self._product(_t(p), db[at][..., :e], shown_t, partial_v)  # p.T @ dout
                     dvh[keys] += partial_v  # (x, b, e)

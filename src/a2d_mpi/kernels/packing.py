@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +35,7 @@ class Packing:
         block_k: int = BLOCK_K,
         work: Workspace | None = None,
         logit_softcap: float | None = None,
+        **_: Any,
     ) -> None:
         self.dtype = compute_dtype(np.dtype(dtype))
         self.softmax_scale, self.logit_softcap = softmax_scale, logit_softcap
@@ -49,14 +51,12 @@ class Packing:
     def _get(self, name: str, shape: tuple[int, ...]) -> Array:
         return self._work.get(("kernel", name), shape, self.dtype)
 
-    def _shown(
-        self, rows: int, keys: int, differ: slice | None, hidden: Array | None
-    ) -> Array | None:
-        """Return 1 for visible and 0 for hidden pairs; None if none is hidden."""
-        if hidden is None:
+    def _shown(self, block: CacheBlock) -> Array | None:
+        """Return 1 for visible and 0 for hidden pairs, (rows, keys); None if none is hidden."""
+        if block.hidden is None:
             return None
-        shown = np.ones((rows, keys), self.dtype)
-        shown[differ] = ~hidden
+        shown = np.ones((block.rows.stop - block.rows.start, block.j1 - block.j0), self.dtype)
+        shown[block.differ] = ~block.hidden
         return shown
 
     def _product(self, weights: Array, x: Array, shown: Array | None, out: Array) -> None:
@@ -139,13 +139,7 @@ class Packing:
         return packed
 
     def _pack(
-        self,
-        name: str,
-        x: Array,
-        heads_kv: int,
-        factor: float,
-        column: Array | float | None,
-        hide: Array | None,
+        self, name: str, x: Array, heads_kv: int, factor: float, column: Any, hide: Array | None
     ) -> Array:
         """Copy (tokens, heads, d) times `factor` to (heads_kv, tokens x group, d + 1).
 

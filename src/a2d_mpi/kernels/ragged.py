@@ -13,7 +13,6 @@ from a2d_mpi.kernels.shapes import Run
 
 TILE = 128  # size of cuDNN's tiles: multiples of it are common sizes, which get dense graphs
 LONG = 8192  # a run with this many queries gets a dense graph: few documents are longer
-ARRAYS = 5  # number of arrays with sizes that a ragged launch takes
 
 
 def batches(all_runs: list[Run]) -> list[list[Run]]:
@@ -81,7 +80,7 @@ def sequences(batch: list[Run], widths: tuple[int, int, int], align: int) -> np.
         in q, k and the statistics, in elements; the last offset is the end of the last sequence.
     """
     n = len(batch)
-    numbers = np.zeros((ARRAYS, -(-(n + 1) // align) * align), np.int64)
+    numbers = np.zeros((5, -(-(n + 1) // align) * align), np.int64)
     for row, lengths in enumerate(zip(*(run.size for run in batch))):
         numbers[row].view(np.int32)[:n] = lengths
     rows, keys = [run.rows for run in batch], [run.keys for run in batch]

@@ -57,11 +57,6 @@ class Run:
         """Numbers of queries and keys."""
         return self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
 
-    @property
-    def area(self) -> int:
-        """Number of visible pairs."""
-        return int(np.maximum(self.end - self.begin, 0).sum())
-
 
 def runs(interval: Interval, shortest: int = 1, pairs: int | None = None) -> list[Run]:
     """Cut a block into runs of queries with one mask shape each.

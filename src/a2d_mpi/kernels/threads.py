@@ -7,9 +7,7 @@ of a node slow each other down tenfold.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
@@ -46,21 +44,8 @@ class BlasThreads:
         if threads is None and not any(os.environ.get(x) for x in VARIABLES):
             threads = cores
         self._threads = threads
-        self._libraries: list[Any] = []
-        if threads is not None:
-            libraries = ThreadpoolController().lib_controllers
-            self._libraries = [x for x in libraries if x.user_api == "blas"]
+        self._libraries = threads and ThreadpoolController().select(user_api="blas")
 
-    @contextmanager
-    def limited(self) -> Iterator[None]:
+    def limited(self) -> AbstractContextManager:
         """Limit the threads inside the context; restore the caller's number afterwards."""
-        before = [(library, library.get_num_threads()) for library in self._libraries]
-        for library, number in before:
-            if number != self._threads:
-                library.set_num_threads(self._threads)
-        try:
-            yield
-        finally:
-            for library, number in before:
-                if number != self._threads:
-                    library.set_num_threads(number)
+        return self._libraries.limit(limits=self._threads) if self._libraries else nullcontext()

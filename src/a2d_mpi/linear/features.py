@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from a2d_mpi.devices.protocol import Array
+
 FEATURE_MAPS = ("none", "elu+1", "relu", "random")
 ROTARY_BASE = 10000.0
 
@@ -46,8 +48,7 @@ class Relu(FeatureMap):
 class RandomRotary(FeatureMap):
     """ReLU of random projections of rotated rows, as in MoLFormer (arXiv:2106.09553).
 
-    The rows are rotated by the rotary angles of their tokens (Su et al., arXiv:2104.09864), in the
-    planes of elements i and i + D / 2 of a head.
+    The rows are rotated by the rotary angles of their tokens, see `rotate`.
 
     Parameters
     ----------
@@ -59,22 +60,35 @@ class RandomRotary(FeatureMap):
     """
 
     def __init__(self, tokens: np.ndarray, projections: np.ndarray, dtype: np.dtype) -> None:
-        headdim = len(projections)
-        rates = ROTARY_BASE ** (-2.0 * np.arange(headdim // 2) / headdim)
-        angles = tokens[:, None] * rates  # (n, D / 2)
-        self._cos, self._sin = np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
+        self._cos, self._sin = rotation(tokens, len(projections), dtype)
         self._projections, self._relu = projections.astype(dtype), Relu()
 
     def forward(self, x: np.ndarray) -> np.ndarray:
-        return self._relu.forward(self._rotated(x, self._sin) @ self._projections)
+        return self._relu.forward(rotate(x, self._cos, self._sin) @ self._projections)
 
     def backward(self, dy: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return self._rotated(self._relu.backward(dy, y) @ self._projections.T, -self._sin)
+        dx = self._relu.backward(dy, y) @ self._projections.T
+        return rotate(dx, self._cos, -self._sin)
 
-    def _rotated(self, x: np.ndarray, sin: np.ndarray) -> np.ndarray:
-        first, second = np.split(x, 2, axis=2)
-        halves = first * self._cos - second * sin, second * self._cos + first * sin
-        return np.concatenate(halves, axis=2)
+
+def rotation(tokens: np.ndarray, headdim: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Return the cosine and sine, (n, D / 2), of the rotary angles of tokens, (n,).
+
+    Source: Su et al., arXiv:2104.09864.
+    """
+    angles = tokens[:, None] * ROTARY_BASE ** (-2.0 * np.arange(headdim // 2) / headdim)
+    return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotate x, (..., D), in the planes of elements i and i + D / 2; -sin rotates back.
+
+    x is a NumPy or CuPy array.
+    """
+    half, y = x.shape[-1] // 2, x.copy()
+    first, second = x[..., :half], x[..., half:]
+    y[..., :half], y[..., half:] = first * cos - second * sin, second * cos + first * sin
+    return y
 
 
 def random_projections(headdim: int, nfeatures: int, seed: int) -> np.ndarray:

@@ -25,10 +25,6 @@ class Norm:
 
     columns = 0
 
-    def scale_shape(self, tokens: int, nheads: int) -> tuple[int, int, int] | None:
-        """Return the shape of the scale; None if there is no scale."""
-        return None
-
     def forward(self, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Compute out and the scale from the sums."""
         return sums, None
@@ -43,9 +39,6 @@ class Denominator(Norm):
 
     columns = 1
 
-    def scale_shape(self, tokens: int, nheads: int) -> tuple[int, int, int]:
-        return tokens, nheads, 1
-
     def forward(self, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         scale = 1 / (sums[..., -1:] + sums.dtype.type(EPSILON))  # (n, H, 1)
         return sums[..., :-1] * scale, scale
@@ -57,9 +50,6 @@ class Denominator(Norm):
 
 class OutputNorm(Norm):
     """Division by the root mean square of all heads of a token (TransNormer, arXiv:2307.14995)."""
-
-    def scale_shape(self, tokens: int, nheads: int) -> tuple[int, int, int]:
-        return tokens, 1, 1
 
     def forward(self, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         # In float32 the square of 2e19 overflows: the scale would be 0, and out wrong.

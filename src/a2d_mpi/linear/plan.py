@@ -22,15 +22,7 @@ from a2d_mpi.kernels.threads import BlasThreads
 from a2d_mpi.linear.chunks import CausalSums, FullSums
 from a2d_mpi.linear.features import FEATURE_MAPS, make_feature_map
 from a2d_mpi.linear.norms import NORMS, make_norm
-from a2d_mpi.linear.states import (
-    STATES,
-    Decay,
-    Piece,
-    StateExchange,
-    count_pieces,
-    pieces_of,
-    traffic,
-)
+from a2d_mpi.linear.states import STATES, Decay, Piece, StateExchange, count_pieces, pieces_of
 from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.sharding.distribution import Distribution, distribute
 
@@ -153,14 +145,8 @@ class LinearAttention(Caller):
                 config = AttentionConfig(seqlen, nheads, headdim, dtype=dtype)
                 config.check_room(grid.comm.size)
                 nfeatures = config.headdim if nfeatures is None else nfeatures
-                options = {
-                    "feature_map": feature_map,
-                    "norm": norm,
-                    "nfeatures": nfeatures,
-                    "seed": seed,
-                    "states": states,
-                    "chunk": chunk,
-                }
+                options = {"feature_map": feature_map, "nfeatures": nfeatures, "seed": seed}
+                options |= {"norm": norm, "states": states, "chunk": chunk}
                 _check(mask, config.headdim, options)
                 decays = _decays(decay, config.nheads, mask)
                 self._threads = BlasThreads(threads, grid.cores)
@@ -174,7 +160,7 @@ class LinearAttention(Caller):
                     "distribution": self.distribution,
                     "its runs (checksum)": crc32(repr(self.distribution.listed).encode()),
                 }
-                self._norm, self._causal = make_norm(norm), _is_causal(mask)
+                self._norm, self._causal = make_norm(norm), isinstance(mask, Causal)
                 width = int(nfeatures) if feature_map == "random" else config.headdim
                 # A state is (H, F, W).
                 self._shape = config.nheads, width, config.headdim + self._norm.columns
@@ -193,7 +179,7 @@ class LinearAttention(Caller):
             call.agree(arguments)
             comm = grid.comm_of("all", tuple(range(grid.comm.size)))
         self.config, self.dtype = config, config.dtype_of("q")
-        self.compute_dtype, self._way = config.compute_dtype, states
+        self.compute_dtype = config.compute_dtype
         channel = self._channel = Channel(comm, "all", self.traffic)
         if self._causal:
             powers = Decay(decays, min(chunk, config.seqlen), self.compute_dtype)
@@ -261,12 +247,12 @@ class LinearAttention(Caller):
         -------
         dict of (str, str) to [int, int]
             Bytes sent and received by phase and communicator, with the keys of ``traffic.bytes``.
-            Source: `a2d_mpi.linear.states.traffic`.
+            Source: `a2d_mpi.linear.states.StateExchange.traffic`.
         """
         rank = self.grid.comm.rank if rank is None else rank
         counts = {
-            (phase, "all"): traffic(order, rank, self._way, self._causal, self._nbytes)
-            for phase, order in zip(PHASES, (self._pieces, self._pieces[::-1]))
+            (phase, "all"): self._exchange.traffic(rank, self._nbytes, phase == "backward")
+            for phase in PHASES
         }
         return {key: both for key, both in counts.items() if any(both)}
 
@@ -301,7 +287,9 @@ class LinearAttention(Caller):
         if phase == "forward":
             return
         states = sum(piece.owner == self.grid.comm.rank for piece in self._pieces), *self._shape
-        shapes = states, self._norm.scale_shape(n, self.config.nheads)
+        nothing = np.empty((0, self._shape[0], self._shape[2]), self.compute_dtype)
+        _, scale = self._norm.forward(nothing)  # has the shape of a scale, for no tokens
+        shapes = states, scale if scale is None else (n, *scale.shape[1:])
         wanted = [shape and (shape, self.compute_dtype.name) for shape in shapes]
         got = type(kept).__name__
         if isinstance(kept, Kept):
@@ -341,10 +329,6 @@ def _turned(x: ndarray) -> ndarray:
     return np.ascontiguousarray(x.swapaxes(0, 1))
 
 
-def _is_causal(mask: Mask) -> bool:
-    return isinstance(mask, Causal)
-
-
 def _check(mask: Mask, headdim: int, options: Mapping[str, Any]) -> None:
     """Check the mask, and the arguments of a plan that are not sizes of its tensors."""
     if not isinstance(mask, (Full, Causal)):
@@ -382,7 +366,7 @@ def _decays(decay: float | Sequence[float] | None, nheads: int, mask: Mask) -> n
         raise ValueError(f"decay must be one number or {nheads} numbers, got shape {decays.shape}")
     if not ((decays > 0) & (decays <= 1)).all():
         raise ValueError(f"decay must be above 0 and at most 1, got {decay!r}")
-    if decay is not None and not _is_causal(mask):
+    if decay is not None and not isinstance(mask, Causal):
         raise ValueError(f"a decay needs a causal mask, got {type(mask).__name__}")
     return np.broadcast_to(decays, nheads).copy()
 

@@ -63,45 +63,6 @@ def count_pieces(shards: Distribution, causal: bool) -> int:
     return sum(len(run) if run.step > 1 else len(run) > 0 for run in runs)
 
 
-def traffic(pieces: Sequence[Piece], rank: int, way: str, causal: bool, nbytes: int) -> list[int]:
-    """Return the bytes that a rank sends and receives in one pass, forward or backward.
-
-    The bytes depend on the number of pieces, but not on the number of tokens.
-
-    Parameters
-    ----------
-    pieces : sequence of Piece
-        Pieces of all ranks, in the order of tokens.
-    rank : int
-    way : {"gather", "ring"}
-    causal : bool
-    nbytes : int
-        Bytes of a state.
-
-    Returns
-    -------
-    [int, int]
-        Bytes sent and received.
-    """
-    owners = _owners(pieces, way, causal)
-    if way == "gather":
-        own, ranks = owners.count(rank), len(set(owners))
-        return [own * (ranks - 1) * nbytes, (len(owners) - own) * nbytes * (own > 0)]
-    hops = [
-        (sender, receiver) for sender, receiver in zip(owners, owners[1:]) if sender != receiver
-    ]
-    return [sum(hop[side] == rank for hop in hops) * nbytes for side in (0, 1)]
-
-
-def _owners(pieces: Sequence[Piece], way: str, causal: bool) -> list[int]:
-    """Return the owner of each piece; on a ring these are the ranks that a sum visits in turn.
-
-    Under a full mask, where each rank has one piece, the sum of all goes around once more.
-    """
-    owners = [piece.owner for piece in pieces]
-    return owners if causal or way == "gather" else [*owners, *owners[:-1]]
-
-
 class Decay:
     """Powers of the decay of each head.
 
@@ -169,17 +130,42 @@ class StateExchange:
         self._channel, self._pieces, self._way, self._decay = channel, pieces, way, decay
         self.transport = HostTransport()
 
+    def traffic(self, rank: int, nbytes: int, reverse: bool = False) -> list[int]:
+        """Return the bytes that a rank sends and receives in one pass.
+
+        The bytes depend on the number of pieces, but not on the number of tokens.
+
+        Parameters
+        ----------
+        rank : int
+        nbytes : int
+            Bytes of a state.
+        reverse : bool
+            As of `start`.
+
+        Returns
+        -------
+        [int, int]
+            Bytes sent and received.
+        """
+        owners = self._owners(reverse)
+        if self._way == "gather":
+            own, ranks = owners.count(rank), len(set(owners))
+            return [own * (ranks - 1) * nbytes, (len(owners) - own) * nbytes * (own > 0)]
+        hops = [hop for hop in zip(owners, owners[1:]) if hop[0] != hop[1]]
+        return [sum(hop[side] == rank for hop in hops) * nbytes for side in (0, 1)]
+
     def start(self, own: Sequence[np.ndarray], reverse: bool = False) -> None:
         """Start the exchange; `own` are the states, (H, F, W), of this rank's pieces in order.
 
         With `reverse`, states are added from the last token to the first.
         """
-        self._order = self._pieces[::-1] if reverse else self._pieces
+        self._reverse = reverse
         self._messages: list[Any] = []
         self._states = {self._channel.rank: np.array(own)}
         if self._way == "ring" or not len(own):
             return
-        owners = [piece.owner for piece in self._pieces]
+        owners = self._owners()
         peers = [peer for peer in self._channel.peers if peer in owners]
         for peer in peers:
             self._states[peer] = np.empty((owners.count(peer), *own[0].shape), own[0].dtype)
@@ -206,7 +192,7 @@ class StateExchange:
         """Return the state before each own piece, and the state at the end of the sequence."""
         self._channel.wait(self._messages)
         before, state = {}, np.zeros_like(own[0])
-        for piece in self._order:
+        for piece in self._pieces[:: -1 if self._reverse else 1]:
             if piece.owner == self._channel.rank:
                 before[piece.place] = state
             state = self._add(state, piece)
@@ -214,15 +200,15 @@ class StateExchange:
 
     def _passed_on(self, own: np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
         """Return the same as `_gathered`; the second state is undefined under a causal mask."""
-        owners = _owners(self._order, "ring", self._decay is not None)
+        owners, order = self._owners(self._reverse), self._pieces[:: -1 if self._reverse else 1]
         rank, before, state = self._channel.rank, {}, np.zeros_like(own[0])
         for i in (i for i, owner in enumerate(owners) if owner == rank):
             if i and owners[i - 1] != rank:
                 state = np.empty_like(own[0])
                 self._channel.wait(self._channel.irecv([state], owners[i - 1], 0))
-            if i < len(self._order):
-                before[self._order[i].place] = state
-                state = self._add(state, self._order[i])
+            if i < len(order):
+                before[order[i].place] = state
+                state = self._add(state, order[i])
             if i + 1 < len(owners) and owners[i + 1] != rank:
                 self._messages += self._channel.isend([state], owners[i + 1], 0)
         self._channel.wait(self._messages)
@@ -232,3 +218,12 @@ class StateExchange:
         """Return the state after a piece."""
         more = self._states[piece.owner][piece.place]
         return self._decay.add(state, more, piece.tokens) if self._decay else state + more
+
+    def _owners(self, reverse: bool = False) -> list[int]:
+        """Return the owner of each piece; on a ring these are the ranks that a sum visits in turn.
+
+        Under a full mask, where each rank has one piece, the sum of all goes around once more.
+        """
+        owners = [piece.owner for piece in self._pieces][:: -1 if reverse else 1]
+        again = self._way == "ring" and not self._decay
+        return [*owners, *owners[:-1]] if again else owners
