@@ -100,8 +100,10 @@ def draw_slopes(plt, scale: Scale):
     for axes, lines in zip(figure.axes, times.values()):
         for of_family in lines.values():
             if len(of_family) > 1:
-                text = f"  P^{power(of_family):.2f}"
-                axes.annotate(text, max(of_family.items()), va="bottom")
+                # The exponent b of the power law a P^b, by least squares of logarithms.
+                logs = np.log([[*of_family], [*of_family.values()]])
+                power = np.polyfit(*logs, 1)[0]
+                axes.annotate(f"  P^{power:.2f}", max(of_family.items()), va="bottom")
         axes.set_xlim(right=4 * axes.get_xlim()[1])
     return finish(figure, f"{scale.title}, {in_short(scale.seqlen)} tokens")
 
@@ -171,8 +173,3 @@ def draw_by_ranks(plt, panels: Points, what: str, log: bool = False):
     else:
         grid[0, 0].set_ylim(bottom=0)
     return figure
-
-
-def power(times: Mapping[int, float]) -> float:
-    """Fit the exponent b of the power law ``a ranks**b`` to times, by least squares of logs."""
-    return float(np.polyfit(np.log([*times]), np.log([*times.values()]), 1)[0])
