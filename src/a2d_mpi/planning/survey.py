@@ -141,7 +141,7 @@ def _survey(
     tapes, places, parts, held = [], [], [], []
     for rank in range(layout.size) if ranks is None else ranks:
         parts.append((len(tapes), 0))
-        tapes.append(_opening(machine, _opening_bytes(problem, rank, phase == PHASES[1])))
+        tapes.append(_opening(machine, problem, rank, phase == PHASES[1]))
         places.append((rank, 0, 1, 0))
         drafts, of_slices = drafts_of(method, phase, layout, problem, rank, overlap), []
         for i, of_slice in enumerate(drafts):
@@ -259,18 +259,16 @@ def _tape_of(
     return Tape(columns, np.array(messages, np.int64).reshape(-1, 7), held)
 
 
-def _opening_bytes(problem: Problem, rank: int, backward: bool) -> int:
-    """Return the bytes read to compute delta and, twice, to round tensors for the wire."""
+def _opening(machine: Machine, problem: Problem, rank: int, backward: bool) -> Tape:
+    """Make the tape of a call's opening: its start, and work on the caller's arrays.
+
+    The rank computes delta and, reading twice, rounds tensors for the wire.
+    """
     config, own = problem.config, (problem.queries.counts[rank], problem.keys.counts[rank])
     names = ("q", "k", "v", "dout") if backward else ("q", "k", "v")
     rounded = (own[x in OF_KEYS] * config.nbytes(x) * config.rounds(x) for x in names)
-    return 2 * sum(rounded) + 2 * own[0] * config.nbytes("out") * backward
-
-
-@lru_cache(maxsize=64)
-def _opening(machine: Machine, nbytes: int) -> Tape:
-    """Make the tape of a call's opening: its start, and work on the caller's arrays."""
-    spent = [(OTHER, machine.start, ()), (COMPUTE, machine.copying(nbytes), ())]
+    size = 2 * sum(rounded) + 2 * own[0] * config.nbytes("out") * backward
+    spent = [(OTHER, machine.start, ()), (COMPUTE, machine.copying(size), ())]
     return _tape_of([[x for x in spent if x[1]]], (), NOTHING)
 
 
