@@ -60,11 +60,9 @@ def most_memory(
     layout: Layout,
     problem: Problem,
     backward: bool = False,
-    kernel: str | None = None,
 ) -> int:
-    """Return the largest `peak_memory` of all ranks."""
-    ranks = range(layout.size)
-    return max(peak_memory(method, layout, problem, rank, backward, kernel) for rank in ranks)
+    """Return the largest `peak_memory` of all ranks, with a kernel without buffers."""
+    return max(peak_memory(method, layout, problem, p, backward) for p in range(layout.size))
 
 
 def buffers(

@@ -124,7 +124,25 @@ def survey_of(
         If the heads do not fit the layout, or the machine has no kernel for the dtype.
     """
     plan = method, essence(method, layout), problem, work.overlap
-    return _with_link_costs(machine, layout, _survey(machine, *plan, phase, ranks))
+    survey = _survey(machine, *plan, phase, ranks)
+    # Posting a message costs the overhead of its link for each tensor.  Receiving it takes the
+    # core for ``1 - hidden`` of the transfer.
+    messages, operations = survey.messages, survey.operations
+    node = machine.node_of(layout)
+    near = node[messages.source] == node[messages.to]
+    inside, between = machine.links(layout.size)
+
+    def of_link(name: str) -> np.ndarray:
+        return np.where(near, getattr(inside, name), getattr(between, name))
+
+    overhead = survey.tensors * of_link("overhead")
+    receiving = (1 - of_link("hidden")) * messages.nbytes / of_link("bandwidth")
+    number, operation = operations.numbers, operations.operation
+    received = messages.to[number] == operations.rank[operation]
+    posts = operations.kind[operation] == POST
+    costs = np.where(posts, overhead[number], receiving[number] * received)
+    seconds = operations.seconds + np.bincount(operation, costs, len(operations.kind))
+    return survey._replace(operations=operations._replace(seconds=seconds))
 
 
 @lru_cache(maxsize=2)  # layouts that differ only in the places of ranks follow each other
@@ -162,30 +180,6 @@ def _survey(
     operations, listed = _joined(tapes, np.array(places), parts, layout.size)
     *messages, tensors = listed.T
     return Survey(operations, Messages(*messages), tensors, held)
-
-
-def _with_link_costs(machine: Machine, layout: Layout, survey: Survey) -> Survey:
-    """Add the costs of messages on a machine's links to a survey.
-
-    Posting a message costs the overhead of its link for each tensor.  Receiving it takes the core
-    for ``1 - hidden`` of the transfer.
-    """
-    messages, operations = survey.messages, survey.operations
-    node = machine.node_of(layout)
-    near = node[messages.source] == node[messages.to]
-    inside, between = machine.links(layout.size)
-
-    def of_link(name: str) -> np.ndarray:
-        return np.where(near, getattr(inside, name), getattr(between, name))
-
-    overhead = survey.tensors * of_link("overhead")
-    work = (1 - of_link("hidden")) * messages.nbytes / of_link("bandwidth")
-    number, operation = operations.numbers, operations.operation
-    received = messages.to[number] == operations.rank[operation]
-    posts = operations.kind[operation] == POST
-    costs = np.where(posts, overhead[number], work[number] * received)
-    seconds = operations.seconds + np.bincount(operation, costs, len(operations.kind))
-    return survey._replace(operations=operations._replace(seconds=seconds))
 
 
 def _joined(
