@@ -56,11 +56,6 @@ class Tiling:
     ranks: np.ndarray
     areas: np.ndarray
 
-    @property
-    def imbalance(self) -> float:
-        """Divide the largest area by the mean; 1 if nothing is visible."""
-        return float(self.areas.max() / self.areas.mean()) if self.areas.any() else 1.0
-
 
 def tiling(text: str, seqlen: int, rows: int, cols: int, distribution: str | None) -> Tiling:
     """Find the ranks of an R x C grid that compute the pairs of a mask.
@@ -123,7 +118,8 @@ def draw(tilings: list[Tiling], rows: int, cols: int):
         left.set_title(shown.text, loc="left")
         # -1 is the last.
         right.imshow(np.array([*of_ranks, hidden])[shown.ranks], interpolation="nearest")
-        right.set_xlabel(f"{shown.distribution}, {shown.imbalance:.2f}")
+        imbalance = shown.areas.max() / shown.areas.mean() if shown.areas.any() else 1.0
+        right.set_xlabel(f"{shown.distribution}, {imbalance:.2f}")
         for rank in np.flatnonzero(shown.areas):
             y, x, distance = deepest(shown.ranks == rank)
             if distance * ROOM > len(visible):  # else the number would hide what is around it

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from textwrap import fill
@@ -38,10 +38,9 @@ METHOD_STYLES = defaultdict(lambda: ("#000000", next(_MORE)), {
     "all-gather": ("#444444", "v"),
     "lasp2": ("#332288", "<"), "lasp": ("#999933", "P"),
 })  # fmt: skip
-# Colours and hatches of the parts of a phase, and of a training step.
+# Colours and hatches of the parts of a phase.
 FILLS = {
-    "compute": ("#0072B2", ""), "attention": ("#0072B2", ""), "merge": ("#009E73", "...."),
-    "wait": ("#E69F00", "////"), "gradients": ("#CC79A7", "xx"), "adam": ("#009E73", "...."),
+    "compute": ("#0072B2", ""), "merge": ("#009E73", "...."), "wait": ("#E69F00", "////"),
     "other": ("#DDDDDD", ""),
 }  # fmt: skip
 
@@ -202,17 +201,6 @@ def finish(figure, title: str = ""):
         legend.remove()
 
 
-def stacked(axes, heights: Sequence[float], bars: Sequence[Mapping[str, float]], **options):
-    """Draw horizontal bars of parts, one bar at each height."""
-    left = np.zeros(len(heights))
-    for part in bars[0]:
-        lengths = np.array([x[part] for x in bars])
-        colour, hatch = FILLS[part]
-        axes.barh(heights, lengths, left=left, color=colour, hatch=hatch, edgecolor="white",
-                  linewidth=0.3, **{"height": 0.72, "label": part, **options})  # fmt: skip
-        left += lengths
-
-
 def timeline(axes, y: float, spans: Sequence[tuple[str, float, float]], height: float) -> None:
     """Draw spans of time, each with its part, begin and end, at one height."""
     for part, (colour, hatch) in FILLS.items():
@@ -220,16 +208,6 @@ def timeline(axes, y: float, spans: Sequence[tuple[str, float, float]], height: 
             axes.broken_barh(bars, (y - height / 2, height), facecolor=colour, hatch=hatch,
                              edgecolor="white", linewidth=0, label=part,
                              zorder=0.5 + (part != "other"))  # fmt: skip
-
-
-def log_ranks(axes, ranks: Iterable[int]) -> None:
-    """Make the x axis an axis of ranks, at powers of two."""
-    ranks = sorted(ranks)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ranks, [str(x) for x in ranks])
-    axes.minorticks_off()
-    axes.set_xlim(ranks[0] / 1.25, ranks[-1] * 1.25)
-    axes.set_xlabel("ranks")
 
 
 def plain_ticks(axis, subs: Sequence[int] = (1, 2, 5)) -> None:

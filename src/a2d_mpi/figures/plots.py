@@ -28,6 +28,7 @@ from a2d_mpi.experiments.trace import read_trace
 from a2d_mpi.figures.crossover_plots import draw_crossover, read_crossover
 from a2d_mpi.figures.file_plots import draw_kernels, draw_losses, draw_trace
 from a2d_mpi.figures.pictures import (
+    FILLS,
     SETTINGS,
     WIDTH,
     check_picture,
@@ -35,11 +36,11 @@ from a2d_mpi.figures.pictures import (
     plain_ticks,
     pyplot,
     save,
-    stacked,
     style,
     workload_title,
 )
-from a2d_mpi.figures.scale_plots import AT_SCALE, draw_by_ranks, efficiency, read_scale
+from a2d_mpi.figures.scale_plots import AT_SCALE, draw_by_ranks, read_scale
+from a2d_mpi.planning.planner import duration
 
 MOST_PLANS = 16  # bars of one figure
 Figure = Callable[[Summary], float]  # one number of a result
@@ -127,8 +128,16 @@ class Choice:
 
 def draw_scaling(plt, choice: Choice):
     """Draw per cent of ideal scaling by number of ranks."""
-    points = efficiency({"": choice.families(lambda x: x.seconds)})
-    return finish(draw_by_ranks(plt, points, "speed, % of ideal"), choice.title)
+    families = choice.families(lambda x: x.seconds)
+    plans = [x for of_family in families.values() for x in of_family]
+    first = min(plans, key=lambda x: (x.ranks, x.seconds))
+    ideal = 100 * first.seconds * first.ranks  # of one rank, times 100 %
+    speeds = {
+        name: {x.ranks: ideal / x.ranks / x.seconds for x in of_family}
+        for name, of_family in families.items()
+    }
+    title = f"100 %: {duration(first.seconds)} on {first.ranks} ranks"
+    return finish(draw_by_ranks(plt, {title: speeds}, "speed, % of ideal"), choice.title)
 
 
 def draw_phases(plt, choice: Choice):
@@ -143,8 +152,13 @@ def draw_phases(plt, choice: Choice):
         ms = 1e3 * x.seconds
         times.plot(ms, y, **style(x.family))
         times.annotate(f"  {float(f'{ms:.3g}'):g} ({ms / best:.2f}x)", (ms, y), va="center")
-    parts = [{part: 100 * x.parts[part] / x.seconds for part in PARTS} for x in shown]
-    stacked(shares, np.arange(len(shown)), parts)
+    left = np.zeros(len(shown))
+    for part in PARTS:
+        lengths = [100 * x.parts[part] / x.seconds for x in shown]
+        colour, hatch = FILLS[part]
+        shares.barh(range(len(shown)), lengths, 0.72, left, color=colour, hatch=hatch,
+                    edgecolor="white", linewidth=0.3, label=part)  # fmt: skip
+        left += lengths
     names = [x.plan.removesuffix("@rcu") + _alias(x) for x in shown]
     times.set_yticks(range(len(shown)), names)
     times.invert_yaxis()

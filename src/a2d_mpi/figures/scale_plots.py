@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from a2d_mpi.figures.pictures import (
     WIDTH,
     finish,
     in_short,
-    log_ranks,
     nodes_of,
     plain_ticks,
     style,
@@ -23,7 +22,6 @@ from a2d_mpi.figures.pictures import (
 )
 
 Best = dict[str, dict[tuple[int, int], Summary]]
-Lines = Mapping[str, list[Summary]]  # by family, in the order of the ranks
 Points = Mapping[str, Mapping[str, Mapping[int, float]]]  # by panel, family and ranks
 WORKLOAD = ("mask", "nheads", "nheads_kv", "headdim", "dtype", "backward")
 
@@ -52,15 +50,6 @@ class Scale:
             of_family, place = panel.setdefault(x.family, {}), (x.ranks, _seqlen(x))
             of_family[place] = min(of_family.get(place, x), x, key=lambda y: y.seconds)
         return {y: {name: x[name] for name in in_order(x)} for y, x in panels.items()}
-
-    def lines(self) -> dict[str, Lines]:
-        """Find the fastest plans of each family by ranks, for each machine and network."""
-        panels: dict[str, dict[str, list[Summary]]] = {}
-        for panel, best in self.best().items():
-            for name, of_family in best.items():
-                if xs := [of_family[x] for x in sorted(of_family) if x[1] == self.seqlen]:
-                    panels.setdefault(panel, {})[name] = xs
-        return panels
 
     @property
     def title(self) -> str:
@@ -100,15 +89,23 @@ def _seqlen(x: Summary) -> int:
 
 def draw_slopes(plt, scale: Scale):
     """Draw time by number of ranks, and at the end of each line the fitted power of the ranks."""
-    times = _points(scale, lambda x: 1e3 * x.seconds)
+    times: dict[str, dict[str, dict[int, float]]] = {}
+    for panel, best in scale.best().items():
+        for name, of_family in best.items():
+            of_length = {x.ranks: x for x in of_family.values() if _seqlen(x) == scale.seqlen}
+            if of_length:
+                ms = {ranks: 1e3 * of_length[ranks].seconds for ranks in sorted(of_length)}
+                times.setdefault(panel, {})[name] = ms
     figure = draw_by_ranks(plt, times, "time, ms", log=True)
     for axes, lines in zip(figure.axes, times.values()):
         for of_family in lines.values():
             if len(of_family) > 1:
-                text = f"  P^{power(of_family):.2f}"
-                axes.annotate(text, max(of_family.items()), va="bottom")
+                # The exponent b of the power law a P^b, by least squares of logarithms.
+                logs = np.log([[*of_family], [*of_family.values()]])
+                power = np.polyfit(*logs, 1)[0]
+                axes.annotate(f"  P^{power:.2f}", max(of_family.items()), va="bottom")
         axes.set_xlim(right=4 * axes.get_xlim()[1])
-    return finish(figure, _title(scale, scale.seqlen))
+    return finish(figure, f"{scale.title}, {in_short(scale.seqlen)} tokens")
 
 
 def draw_winners(plt, scale: Scale):
@@ -145,22 +142,6 @@ def draw_winners(plt, scale: Scale):
 AT_SCALE = {"slopes": draw_slopes, "winners": draw_winners}
 
 
-def efficiency(panels: Mapping[str, Lines]) -> Points:
-    """Compute per cent of ideal scaling from the fastest plan on the fewest ranks."""
-    points: dict[str, dict[str, dict[int, float]]] = {}
-    for title, lines in panels.items():
-        first = min((x for xs in lines.values() for x in xs), key=lambda x: (x.ranks, x.seconds))
-        slow = first.seconds >= 1
-        time = f"{first.seconds:.3g} s" if slow else f"{1e3 * first.seconds:.3g} ms"
-        name = f"{title}\n100 %: {time} on {first.ranks} ranks".strip()
-        points[name] = {family: {} for family in lines}
-        for family, xs in lines.items():
-            for x in xs:
-                ideal = first.seconds * first.ranks / x.ranks
-                points[name][family][x.ranks] = 100 * ideal / x.seconds
-    return points
-
-
 def draw_by_ranks(plt, panels: Points, what: str, log: bool = False):
     """Draw a column for each panel.
 
@@ -177,7 +158,11 @@ def draw_by_ranks(plt, panels: Points, what: str, log: bool = False):
                 if (" + heads" in family) == heads:
                     axes.plot(*zip(*sorted(values.items())), label=family.partition(" + ")[0],
                               **style(family))  # fmt: skip
-            log_ranks(axes, {ranks for values in lines.values() for ranks in values})
+            ranks = sorted({x for values in lines.values() for x in values})
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(ranks, [str(x) for x in ranks])
+            axes.minorticks_off()
+            axes.set_xlim(ranks[0] / 1.25, ranks[-1] * 1.25)
             axes.set_title(title if heads == rows[0] else "")
             axes.set_xlabel("ranks" if heads == rows[-1] else "")
             axes.grid(axis="y", linewidth=0.3)
@@ -188,19 +173,3 @@ def draw_by_ranks(plt, panels: Points, what: str, log: bool = False):
     else:
         grid[0, 0].set_ylim(bottom=0)
     return figure
-
-
-def _points(scale: Scale, value: Callable[[Summary], float]) -> Points:
-    return {
-        title: {family: {x.ranks: value(x) for x in xs} for family, xs in lines.items()}
-        for title, lines in scale.lines().items()
-    }
-
-
-def _title(scale: Scale, tokens: int) -> str:
-    return f"{scale.title}, {in_short(tokens)} tokens"
-
-
-def power(times: Mapping[int, float]) -> float:
-    """Fit the exponent b of the power law ``a ranks**b`` to times, by least squares of logs."""
-    return float(np.polyfit(np.log([*times]), np.log([*times.values()]), 1)[0])

@@ -17,7 +17,6 @@ from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import problem_of, write
-from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.steps import KernelCall
 
 TOKENS = 72  # drawn, about: with more of them the slices of a rank are not seen
@@ -64,8 +63,10 @@ def panels(
     spans: dict[str, Timelines] = {}
     predict(machine, method, layout, work, spans=spans)
     for phase in work.phases:
-        matrix = bytes_received(method, phase, layout, problem)
-        received[phase] = matrix[np.ix_(of_world, of_world)]
+        received[phase] = np.zeros((layout.size, layout.size))
+        for move in cost.moves(method, layout, problem, None, (phase,)):
+            if not move.sent:
+                received[phase][world[move.rank], world[move.peer]] += move.nbytes
         spans[phase] = [[x[:3] for x in spans[phase][rank]] for rank in of_world]
     shape = f"{layout.rows} x {layout.cols}" + f" x {layout.heads}" * (layout.heads > 1)
     order = f" @{layout.numbering}" * (layout.numbering != "rcu")
@@ -114,12 +115,3 @@ def who_computes(
         tile[work.mask.dense(queries, keys)] = rank
         computes[rank % layout.heads][np.ix_(queries, keys)] = tile
     return computes
-
-
-def bytes_received(method: str, phase: str, layout: Layout, problem: Problem) -> np.ndarray:
-    """Count the bytes that each grid rank (row) receives from each (column), (P, P) float64."""
-    received = np.zeros((layout.size, layout.size))
-    for move in cost.moves(method, layout, problem, None, (phase,)):
-        if not move.sent:
-            received[move.rank, move.peer] += move.nbytes
-    return received

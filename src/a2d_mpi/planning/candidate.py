@@ -113,18 +113,12 @@ class Candidate:
 
     def redistributed(self) -> list[Candidate]:
         """Return the same plan with all other distributions, if none was asked for; only once."""
-        others = [x for x in CHOICES if x != self.layout.distribution] if self._chooses else []
+        if not self._chooses:
+            return []
         self._chooses = False
-        return [
-            Candidate(
-                self._machine,
-                self.method,
-                replace(self.layout, distribution=x),
-                self._work,
-                self._room,
-            )
-            for x in others
-        ]
+        others = [x for x in CHOICES if x != self.layout.distribution]
+        layouts = [replace(self.layout, distribution=x) for x in others]
+        return [Candidate(self._machine, self.method, x, self._work, self._room) for x in layouts]
 
     def refine(self) -> bool:
         """Raise the bound or simulate a phase; return False if nothing is left to do."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from a2d_mpi.core.config import OF_KEYS, PHASES, AttentionConfig
+from a2d_mpi.core.config import OF_KEYS, PHASES
 from a2d_mpi.core.kernel_memory import kernel_buffers
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.intervals import queries_per_key
@@ -61,11 +61,9 @@ def most_memory(
     layout: Layout,
     problem: Problem,
     backward: bool = False,
-    kernel: str | None = None,
 ) -> int:
-    """Return the largest `peak_memory` of all ranks."""
-    ranks = range(layout.size)
-    return max(peak_memory(method, layout, problem, rank, backward, kernel) for rank in ranks)
+    """Return the largest `peak_memory` of all ranks, with a kernel without buffers."""
+    return max(peak_memory(method, layout, problem, p, backward) for p in range(layout.size))
 
 
 def buffers(
@@ -210,17 +208,13 @@ def _of_kernel(program: Program, backward: bool) -> tuple[int, dict[str, int], i
             for name, size in kernel_buffers(config, nq, nk, backward, hides).items():
                 needed[name] = max(int(size), needed.get(name, 0))
         elif isinstance(step, Merge):
-            passing = _merge(config, step.source.count)
+            # Statistics, and out in the accumulation dtype.
+            of_row = STATISTICS * config.nheads
+            if config.mixed_precision:
+                of_row += config.nbytes("out", accumulated=True)
+            passing = of_row * step.source.count
         peak = max(peak, sum(needed.values()) + passing)
     return intervals, needed, peak
-
-
-def _merge(config: AttentionConfig, rows: int) -> int:
-    """Return the bytes of a merge's temporaries: statistics, and out in the accumulation dtype."""
-    return rows * (
-        STATISTICS * config.nheads
-        + config.mixed_precision * config.nbytes("out", accumulated=True)
-    )
 
 
 def _visible(program: Program, step: KernelCall) -> tuple[int, bool]:

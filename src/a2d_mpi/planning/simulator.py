@@ -105,7 +105,6 @@ def simulate(
     cables: Cables,
     place: np.ndarray,
     spans: list[Spans] | None = None,
-    coarse: float = COARSE,
     in_order: bool = True,
 ) -> dict[str, np.ndarray]:
     """Run the programs of all ranks together.
@@ -120,8 +119,6 @@ def simulate(
         World rank of every rank.
     spans : list of Spans, optional
         One list for each rank; the spans of the rank's operations are appended to it.
-    coarse : float
-        See `COARSE`.
     in_order : bool
         True: messages from one rank to another pass one after the other, as over a connection.
         False: they share their links like all other messages.
@@ -148,7 +145,7 @@ def simulate(
         state = tuple(type(x)(*(y.tolist() for y in x)) for x in state)
         names = ("waiter", "ends", "latency", "posted", "pair", "last", "after", "sent")
         flows = flows._replace(**{x: getattr(flows, x).tolist() for x in names})
-    loop(*state, flows, coarse * least)
+    loop(*state, flows, COARSE * least)
     progress, ranks = (type(x)(*map(np.asarray, x)) for x in state[1:])
     if stuck := np.flatnonzero(ranks.at < operations.first[1:]).tolist():
         at = ranks.at[stuck[0]]

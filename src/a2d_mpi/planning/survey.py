@@ -125,7 +125,25 @@ def survey_of(
         If the heads do not fit the layout, or the machine has no kernel for the dtype.
     """
     plan = method, essence(method, layout), problem, work.overlap
-    return _with_link_costs(machine, layout, _survey(machine, *plan, phase, ranks))
+    survey = _survey(machine, *plan, phase, ranks)
+    # Posting a message costs the overhead of its link for each tensor.  Receiving it takes the
+    # core for ``1 - hidden`` of the transfer.
+    messages, operations = survey.messages, survey.operations
+    node = machine.node_of(layout)
+    near = node[messages.source] == node[messages.to]
+    inside, between = machine.links(layout.size)
+
+    def of_link(name: str) -> np.ndarray:
+        return np.where(near, getattr(inside, name), getattr(between, name))
+
+    overhead = survey.tensors * of_link("overhead")
+    receiving = (1 - of_link("hidden")) * messages.nbytes / of_link("bandwidth")
+    number, operation = operations.numbers, operations.operation
+    received = messages.to[number] == operations.rank[operation]
+    posts = operations.kind[operation] == POST
+    costs = np.where(posts, overhead[number], receiving[number] * received)
+    seconds = operations.seconds + np.bincount(operation, costs, len(operations.kind))
+    return survey._replace(operations=operations._replace(seconds=seconds))
 
 
 @lru_cache(maxsize=2)  # layouts that differ only in the places of ranks follow each other
@@ -142,7 +160,7 @@ def _survey(
     tapes, places, parts, held = [], [], [], []
     for rank in range(layout.size) if ranks is None else ranks:
         parts.append((len(tapes), 0))
-        tapes.append(_opening(machine, _opening_bytes(problem, rank, phase == PHASES[1])))
+        tapes.append(_opening(machine, problem, rank, phase == PHASES[1]))
         places.append((rank, 0, 1, 0))
         drafts, of_slices = drafts_of(method, phase, layout, problem, rank, overlap), []
         for i, of_slice in enumerate(drafts):
@@ -163,30 +181,6 @@ def _survey(
     operations, listed = _joined(tapes, np.array(places), parts, layout.size)
     *messages, tensors = listed.T
     return Survey(operations, Messages(*messages), tensors, held)
-
-
-def _with_link_costs(machine: Machine, layout: Layout, survey: Survey) -> Survey:
-    """Add the costs of messages on a machine's links to a survey.
-
-    Posting a message costs the overhead of its link for each tensor.  Receiving it takes the core
-    for ``1 - hidden`` of the transfer.
-    """
-    messages, operations = survey.messages, survey.operations
-    node = machine.node_of(layout)
-    near = node[messages.source] == node[messages.to]
-    inside, between = machine.links(layout.size)
-
-    def of_link(name: str) -> np.ndarray:
-        return np.where(near, getattr(inside, name), getattr(between, name))
-
-    overhead = survey.tensors * of_link("overhead")
-    work = (1 - of_link("hidden")) * messages.nbytes / of_link("bandwidth")
-    number, operation = operations.numbers, operations.operation
-    received = messages.to[number] == operations.rank[operation]
-    posts = operations.kind[operation] == POST
-    costs = np.where(posts, overhead[number], work[number] * received)
-    seconds = operations.seconds + np.bincount(operation, costs, len(operations.kind))
-    return survey._replace(operations=operations._replace(seconds=seconds))
 
 
 def _joined(
@@ -260,18 +254,16 @@ def _tape_of(
     return Tape(columns, np.array(messages, np.int64).reshape(-1, 7), held)
 
 
-def _opening_bytes(problem: Problem, rank: int, backward: bool) -> int:
-    """Return the bytes read to compute delta and, twice, to round tensors for the wire."""
+def _opening(machine: Machine, problem: Problem, rank: int, backward: bool) -> Tape:
+    """Make the tape of a call's opening: its start, and work on the caller's arrays.
+
+    The rank computes delta and, reading twice, rounds tensors for the wire.
+    """
     config, own = problem.config, (problem.queries.counts[rank], problem.keys.counts[rank])
     names = ("q", "k", "v", "dout") if backward else ("q", "k", "v")
     rounded = (own[x in OF_KEYS] * config.nbytes(x) * config.rounds(x) for x in names)
-    return 2 * sum(rounded) + 2 * own[0] * config.nbytes("out") * backward
-
-
-@lru_cache(maxsize=64)
-def _opening(machine: Machine, nbytes: int) -> Tape:
-    """Make the tape of a call's opening: its start, and work on the caller's arrays."""
-    spent = [(OTHER, machine.start, ()), (COMPUTE, machine.copying(nbytes), ())]
+    size = 2 * sum(rounded) + 2 * own[0] * config.nbytes("out") * backward
+    spent = [(OTHER, machine.start, ()), (COMPUTE, machine.copying(size), ())]
     return _tape_of([[x for x in spent if x[1]]], (), NOTHING)
 
 

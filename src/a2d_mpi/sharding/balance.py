@@ -84,18 +84,15 @@ def balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1) -> t
     Raises
     ------
     ValueError
-        If the grid has no ranks, `seqlen` is negative, or the mask has another length.
+        If the mask has another length.
     """
-    if min(rows, cols, heads) < 1 or seqlen < 0:
-        raise ValueError(
-            f"need seqlen >= 0 and a grid of at least one rank, got seqlen {seqlen} and "
-            f"{rows} x {cols} x {heads} ranks"
-        )
     mask.check(seqlen)
     dealt, of_ranks = deal(mask, seqlen, rows, cols), []
     for position in range(rows * cols):
-        runs = _joined(dealt.bounds, np.flatnonzero(dealt.owner == position))
-        of_ranks.extend(shares(runs, heads))
+        runs = np.flatnonzero(dealt.owner == position)
+        # Neighbouring runs are joined, and empty runs are left out.
+        tokens = merged(map(range, dealt.bounds[runs].tolist(), dealt.bounds[runs + 1].tolist()))
+        of_ranks.extend(shares(tuple(tokens), heads))
     return tuple(of_ranks)
 
 
@@ -144,30 +141,29 @@ def deal(mask: Mask, seqlen: int, rows: int, cols: int) -> Deal:
     """Deal equal runs to the positions of a grid so that tiles have about the same area."""
     positions = rows * cols
     most = max(1, min(MOST_RUNS, seqlen) // positions)
-    best = None
+    best, found = None, []
     for each in _FINER:
         enough = EVEN_AREA if each <= 8 else _ENOUGH
         if best is not None and (each > most or best.work <= enough):
             break
         bounds, pairs = pairs_of_cuts(mask, seqlen, each * positions)
-        scaled = _scaled(pairs)
+        total = pairs.sum()
+        scaled = np.rint(pairs * (_TOTAL / total)) if total > _TOTAL else pairs.astype(np.float64)
         for start in starts(each, positions):
             owner = _swap_runs(scaled, start, rows, cols)
-            trial = measured(bounds, pairs, owner, rows, cols)
-            best = trial if best is None else min(best, trial, key=_even_first)
+            found.append(measured(bounds, pairs, owner, rows, cols))
+        # Even deals come first; among even deals the bytes decide.
+        best = min(found, key=lambda x: (max(x.work, EVEN_AREA), x.traffic))
     return best
-
-
-def _even_first(dealt: Deal) -> tuple[float, float]:
-    """Return a key by which even deals come first; among even deals the bytes decide."""
-    return max(dealt.work, EVEN_AREA), dealt.traffic
 
 
 def measured(
     bounds: np.ndarray, pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int
 ) -> Deal:
     """Return the deal with these owners; `pairs` are the visible pairs of runs, (runs, runs)."""
-    work = _uneven(pairs, owner, rows, cols)
+    row, col = (_members(x, n) for x, n in zip(np.divmod(owner, cols), (rows, cols)))
+    areas = row.T @ (pairs @ col)
+    work = float(areas.max() / areas.mean()) if areas.any() else 1.0
     return Deal(bounds, owner, work, largest_traffic(pairs > 0, owner, rows, cols))
 
 
@@ -188,21 +184,9 @@ def starts(each: int, positions: int) -> list[np.ndarray]:
     return owners
 
 
-def _scaled(pairs: np.ndarray) -> np.ndarray:
-    total = pairs.sum()
-    return np.rint(pairs * (_TOTAL / total)) if total > _TOTAL else pairs.astype(np.float64)
-
-
 def _members(group: np.ndarray, groups: int) -> np.ndarray:
     """Return the indicator matrix of the groups of runs, (runs, groups) float64."""
     return (group[:, None] == np.arange(groups)).astype(np.float64)
-
-
-def _uneven(pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> float:
-    """Return the largest area of a tile over the mean area."""
-    row, col = (_members(x, n) for x, n in zip(np.divmod(owner, cols), (rows, cols)))
-    areas = row.T @ (pairs @ col)
-    return float(areas.max() / areas.mean()) if areas.any() else 1.0
 
 
 def _swap_runs(pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> np.ndarray:
@@ -296,8 +280,3 @@ def largest_traffic(seen: np.ndarray, owner: np.ndarray, rows: int, cols: int) -
     received = arriving[0] + leaving[0] + 2 * arriving[1]
     sent = arriving[0] + leaving[0] + 2 * leaving[1]
     return float(np.maximum(received, sent).max() / len(owner))
-
-
-def _joined(bounds: np.ndarray, runs: np.ndarray) -> Ranges:
-    """Return the tokens of runs; join neighbouring runs, and leave out empty runs."""
-    return tuple(merged(map(range, bounds[runs].tolist(), bounds[runs + 1].tolist())))

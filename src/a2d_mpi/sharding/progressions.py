@@ -18,12 +18,16 @@ def ranks_among(pieces: Sequence[Sequence[range]]) -> list[list[range]]:
         Ascending progressions.  None is empty, and no integer occurs twice.
     """
     places: list[list[range]] = [[] for _ in pieces]
-    ordered = sorted(((r, i) for i, piece in enumerate(pieces) for r in piece), key=_start)
+    ordered = sorted(
+        ((r, i) for i, piece in enumerate(pieces) for r in piece), key=lambda x: x[0].start
+    )
     if all(a[-1] < b[0] for (a, _), (b, _) in pairwise(ordered)):
         done = 0
         for r, i in ordered:
-            places[i] = _joined([*places[i], range(done, done + len(r))])
+            adjoins = places[i] and places[i][-1].stop == done
+            first = places[i].pop().start if adjoins else done
             done += len(r)
+            places[i].append(range(first, done))
         return places
     first, last = ordered[0][0].start, max(r[-1] for r, _ in ordered)
     step = math.gcd(*(r.start - first for r, _ in ordered), *(r.step for r, _ in ordered))
@@ -39,20 +43,6 @@ def ranks_among(pieces: Sequence[Sequence[range]]) -> list[list[range]]:
     place[order] = np.arange(len(order))
     ends = np.cumsum([len(x) for x in integers])
     return [progressions(x) for x in np.split(place, ends[:-1])]
-
-
-def _start(piece: tuple[range, int]) -> int:
-    return piece[0].start
-
-
-def _joined(runs: list[range]) -> list[range]:
-    joined: list[range] = []
-    for run in runs:
-        if joined and joined[-1].stop == run.start:
-            joined[-1] = range(joined[-1].start, run.stop)
-        else:
-            joined.append(run)
-    return joined
 
 
 def concatenated(runs: Iterable[range]) -> np.ndarray:

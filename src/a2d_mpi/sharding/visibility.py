@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from a2d_mpi.masks.intervals import Runs, members, union
-from a2d_mpi.masks.mask import Causal, Full, Mask
+from a2d_mpi.masks.mask import Full, Mask
 from a2d_mpi.masks.stairs import stairs_of
 from a2d_mpi.sharding.distribution import Distribution
 from a2d_mpi.sharding.progressions import concatenated
@@ -69,9 +69,6 @@ class Visibility:
         key = of_keys, others
         if key not in self._of_shards:
             several = [x for p in others for x in self._tokens(of_keys, p)]
-            if type(self._mask) is Causal and several:  # all runs begin at 0, or all end at n
-                begins, ends = zip(*several)
-                several = [(min(begins), max(ends))]
             self._of_shards[key] = union([several])
         return shards.places(owner, self._of_shards[key])
 
@@ -81,11 +78,8 @@ class Visibility:
         if key not in self._of_shard:
             n, m = (x.seqlen for x in self._shards)
             own = [r for r in self._shards[not of_keys].runs(other) if r]
-            if type(self._mask) is Causal and n == m and own:
-                self._of_shard[key] = ((0, own[-1][-1] + 1) if of_keys else (own[0][0], n),)
-            else:
-                find = _keys_seen if of_keys else _queries_seeing
-                self._of_shard[key] = find(self._mask, n, m, _bounds(own))
+            find = _keys_seen if of_keys else _queries_seeing
+            self._of_shard[key] = find(self._mask, n, m, _bounds(own))
         return self._of_shard[key]
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
@@ -35,7 +33,7 @@ from a2d_mpi.torch.layers import (
     same,
     tag,
 )
-from a2d_mpi.torch.transformers import PADDING, attend_layer, check_shards, register
+from a2d_mpi.torch.transformers import PADDING, attend_layer, check_shards, register, weakly
 
 PROBED = 16  # tokens of a rank in the probe
 KEPT = 8  # sets of documents whose plans are kept
@@ -132,14 +130,17 @@ class ContextParallel:
         self._sets: dict[int, Plans] = {}
         self._bases: dict[tuple[str | None, Kind], AttentionPlan] = {}
         self._current = -1
-        self._name = register(_weak(self, "_attend"), _weak(self, "_mask"))
+        lost = "ContextParallel was deleted: keep it as long as the model is used"
+        methods = ContextParallel._attend, ContextParallel._mask, ContextParallel._begin
+        attend, mask, begin = (weakly(self, x, lost) for x in methods)
+        self._name = register(attend, mask)
         if probe:
             self._probe()
         self._options, self._training = options, model.training
         self._before = model.config._attn_implementation
         self._plans_of(None)
         model.set_attn_implementation(self._name)
-        self._handle = model.register_forward_pre_hook(_weak(self, "_begin"), with_kwargs=True)
+        self._handle = model.register_forward_pre_hook(begin, with_kwargs=True)
 
     def _mask(self, attention_mask: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
         """Return the number of the current plans, which goes through the model as a mask."""
@@ -415,20 +416,6 @@ def _inside(mask: Mask, seqlen: int, cu_seqlens: np.ndarray | None) -> Mask:
     if cu_seqlens is None and not isinstance(mask, Documents):
         return mask
     return Documents(np.array([0, seqlen]) if cu_seqlens is None else cu_seqlens, inside=mask)
-
-
-def _weak(cp: ContextParallel, name: str) -> Callable:
-    """Return a method that does not keep its object alive, and that copies of a model share."""
-    reference = weakref.ref(cp)
-
-    @torch._disable_dynamo
-    def method(*given: Any, **others: Any) -> Any:
-        cp = reference()
-        if cp is None:
-            raise ValueError("ContextParallel was deleted: keep it as long as the model is used")
-        return getattr(cp, name)(*given, **others)
-
-    return method
 
 
 def _integers(x: Any) -> np.ndarray:

@@ -36,6 +36,23 @@ def register(attention: Callable, mask: Callable) -> str:
     return name
 
 
+def weakly(owner: Any, function: Callable, lost: str) -> Callable:
+    """Return `function` of an object that the result does not keep alive.
+
+    Copies of a model share the result.  It raises ValueError(`lost`) once the object is deleted.
+    """
+    reference = weakref.ref(owner)
+
+    @torch._disable_dynamo  # one break of the graph, in place of one at each bool() and at attend
+    def call(*given: Any, **others: Any) -> Any:
+        owner = reference()
+        if owner is None:
+            raise ValueError(lost)
+        return function(owner, *given, **others)
+
+    return call
+
+
 def check_shards(plan: AttentionPlan) -> None:
     """Raise ValueError if a rank has no tokens, because models need at least one token."""
     if 0 in plan.problem.queries.counts:
@@ -183,53 +200,44 @@ def use_in_transformers(plan: AttentionPlan) -> str:
     * no `position_ids`, or `position_ids` that a plan with another distribution has had.
     """
     check_shards(plan)
-    reference, forgotten = weakref.ref(plan), _counted(plan)
+    lost = "the plan was deleted: keep a reference as long as a model uses it"
+    return register(weakly(plan, _attend, lost), weakly(plan, _check_mask, lost))
 
-    def plan_of_name() -> AttentionPlan:
-        plan = reference()
-        if plan is None:
-            raise ValueError(
-                f"the plan of {name} was deleted: keep a reference as long as the model uses it"
-            )
-        return plan
 
-    @torch._disable_dynamo  # one break of the graph, in place of one at each bool() and at attend
-    def attention(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        **others: Any,
-    ) -> tuple[torch.Tensor, None]:
-        plan, positions = plan_of_name(), others.get("position_ids")
-        problems = {
-            PADDING: attention_mask is not None,
+def _attend(
+    plan: AttentionPlan,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute the attention of a layer; refuse masks and positions of a wrong plan."""
+    problems = {PADDING: attention_mask is not None}
+    if (positions := others.get("position_ids")) is not None:
+        forgotten = _counted(plan)
+        problems |= {
             "position_ids must be given: the model counts them from 0 on every rank": (
                 forgotten is not None
-                and positions is not None
                 and positions.shape[-1] == len(forgotten)
                 and bool((positions == forgotten.to(positions.device)).all())
             ),
             "two plans with different distributions got the same position_ids: give both one": (
-                positions is not None
-                and positions.__dict__.setdefault("a2d_mpi", plan.distribution)
-                != plan.distribution
+                positions.__dict__.setdefault("a2d_mpi", plan.distribution) != plan.distribution
             ),
         }
-        return attend_layer(plan, module, (query, key, value), problems, **others)
+    return attend_layer(plan, module, (query, key, value), problems, **others)
 
-    @torch._disable_dynamo
-    def mask(
-        attention_mask: torch.Tensor | None = None,
-        mask_function: Callable | None = None,
-        **others: Any,
-    ) -> None:
-        plan = plan_of_name()
-        if attention_mask is not None and not bool(attention_mask.all()):
-            plan.refuse(PADDING)
-        if mask_function is not None and (problem := _contradiction(plan, mask_function)):
-            plan.refuse(problem)
 
-    name = register(attention, mask)
-    return name
+def _check_mask(
+    plan: AttentionPlan,
+    attention_mask: torch.Tensor | None = None,
+    mask_function: Callable | None = None,
+    **others: Any,
+) -> None:
+    """Refuse padding, and a mask of a model that contradicts the plan's."""
+    if attention_mask is not None and not bool(attention_mask.all()):
+        plan.refuse(PADDING)
+    if mask_function is not None and (problem := _contradiction(plan, mask_function)):
+        plan.refuse(problem)
