@@ -72,14 +72,6 @@ def test_sorted_and_consistent():
         for plan in found:
             assert sum(plan.split.values()) == pytest.approx(plan.seconds)
             assert 0.6 * plan.seconds < plan.bound <= plan.seconds
-            sizes = problem_of(
-                plan.method, plan.layout, work(1 << 14), work(1 << 14).mask, plan.distribution
-            )
-            received = [
-                sum(x[1] for x in cost.traffic(plan.method, plan.layout, sizes, rank).values())
-                for rank in range(8)
-            ]
-            assert plan.received == max(received)
             if plan.layout.heads == 1:
                 assert plan.over_bound >= 1
     names = {p.known_as for p in found}
@@ -136,7 +128,7 @@ def test_many_ranks_take_seconds():
     """A program is read once for all ranks that run it, and few plans are simulated."""
     start, steps = time.process_time(), []
     found = candidates(
-        H100, 64, work(1 << 20), progress=lambda xs: (steps.append(1) or x for x in xs)
+        H100, 32, work(1 << 20), progress=lambda xs: (steps.append(1) or x for x in xs)
     )
     assert time.process_time() - start < SECONDS
     assert len(found) <= len(steps) < 4 * len(found)
@@ -144,9 +136,11 @@ def test_many_ranks_take_seconds():
 
 
 @pytest.mark.parametrize("machine, ranks, nheads, nheads_kv, mask", [
-    (H100, 64, 1, 1, Causal()), (H100, 64, 1, 1, Full()),
-    (A100, 16, 32, 8, Causal()),  # with a head axis, too
-    pytest.param(A100, 16, 32, 8, Full(), marks=pytest.mark.thorough),
+    (H100, 36, 1, 1, Causal()),
+    (A100, 16, 32, 8, Full()),  # with a head axis, too
+    *(pytest.param(*x, marks=pytest.mark.thorough) for x in (
+        (H100, 36, 1, 1, Full()), (A100, 16, 32, 8, Causal()),
+    )),
 ])  # fmt: skip
 def test_the_pick_is_the_fastest_of_all(machine, ranks, nheads, nheads_kv, mask):
     """The pick is the fastest of all plans if all are simulated."""
@@ -180,6 +174,9 @@ def test_memory_limits():
         best_candidate(H100, 16, job, 1000)
     with pytest.raises(ValueError, match="no plan of double ring fits 7 ranks"):
         best_candidate(H100, 7, job, methods=("double ring",))
+    with pytest.raises(ValueError, match="at least 1"):
+        candidates(H100, 0, job)
+    assert candidates(H100, 1, job)[0].received == 0
 
 
 def test_narrow_values_take_less():
@@ -195,12 +192,6 @@ def test_narrow_values_take_less():
     assert seconds[0] == seconds[1]
     # Where computing decides: (192 + 128) / (2 192), and (3 192 + 2 128) / (5 192).
     assert np.allclose(ratios, (0.833, 0.867), atol=0.03), ratios
-
-
-def test_no_ranks():
-    with pytest.raises(ValueError, match="at least 1"):
-        candidates(H100, 0, work())
-    assert candidates(H100, 1, work())[0].received == 0
 
 
 run = partial(drive, "plan.py", 0)
