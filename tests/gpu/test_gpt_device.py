@@ -95,7 +95,6 @@ def test_apart(comm, cupy, transfers):
     assert_all(comm, not bad, "; ".join(bad))
 
 
-@pytest.mark.launches
 def test_drivers(monkeypatch, tmp_path):
     """A training on the GPU continues on the host, which also generates from it."""
     text, folder = tmp_path / "text", tmp_path / "run"

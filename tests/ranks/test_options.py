@@ -428,7 +428,6 @@ def test_what_is_not_finite_stays(comm, grid_of, method, mask, distribution):
     assert_all(comm, ok, f"max_logits {largest}")
 
 
-@pytest.mark.launches
 def test_drivers(tmp_path):
     """Drivers take an input whose v has another width."""
     rng, mla = np.random.default_rng(0), tmp_path / "mla.h5"

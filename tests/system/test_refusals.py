@@ -190,10 +190,7 @@ def state_of(folder):
     return sorted((str(x), x.lstat().st_ino, x.lstat().st_mtime) for x in files)
 
 
-@pytest.mark.parametrize("ranks, table", [
-    pytest.param(2, ON_RANKS, marks=pytest.mark.launches, id="on ranks"),
-    pytest.param(0, OF_ONE_PROCESS, id="of one process"),
-])  # fmt: skip
+@pytest.mark.parametrize("ranks, table", [(2, ON_RANKS), (0, OF_ONE_PROCESS)], ids=[2, 0])
 def test_refusals(places, ranks, table):
     folder, named = places
     before = state_of(folder)

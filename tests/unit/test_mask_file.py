@@ -103,7 +103,6 @@ def test_bad_files(tmp_path, name):
 SMALL = [SAMPLE, "--seqlen", N, "--trials", "1", "--check", "full"]
 
 
-@pytest.mark.launches
 def test_masks_of_a_run(tmp_path):
     """Masks by name and from files are checked and recorded in the result."""
     for name in ("several", "causal"):
@@ -133,7 +132,6 @@ def test_masks_of_a_run(tmp_path):
     assert (results[1].outputs["out"][30:] == 0).all()  # tokens after the last document
 
 
-@pytest.mark.launches
 def test_bad_masks_of_a_run(tmp_path):
     good = write(tmp_path / "good.h5", begin=BEGIN, end=END)
     other = write(tmp_path / "other.h5", begin=BEGIN, end=changed(END, (1, 39), 39))
@@ -150,7 +148,6 @@ def test_bad_masks_of_a_run(tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.launches
 def test_all_masks_of_a_benchmark(tmp_path):
     output = tmp_path / "bench.h5"
     options = ["--nheads", "2", "--headdim", "4", "--trials", "1", "--seqlens", "33", "--plans"]

@@ -94,7 +94,6 @@ def test_the_pick_where_the_network_is_slow():
     assert 48 / 88 < aware / plain < 48 / 88 / 0.9
 
 
-@pytest.mark.launches
 def test_drivers(tmp_path):
     """Names and options have blocks; predictions are for the job's nodes, not the profile's."""
     profile, output = (tmp_path / x for x in ("test.toml", "bench.h5"))

@@ -128,7 +128,7 @@ def test_many_ranks_take_seconds():
     """A program is read once for all ranks that run it, and few plans are simulated."""
     start, steps = time.process_time(), []
     found = candidates(
-        H100, 32, work(1 << 20), progress=lambda xs: (steps.append(1) or x for x in xs)
+        H100, 48, work(1 << 18), progress=lambda xs: (steps.append(1) or x for x in xs)
     )
     assert time.process_time() - start < SECONDS
     assert len(found) <= len(steps) < 4 * len(found)
