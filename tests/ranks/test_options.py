@@ -329,11 +329,6 @@ def test_out_in_16_bits_is_rounded_once(comm, grid_of):
     assert_all(comm, not bad, "; ".join(bad))
 
 
-@pytest.fixture
-def grid(comm, grid_of):
-    return grid_of(1, comm.size)
-
-
 @ranks
 @pytest.mark.parametrize("where", ["all", "last"])
 def test_bad_arguments(comm, grid, told, where):

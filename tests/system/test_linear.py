@@ -10,7 +10,7 @@ from helpers import assert_all, deeper, distance, drive, drive_each
 from oracles import linear_attention
 from refused import message_of
 
-from a2d_mpi import Attention2D, Causal, Full, LinearAttention, ProcessGrid, SlidingWindow
+from a2d_mpi import Attention2D, Causal, Full, LinearAttention, SlidingWindow
 from a2d_mpi.linear.features import FEATURE_MAPS, random_projections
 from a2d_mpi.linear.norms import NORMS, make_norm
 from a2d_mpi.sharding.distribution import distribute
@@ -53,13 +53,6 @@ CASES = [
     )
     if (feature_map, norm) != ("none", "denominator") and (causal or decay is None)
 ]
-
-
-@pytest.fixture(scope="module")
-def grid(comm):
-    grid = ProcessGrid(comm, 1, comm.size)
-    yield grid
-    grid.free()
 
 
 def off(plan, found, wanted, bounds):

@@ -5,11 +5,10 @@ from hashlib import sha256
 import h5py
 import numpy as np
 import pytest
-from helpers import SAMPLE, assert_all_refused, drive, drive_each
+from helpers import SAMPLE, assert_all_refused, drive_each
 
 from a2d_mpi import Documents, IntervalMask
-from a2d_mpi.experiments.results import read_benchmark, read_mask, read_result
-from a2d_mpi.masks.patterns import PATTERNS
+from a2d_mpi.experiments.results import read_mask, read_result
 
 N = 40
 TOKENS = np.arange(N)
@@ -145,18 +144,3 @@ def test_bad_masks_of_a_run(tmp_path):
         (of_file, ["--mask-file", str(tmp_path / "none")], "(on rank 1)"),
         (SMALL, ["--mask-file", str(good)], "ranks disagree on --mask-file: None on rank 0"),
     ])  # fmt: skip
-
-
-@pytest.mark.thorough
-def test_all_masks_of_a_benchmark(tmp_path):
-    output = tmp_path / "bench.h5"
-    options = ["--nheads", "2", "--headdim", "4", "--trials", "1", "--seqlens", "33", "--plans"]
-    drive("bench.py", 2, *options, "attention2d", "--masks", "all", "--output", output)
-    found = read_benchmark(output).values()
-    assert {x.config["mask"] for x in found} == set(PATTERNS) and len(found) == 14
-    plot = ["--output", tmp_path / "figures", "--what", "phases", "--format", "svg"]
-    drive("plot.py", 0, "results", output, *plot)
-    more = ["ring", "--masks", "sliding_window:3,1,causal_document:seed=4", "--resume"]
-    drive("bench.py", 2, *options, *more, "--output", output)
-    masks = [x.config["mask"] for x in read_benchmark(output).values()]
-    assert {"sliding_window:3,1", "causal_document:seed=4"} < set(masks)
