@@ -64,14 +64,14 @@ CASES = {
 }
 # On 6 ranks, which take longest, the first tier has the small ones only.
 FIRST = ["small", "cut", "large"][: 3 if SIZE < 5 else 1]
-GROUPS = [
-    *deeper(["small", "cut", "large"], FIRST),
-    pytest.param("pairs", marks=(*DEEPER, pytest.mark.grids)),
+RUNS = [
+    pytest.param(name, group, marks=() if name in PLANS and group in FIRST else DEEPER)
+    for name, group in product([*PLANS, *MORE], CASES)
+    if group != "pairs" or (name in PLANS and SIZE < 5)
 ]
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("name", deeper([*PLANS, *MORE], PLANS))
+@pytest.mark.parametrize("name, group", RUNS)
 def test_results(comm, grid_of, monkeypatch, name, group):
     """Results equal float64, bytes and buffers their predictions; the same bits in turn.
 
