@@ -43,6 +43,13 @@ attention.py {tmp}/good.h5 --output {tmp}/folder/../good.h5 | it is the input
 attention.py {sample} --trace {tmp}/a.txt | a.txt must end with .json
 attention.py {sample} --trace {tmp}/other.json | other.json, another kind of file
 attention.py {sample} --output {new} --trace {new} | it is the output
+attention.py {tmp}/pipe | cannot read {tmp}/pipe as HDF5: it is not a regular
+attention.py {sample} --rank-block 2 | --rank-block must be ROWSxCOLUMNS, got '2'
+attention.py {sample} --rank-block 3x1 | 3x1 blocks do not divide a grid of 1 x 2
+attention.py {sample} --rank-block 1x2 [--rank-block 1x1] | disagree on --rank-block
+attention.py {sample} --profile {profile} --rank-block 1x2 | chooses --rows, --cols, --head-ranks
+calibrate.py --output /nowhere/here.toml --seconds 1 | cannot write
+calibrate.py --output {new} --seconds 1 --dtypes int8 | --dtypes must be one of float16
 bench.py --output {new} --plans ring:3 | --plans must be METHOD[:RxC[xU]][@order][/RxC][*F[xB]], al
 bench.py --output {new} --plans ring:1x2 | 'ring:1x2': a ring must be 2x1x1
 bench.py --output {new} --plans star | no method 'star'
@@ -106,6 +113,12 @@ bench.py kernels --kernels cheese | got 'cheese'
 bench.py kernels --nheads-kv 3 | nheads_kv must divide nheads
 plan.py --ranks 4 --seqlen 8K --profile {h100} | give --nheads
 plan.py --ranks 4 --seqlen 8K --profile {h100} --gpt gpt3-125m --nheads 4 | --gpt sets --nheads
+plan.py {plan} --seqlen 99999999999G | seqlen must be at most 2147483648, got 1073741823989
+plan.py {plan} --nheads 99999999999 | nheads must be at most 65536
+plan.py {plan} --nheads-kv 5 | nheads_kv must divide nheads
+plan.py {plan} --dtype float64 | no kernel for float64: give --dtype bfloat16 or --dtype float16
+plan.py {plan} --profile /nowhere.toml | /nowhere.toml
+plan.py {plan} --profile {tmp}/alone.toml | has no link.between, which 64 ranks need, 1 per node
 plot.py masks {png} --masks sparse | --masks must be one of full, causal
 plot.py masks {png} --masks causal_document:0,99 | ends at 99, the sequence at 96
 plot.py masks {png} --rows 3 --cols 3 | must be 1 to 8 ranks, got 3 x 3
@@ -128,6 +141,15 @@ plot.py schedule /nowhere/a.png {drawn} --ranks 4 | cannot write /nowhere/a.png
 plot.py schedule {png} {drawn} --ranks 65 | --ranks must be at most 64, got 65
 plot.py schedule {png} {drawn} --ranks 16 --plans all | --plans must be 1 to 8 plans, got
 plot.py study {tmp}/none.h5 | none.h5
+../data/make_sample.py | arguments are required: output
+../data/make_sample.py {new} --tokens many | must be a number of tokens
+../data/make_sample.py {new} --dtype int8 | invalid choice
+../data/make_sample.py /nowhere/sample.h5 | cannot write /nowhere/sample.h5
+../data/make_sample.py {tmp}/folder | it is not a regular file
+../data/make_sample.py {text} --text {text} --model {tmp} | it is the input
+../data/make_sample.py {tmp}/config.json --model {tmp} | it is the input
+../data/make_sample.py {new} --model {tmp} | make_sample.py: error:
+../data/make_text.py /nowhere/text | cannot write /nowhere/text
 """
 TINY = ROOT / "data/results/gpt/tiny.h5"
 H100 = ROOT / "data/machines/h100-64x1.toml"
@@ -142,6 +164,8 @@ def places(tmp_path_factory):
     with h5py.File(tmp / "nan.h5", "a") as file:
         file["k"][Distribution("zigzag", 1536, 2).tokens(1)[5], 3, :2] = np.nan, np.inf
     (tmp / "folder").mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp / name).touch()
     (tmp / "text").write_bytes((ROOT / "LICENSE").read_bytes())
     (tmp / "binary").write_bytes(b"\xff\x00\n\x80")
     (tmp / "other.json").write_text('{"kept": true}')
@@ -149,6 +173,7 @@ def places(tmp_path_factory):
     shutil.copy(ROOT / "data/results/16x1.toml", tmp / "machine.toml")
     wide = (tmp / "machine.toml").read_text().replace("float32", "bfloat16")
     (tmp / "wide.toml").write_text(wide)
+    (tmp / "alone.toml").write_text(re.sub(r"\[link[^[]*", "", H100.read_text()))
     shutil.copy(TINY, tmp / "empty.h5")
     with h5py.File(tmp / "empty.h5", "r+") as file:
         del file["loss"]
@@ -169,6 +194,7 @@ def places(tmp_path_factory):
              "profile": tmp / "machine.toml", "wide": tmp / "wide.toml", "run": tmp / "run",
              "text": tmp / "text", "model": tmp / "model", "empty": tmp / "empty.h5",
              "apart": f"{tmp}/model --prompt x",
+             "plan": f"--profile {H100} --ranks 64 --seqlen 64K --nheads 96",
              "drawn": f"--profile {H100} --seqlen 1000 --nheads 4"}  # fmt: skip
     return tmp, named
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import SAMPLE, assert_all_refused, drive_each
+from helpers import SAMPLE, drive_each
 from machines import A100, RESULTS, machine
 
 from a2d_mpi import Causal, Full
@@ -115,10 +115,3 @@ def test_drivers(tmp_path):
         assert summarise(result).shape == "2x2x1@rcu/2x1"
         inside = name.startswith("node") and {"forward/row node", "forward/col node"}
         assert not inside or inside <= result.traffic.keys()
-    assert_all_refused("attention.py", 4, [
-        ([SAMPLE, "--rank-block", "2"], [], "--rank-block must be ROWSxCOLUMNS, got '2'"),
-        ([SAMPLE, "--rank-block", "3x1"], [], "3x1 blocks do not divide a grid of 2 x 2"),
-        ([SAMPLE, "--rank-block", "2x2"], ["--rank-block", "1x1"], "disagree on --rank-block"),
-        ([SAMPLE, "--profile", profile, "--rank-block", "2x1"], [],
-         "chooses --rows, --cols, --head-ranks, --order and --rank-block"),
-    ])  # fmt: skip

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from helpers import SECONDS, assert_all_refused, drive, parser_of
+from helpers import SECONDS, drive, parser_of
 from machines import A100, H100, MACHINES, RESULTS
 
 from a2d_mpi.core.sizes import Layout
@@ -214,21 +214,3 @@ def test_driver():
         two = run(*OPTIONS, "--ranks", 2, "--nheads", 1, "--simulate", "all", "--wire", wire)
         ring = re.search(r"^ring .*", two.stdout, re.MULTILINE)[0]
         assert received in ring, two.stdout + two.stderr
-
-
-BAD = [  # the bounds of numbers are in tests/system/test_refusals.py
-    ("--seqlen 99999999999G", "seqlen must be at most 2147483648, got 1073741823989"),
-    ("--nheads 99999999999", "nheads must be at most 65536"),
-    ("--nheads-kv 5", "nheads_kv must divide nheads"),
-    ("--dtype float64", "no kernel for float64: give --dtype bfloat16 or --dtype float16"),
-    ("--profile /nowhere.toml", "/nowhere.toml"),
-]
-
-
-def test_bad_input(tmp_path):
-    alone = tmp_path / "alone.toml"
-    text = (MACHINES / "h100-64x1.toml").read_text()
-    alone.write_text(re.sub(r"\[link[^[]*", "", text))
-    cases = [*BAD, (f"--profile {alone}", "has no link.between, which 64 ranks need, 1 per node")]
-    assert_all_refused("plan.py", 0, [((*OPTIONS, *x.split()), (), text) for x, text in cases])
-    run(*OPTIONS, "--profile", alone, "--ranks", 1)
