@@ -14,7 +14,7 @@ from machines import H100
 from mpi4py import MPI
 from oracles import documents, heavy_tailed
 
-from a2d_mpi import Attention2D, Causal, DoubleRingAttention, Full, IntervalMask, ProcessGrid
+from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning.planner import best_candidate
 from a2d_mpi.planning.workload import Workload
@@ -128,16 +128,6 @@ def test_the_same_bits(comm, method, distribution, monkeypatch):
         )
         bad += ["messages are not split"] * (split < sent / 1000)
         plan.free()
-    assert_all(comm, not bad, "; ".join(bad))
-
-
-@pytest.mark.multirank
-def test_double_rings(comm, grid_of):
-    """Results are right for every divisor, also for one ring and for rings of one rank."""
-    bad = []
-    for rows in (n for n in range(1, comm.size + 1) if comm.size % n == 0):
-        plan = DoubleRingAttention(grid_of(rows, comm.size // rows), CAUSAL, **SIZES)
-        bad += [f"{rows} rows: {x}" for x in wrong_with(plan)]
     assert_all(comm, not bad, "; ".join(bad))
 
 
