@@ -48,6 +48,28 @@ attention.py {sample} --rank-block 2 | --rank-block must be ROWSxCOLUMNS, got '2
 attention.py {sample} --rank-block 3x1 | 3x1 blocks do not divide a grid of 1 x 2
 attention.py {sample} --rank-block 1x2 [--rank-block 1x1] | disagree on --rank-block
 attention.py {sample} --profile {profile} --rank-block 1x2 | chooses --rows, --cols, --head-ranks
+attention.py {sample} --mask full_document:0,2000 | ends at 2000, the sequence at 1536
+attention.py {sample} --mask-file {mask} --mask full | not allowed with argument --mask
+attention.py {sample} --mask-file {mask} | of 40 queries, but the
+attention.py {forty} --mask-file {mask} [--mask-file {tmp}/other_mask] | disagree on --mask-file: a
+attention.py {forty} --mask-file {mask} [--mask-file {tmp}/none] | (on rank 1)
+attention.py {forty} [--mask-file {mask}] | ranks disagree on --mask-file: None on rank 0
+attention.py {forty} --import {tmp}/name.py | line 3: ValueError: the name 'numpy' of a kernel
+attention.py {forty} --import {tmp}/syntax.py | line 1: SyntaxError: invalid syntax
+attention.py {forty} --import {tmp}/error.py | line 2: KeyError: 'two
+attention.py {forty} --import {tmp}/exit.py | line 2: SystemExit: 3
+attention.py {forty} --import {tmp}/kernel.py --kernel mine | kernel 'mine': Mine has no method
+attention.py {forty} --import {tmp}/none.py | No such file or directory
+attention.py {forty} --import | argument --import: expected one
+attention.py {forty} --import "" | --import must be a path, got ''
+attention.py {forty} --import {tmp} | is not a regular file
+attention.py {forty} [--import {tmp}/kernel.py] | ranks disagree on --import
+attention.py {forty} [--import={tmp}/none.py] | none.py: No such file or
+attention.py {forty} --output {text} | another kind of file
+attention.py {forty} --output {other} | another kind of file
+bench.py decode --output {text} | another kind of file
+bench.py decode --output {other} | another kind of file
+calibrate.py --output {text} | another kind of file
 calibrate.py --output /nowhere/here.toml --seconds 1 | cannot write
 calibrate.py --output {new} --seconds 1 --dtypes int8 | --dtypes must be one of float16
 bench.py --output {new} --plans ring:3 | --plans must be METHOD[:RxC[xU]][@order][/RxC][*F[xB]], al
@@ -95,6 +117,9 @@ train.py gpt {tmp}/missing --folder {new} | No such file
 train.py gpt {tmp}/pipe --folder {new} | {tmp}/pipe is not a regular file
 train.py gpt {text} --folder {run} | has checkpoints; --resume continues
 train.py gpt {text} --folder {run} --resume | has no complete checkpoint:
+train.py gpt {text} --folder {new} {little} --output {tmp}/binary | another kind of file
+train.py gpt {text} --folder {new} {little} --output {other} | another kind of file
+train.py gpt {text} --folder {new} {little} --profile {profile} --output {profile} | is the input
 train.py nonsense | argument COMMAND: invalid choice: 'nonsense'
 generate.py {run}/step-000000003.h5 --prompt x | step-000000003.h5 as HDF5:
 generate.py {model} --prompt x --room 3 | a number for each of the 2 positions
@@ -151,6 +176,14 @@ plot.py study {tmp}/none.h5 | none.h5
 ../data/make_sample.py {new} --model {tmp} | make_sample.py: error:
 ../data/make_text.py /nowhere/text | cannot write /nowhere/text
 """
+IMPORTED = {  # files of a user
+    "name": "from a2d_mpi import register_kernel\n\nregister_kernel('numpy', print)",
+    "syntax": "def f(:",
+    "error": "def f():\n    raise KeyError('two\\nlines')\nf()",
+    "exit": "import sys\nsys.exit(3)",
+    "kernel": "from a2d_mpi import register_kernel\nclass Mine:\n"
+              "    def __init__(self, *given, **others): pass\nregister_kernel('mine', Mine)",
+}  # fmt: skip
 TINY = ROOT / "data/results/gpt/tiny.h5"
 H100 = ROOT / "data/machines/h100-64x1.toml"
 
@@ -168,6 +201,12 @@ def places(tmp_path_factory):
         (tmp / name).touch()
     (tmp / "text").write_bytes((ROOT / "LICENSE").read_bytes())
     (tmp / "binary").write_bytes(b"\xff\x00\n\x80")
+    for name, code in IMPORTED.items():
+        (tmp / f"{name}.py").write_text(code)
+    for name, end in (("mask", np.arange(40) + 1), ("other_mask", np.arange(40))):
+        with h5py.File(tmp / name, "w") as file:
+            file["begin"], file["end"] = 0 * end, end
+    h5py.File(tmp / "other.h5", "w").close()
     (tmp / "other.json").write_text('{"kept": true}')
     os.mkfifo(tmp / "pipe")
     shutil.copy(ROOT / "data/results/16x1.toml", tmp / "machine.toml")
@@ -193,7 +232,9 @@ def places(tmp_path_factory):
              "bench": tmp / "bench.h5", "sizes": sizes, "h100": H100,
              "profile": tmp / "machine.toml", "wide": tmp / "wide.toml", "run": tmp / "run",
              "text": tmp / "text", "model": tmp / "model", "empty": tmp / "empty.h5",
-             "apart": f"{tmp}/model --prompt x",
+             "apart": f"{tmp}/model --prompt x", "mask": tmp / "mask", "other": tmp / "other.h5",
+             "forty": f"{SAMPLE} --seqlen 40",
+             "little": "--width 8 --nheads 2 --seqlen 40 --separator ''",
              "plan": f"--profile {H100} --ranks 64 --seqlen 64K --nheads 96",
              "drawn": f"--profile {H100} --seqlen 1000 --nheads 4"}  # fmt: skip
     return tmp, named

@@ -5,7 +5,7 @@ from hashlib import sha256
 import h5py
 import numpy as np
 import pytest
-from helpers import SAMPLE, assert_all_refused, drive_each
+from helpers import SAMPLE, drive_each
 
 from a2d_mpi import Documents, IntervalMask
 from a2d_mpi.experiments.results import read_mask, read_result
@@ -129,18 +129,3 @@ def test_masks_of_a_run(tmp_path):
     assert areas == [window, documents, int((END - BEGIN).clip(0).sum()), documents]
     assert np.array_equal(results[1].outputs["out"], results[3].outputs["out"])
     assert (results[1].outputs["out"][30:] == 0).all()  # tokens after the last document
-
-
-def test_bad_masks_of_a_run(tmp_path):
-    good = write(tmp_path / "good.h5", begin=BEGIN, end=END)
-    other = write(tmp_path / "other.h5", begin=BEGIN, end=changed(END, (1, 39), 39))
-    named, of_file = [*SMALL, "--mask"], [*SMALL, "--mask-file", good]
-    assert_all_refused("attention.py", 2, [
-        ([*named, "sparse:1"], [], "--mask must be one of full, causal, full_document"),
-        ([*named, "full_document:0,50"], [], "ends at 50, the sequence at 40"),
-        ([*of_file, "--mask", "full"], [], "not allowed with argument --mask"),
-        ([*of_file, "--seqlen", "39"], [], f"of {N} queries, but the"),
-        (of_file, ["--mask-file", str(other)], "ranks disagree on --mask-file: a mask with dig"),
-        (of_file, ["--mask-file", str(tmp_path / "none")], "(on rank 1)"),
-        (SMALL, ["--mask-file", str(good)], "ranks disagree on --mask-file: None on rank 0"),
-    ])  # fmt: skip
