@@ -260,9 +260,9 @@ def test_slices(comm, grid_of, name):
             continue
         if shared and "Ring" in kind.__name__:
             continue  # whose keys would travel with each slice
-        # Two slices, and other ones in each phase, with one case of either kind.
-        more = (2, (1, 2)) if number in (0, 5) else ()
-        for slices in (1, 12 // grid.heads, *more):
+        # Other numbers of slices, also in each phase, with one case of either kind.
+        more = (2, (1, 2), 12 // grid.heads) if number in (0, 5) else (6,)
+        for slices in (1, *more):
             plan = case.plan(kind, grid, nheads=12, slices=slices)
             given = case.given(plan)
             found[slices] = results_of(plan, given, given.dlse)
