@@ -46,6 +46,16 @@ def comm():
     comm.Free()
 
 
+@pytest.fixture(scope="module")
+def grid(comm):
+    """Return a grid of one row of all ranks."""
+    from a2d_mpi import ProcessGrid
+
+    grid = ProcessGrid(comm, 1, comm.size)
+    yield grid
+    grid.free()
+
+
 @pytest.fixture
 def grid_of(comm):
     """Make a grid of all ranks, as `ProcessGrid` does; it is freed after the test."""

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from helpers import ROOT, deeper, parser_of, runs_on
+from helpers import ROOT, deeper, runs_on
 
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.figures import schedule_panels, schedule_plots
+from a2d_mpi.figures import schedule_panels
 from a2d_mpi.masks.mask import Causal, Full, IntervalMask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.model import predict
@@ -15,7 +15,6 @@ from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import METHODS, problem_of
 
 MACHINE = ROOT / "data" / "machines" / "a100-16x4.toml"
-PROBLEM = ["--profile", MACHINE, "--seqlen", "1000", "--nheads", "4", "--mask", "causal"]
 
 
 def work(seqlen=61, mask=None, **others):
@@ -77,10 +76,3 @@ def test_panels(method, layout):
                 seconds = sum(end - begin for x, begin, end in spans if x == part)
                 assert seconds == pytest.approx(getattr(expected, part)[rank]), (phase, part)
     assert shown.computes.max() == layout.size - 1 and len(shown.computes) == layout.heads
-
-
-def test_the_best_of_each_method_is_drawn(tmp_path):
-    options = [tmp_path / "a.png", *PROBLEM, "--ranks", 4, "--plans", "auto:each"]
-    args = parser_of("drivers/plot.py").commands["schedule"].parse_args([str(x) for x in options])
-    assert schedule_plots.plot_schedule(args) == 0
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

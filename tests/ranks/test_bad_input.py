@@ -17,13 +17,6 @@ pytestmark = pytest.mark.mpi
 SIZE = MPI.COMM_WORLD.size
 
 
-@pytest.fixture(scope="module")
-def grid(comm):
-    grid = ProcessGrid(comm, 1, comm.size)
-    yield grid
-    grid.free()
-
-
 # Arguments of grids; what is missing is one row of all ranks.
 GRIDS = [
     *[((x, y), {}, f"{x} x {y} grid does not fit {SIZE} ranks")

@@ -10,7 +10,7 @@ from a2d_mpi import Causal, Full
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.experiments.check import check_attention
 
-pytestmark = [pytest.mark.mpi, pytest.mark.one_mpi]
+pytestmark = [pytest.mark.mpi, pytest.mark.one_mpi, pytest.mark.grids]
 # Of logits of 1e4 a right run gets so much wrong, and no check can tell it: the float32 logits are
 # off by 1e-3, 16-bit results by 4e-3 of themselves.
 HUGE = {"float64": 1e-6, "float32": 0.01, "float16": 0.05, "bfloat16": 0.05}

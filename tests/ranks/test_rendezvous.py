@@ -21,13 +21,6 @@ from a2d_mpi.comm.watch import name_ranks
 mpi = pytest.mark.mpi
 
 
-@pytest.fixture(scope="module")
-def grid(comm):
-    grid = ProcessGrid(comm, 1, comm.size)
-    yield grid
-    grid.free()
-
-
 def inputs(plan):
     rng = np.random.default_rng(plan.grid.comm.rank)
     shape = (len(plan.tokens), plan.nheads, plan.headdim)

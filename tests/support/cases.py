@@ -107,10 +107,10 @@ def checked(plan):
     return found, bad
 
 
-def checked_both_ways(make):
-    """Describe errors of a plan with and without overlap, and where the two differ in any bit."""
-    (one, bad), (other, more) = (checked(make(overlap=overlap)) for overlap in (True, False))
-    return bad + more + differing(one, other)
+def wrong_plans(make, both):
+    """Describe errors of a plan, and, if `both`, in turn; and where the two differ in any bit."""
+    (found, bad), *others = (checked(make(overlap=x)) for x in (True, False)[: 1 + both])
+    return bad + [x for other, more in others for x in more + differing(found, other)]
 
 
 def differing(one, other):

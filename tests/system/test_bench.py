@@ -36,12 +36,11 @@ def finished(tmp_path_factory):
     """Run a small benchmark on 2 and 4 ranks; return its file and the second output."""
     folder = tmp_path_factory.mktemp("bench")
     output = folder / "bench.h5"
-    for ranks in (2, 4):
+    for ranks, plans, more in ((2, "all", "--no-overlap"), (4, "ring:2x1x2", "--resume")):
         done = bench(
             ranks, "--output", output, *SMALL, "--seqlens", "61", "--masks", "causal,full",
-            "--nheads-kv", "2", "--plans", "all,auto",
-            "--profile", PROFILE, "--backward",
-            "--overlap", *(["--no-overlap"] if ranks == 2 else ["--resume"]),
+            "--nheads-kv", "2", "--plans", f"{plans},auto", "--profile", PROFILE, "--backward",
+            "--overlap", more,
         )  # fmt: skip
     return output, done.stdout
 

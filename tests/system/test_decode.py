@@ -430,7 +430,6 @@ def test_an_error_on_some_ranks(model, name):
     assert done.returncode == code or (done.returncode and "Open MPI" in MPI.get_vendor())
 
 
-@pytest.mark.launches
 def test_generate(model):
     """The driver prints the tokens of one rank, also of requests that wait for room."""
     options = ["--prompt", "to be", "--prompt", "or", "--prompt", "not ", "--tokens", 20]
@@ -449,7 +448,6 @@ def test_generate(model):
     assert "have room for 5" in done.stdout, done.stderr
 
 
-@pytest.mark.launches
 def test_bench(tmp_path):
     """The table has ranks of two kinds, and reports wrong results and bytes."""
     sizes = ["--layers", 1, "--width", 16, "--nheads", 4, "--nheads-kv", 1, "--headdim", 10]

@@ -152,7 +152,6 @@ AttentionPlan.forward = forward
 TEXTS = ["the first text", "a second one, longer", "and", "the third text: words"]
 
 
-@pytest.mark.launches
 def test_driver(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "tokenizer.json").touch()

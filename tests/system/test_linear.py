@@ -1,6 +1,7 @@
 """Linear attention against its definition in float64, its bytes, and its refusals."""
 
 import re
+from functools import partial
 from itertools import product
 
 import h5py
@@ -10,7 +11,7 @@ from helpers import assert_all, deeper, distance, drive, drive_each
 from oracles import linear_attention
 from refused import message_of
 
-from a2d_mpi import Attention2D, Causal, Full, LinearAttention, ProcessGrid, SlidingWindow
+from a2d_mpi import Attention2D, Causal, Full, LinearAttention, SlidingWindow
 from a2d_mpi.linear.features import FEATURE_MAPS, random_projections
 from a2d_mpi.linear.norms import NORMS, make_norm
 from a2d_mpi.sharding.distribution import distribute
@@ -53,13 +54,6 @@ CASES = [
     )
     if (feature_map, norm) != ("none", "denominator") and (causal or decay is None)
 ]
-
-
-@pytest.fixture(scope="module")
-def grid(comm):
-    grid = ProcessGrid(comm, 1, comm.size)
-    yield grid
-    grid.free()
 
 
 def off(plan, found, wanted, bounds):
@@ -203,43 +197,36 @@ def test_refusals(comm, grid):
         wrong = mask, usual | change
         for given in (wrong, wrong if last else (Causal(), usual)):  # on all ranks, and on one
             refused(match, lambda x=given: LinearAttention(grid, x[0], **x[1]))
-    if comm.size > 1:
-        decay = 0.5 if last else 0.25
-        refused(
-            "ranks disagree on decay",
-            lambda: LinearAttention(grid, Causal(), seqlen=9, decay=decay, **SIZES),
-        )
-        refused(
-            "ranks disagree on method: LinearAttention",
-            lambda: (Attention2D if last else LinearAttention)(grid, Causal(), seqlen=9, **SIZES),
-        )
-        # Counted without a loop over tokens, which would take minutes.
-        refused(
-            "67108864 states, one for each run of tokens of the striped distribution, take 48 GiB",
-            lambda: LinearAttention(
-                grid, Causal(), seqlen=1 << 26, distribution="striped", **SIZES
-            ),
-        )
-    long = {"seqlen": 1 << 14, "nheads": 1 << 14, "headdim": 1, "chunk": 4096}
-    refused(
-        "factors of 16384 heads .chunk 4096. take 4096 GiB",
-        lambda: LinearAttention(grid, Causal(), **long),
-    )
-    plan = LinearAttention(grid, Causal(), seqlen=50, **SIZES)
+    make = partial(LinearAttention, grid)
+    plan = make(Causal(), seqlen=50, **SIZES)
     q, k, v, dout = (x[plan.tokens] for x in tensors(50, "float32"))
     out, kept = plan.forward(q, k, v)
-    refused("v has shape", lambda: plan.forward(q, k, v[:, :2] if last else v))
-    refused(
-        "kept must be the second result of forward",
-        lambda: plan.backward(dout, q, k, v, out, None if last else kept),
-    )
+    other = Attention2D if last else LinearAttention
+    long = {"seqlen": 1 << 14, "nheads": 1 << 14, "headdim": 1, "chunk": 4096}
+    # Of the striped states, counted without a loop over tokens, which would take minutes.
+    striped = {"seqlen": 1 << 26, "distribution": "striped", **SIZES}
+    cases = [
+        ("factors of 16384 heads .chunk 4096. take 4096 GiB", lambda: make(Causal(), **long)),
+        ("v has shape", lambda: plan.forward(q, k, v[:, :2] if last else v)),
+        ("kept must be the second result of forward",
+         lambda: plan.backward(dout, q, k, v, out, None if last else kept)),
+    ]  # fmt: skip
+    if comm.size > 1:
+        cases += [
+            ("ranks disagree on decay",
+             lambda: make(Causal(), seqlen=9, decay=0.5 if last else 0.25, **SIZES)),
+            ("ranks disagree on method: LinearAttention",
+             lambda: other(grid, Causal(), seqlen=9, **SIZES)),
+            ("67108864 states, .* of the striped distribution, take 48 GiB",
+             lambda: make(Causal(), **striped)),
+        ]  # fmt: skip
     for change, got in (({"norm": "none"}, "None"), ({"dtype": "float64"}, "float64")):
-        another = LinearAttention(grid, Causal(), seqlen=50, **SIZES, **change)
-        _, other = another.forward(*(x.astype(another.dtype) for x in (q, k, v)))
-        refused(
-            rf"states and scale .*, got .*{got}",
-            lambda x=other: plan.backward(dout, q, k, v, out, x if last else kept),
-        )
+        another = make(Causal(), seqlen=50, **SIZES, **change)
+        _, wrong = another.forward(*(x.astype(another.dtype) for x in (q, k, v)))
+        call = partial(plan.backward, dout, q, k, v, out, wrong if last else kept)
+        cases.append((rf"states and scale .*, got .*{got}", call))
+    for text, call in cases:
+        refused(text, call)
     again, _ = plan.forward(q, k, v)
     assert_all(comm, again.tobytes() == out.tobytes(), "another result after refusals")
 

@@ -43,6 +43,35 @@ attention.py {tmp}/good.h5 --output {tmp}/folder/../good.h5 | it is the input
 attention.py {sample} --trace {tmp}/a.txt | a.txt must end with .json
 attention.py {sample} --trace {tmp}/other.json | other.json, another kind of file
 attention.py {sample} --output {new} --trace {new} | it is the output
+attention.py {tmp}/pipe | cannot read {tmp}/pipe as HDF5: it is not a regular
+attention.py {sample} --rank-block 2 | --rank-block must be ROWSxCOLUMNS, got '2'
+attention.py {sample} --rank-block 3x1 | 3x1 blocks do not divide a grid of 1 x 2
+attention.py {sample} --rank-block 1x2 [--rank-block 1x1] | disagree on --rank-block
+attention.py {sample} --profile {profile} --rank-block 1x2 | chooses --rows, --cols, --head-ranks
+attention.py {sample} --mask full_document:0,2000 | ends at 2000, the sequence at 1536
+attention.py {sample} --mask-file {mask} --mask full | not allowed with argument --mask
+attention.py {sample} --mask-file {mask} | of 40 queries, but the
+attention.py {forty} --mask-file {mask} [--mask-file {tmp}/other_mask] | disagree on --mask-file: a
+attention.py {forty} --mask-file {mask} [--mask-file {tmp}/none] | (on rank 1)
+attention.py {forty} [--mask-file {mask}] | ranks disagree on --mask-file: None on rank 0
+attention.py {forty} --import {tmp}/name.py | line 3: ValueError: the name 'numpy' of a kernel
+attention.py {forty} --import {tmp}/syntax.py | line 1: SyntaxError: invalid syntax
+attention.py {forty} --import {tmp}/error.py | line 2: KeyError: 'two
+attention.py {forty} --import {tmp}/exit.py | line 2: SystemExit: 3
+attention.py {forty} --import {tmp}/kernel.py --kernel mine | kernel 'mine': Mine has no method
+attention.py {forty} --import {tmp}/none.py | No such file or directory
+attention.py {forty} --import | argument --import: expected one
+attention.py {forty} --import "" | --import must be a path, got ''
+attention.py {forty} --import {tmp} | is not a regular file
+attention.py {forty} [--import {tmp}/kernel.py] | ranks disagree on --import
+attention.py {forty} [--import={tmp}/none.py] | none.py: No such file or
+attention.py {forty} --output {text} | another kind of file
+attention.py {forty} --output {other} | another kind of file
+bench.py decode --output {text} | another kind of file
+bench.py decode --output {other} | another kind of file
+calibrate.py --output {text} | another kind of file
+calibrate.py --output /nowhere/here.toml --seconds 1 | cannot write
+calibrate.py --output {new} --seconds 1 --dtypes int8 | --dtypes must be one of float16
 bench.py --output {new} --plans ring:3 | --plans must be METHOD[:RxC[xU]][@order][/RxC][*F[xB]], al
 bench.py --output {new} --plans ring:1x2 | 'ring:1x2': a ring must be 2x1x1
 bench.py --output {new} --plans star | no method 'star'
@@ -88,6 +117,9 @@ train.py gpt {tmp}/missing --folder {new} | No such file
 train.py gpt {tmp}/pipe --folder {new} | {tmp}/pipe is not a regular file
 train.py gpt {text} --folder {run} | has checkpoints; --resume continues
 train.py gpt {text} --folder {run} --resume | has no complete checkpoint:
+train.py gpt {text} --folder {new} {little} --output {tmp}/binary | another kind of file
+train.py gpt {text} --folder {new} {little} --output {other} | another kind of file
+train.py gpt {text} --folder {new} {little} --profile {profile} --output {profile} | is the input
 train.py nonsense | argument COMMAND: invalid choice: 'nonsense'
 generate.py {run}/step-000000003.h5 --prompt x | step-000000003.h5 as HDF5:
 generate.py {model} --prompt x --room 3 | a number for each of the 2 positions
@@ -106,6 +138,12 @@ bench.py kernels --kernels cheese | got 'cheese'
 bench.py kernels --nheads-kv 3 | nheads_kv must divide nheads
 plan.py --ranks 4 --seqlen 8K --profile {h100} | give --nheads
 plan.py --ranks 4 --seqlen 8K --profile {h100} --gpt gpt3-125m --nheads 4 | --gpt sets --nheads
+plan.py {plan} --seqlen 99999999999G | seqlen must be at most 2147483648, got 1073741823989
+plan.py {plan} --nheads 99999999999 | nheads must be at most 65536
+plan.py {plan} --nheads-kv 5 | nheads_kv must divide nheads
+plan.py {plan} --dtype float64 | no kernel for float64: give --dtype bfloat16 or --dtype float16
+plan.py {plan} --profile /nowhere.toml | /nowhere.toml
+plan.py {plan} --profile {tmp}/alone.toml | has no link.between, which 64 ranks need, 1 per node
 plot.py masks {png} --masks sparse | --masks must be one of full, causal
 plot.py masks {png} --masks causal_document:0,99 | ends at 99, the sequence at 96
 plot.py masks {png} --rows 3 --cols 3 | must be 1 to 8 ranks, got 3 x 3
@@ -128,7 +166,24 @@ plot.py schedule /nowhere/a.png {drawn} --ranks 4 | cannot write /nowhere/a.png
 plot.py schedule {png} {drawn} --ranks 65 | --ranks must be at most 64, got 65
 plot.py schedule {png} {drawn} --ranks 16 --plans all | --plans must be 1 to 8 plans, got
 plot.py study {tmp}/none.h5 | none.h5
+../data/make_sample.py | arguments are required: output
+../data/make_sample.py {new} --tokens many | must be a number of tokens
+../data/make_sample.py {new} --dtype int8 | invalid choice
+../data/make_sample.py /nowhere/sample.h5 | cannot write /nowhere/sample.h5
+../data/make_sample.py {tmp}/folder | it is not a regular file
+../data/make_sample.py {text} --text {text} --model {tmp} | it is the input
+../data/make_sample.py {tmp}/config.json --model {tmp} | it is the input
+../data/make_sample.py {new} --model {tmp} | make_sample.py: error:
+../data/make_text.py /nowhere/text | cannot write /nowhere/text
 """
+IMPORTED = {  # files of a user
+    "name": "from a2d_mpi import register_kernel\n\nregister_kernel('numpy', print)",
+    "syntax": "def f(:",
+    "error": "def f():\n    raise KeyError('two\\nlines')\nf()",
+    "exit": "import sys\nsys.exit(3)",
+    "kernel": "from a2d_mpi import register_kernel\nclass Mine:\n"
+              "    def __init__(self, *given, **others): pass\nregister_kernel('mine', Mine)",
+}  # fmt: skip
 TINY = ROOT / "data/results/gpt/tiny.h5"
 H100 = ROOT / "data/machines/h100-64x1.toml"
 
@@ -142,13 +197,22 @@ def places(tmp_path_factory):
     with h5py.File(tmp / "nan.h5", "a") as file:
         file["k"][Distribution("zigzag", 1536, 2).tokens(1)[5], 3, :2] = np.nan, np.inf
     (tmp / "folder").mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp / name).touch()
     (tmp / "text").write_bytes((ROOT / "LICENSE").read_bytes())
     (tmp / "binary").write_bytes(b"\xff\x00\n\x80")
+    for name, code in IMPORTED.items():
+        (tmp / f"{name}.py").write_text(code)
+    for name, end in (("mask", np.arange(40) + 1), ("other_mask", np.arange(40))):
+        with h5py.File(tmp / name, "w") as file:
+            file["begin"], file["end"] = 0 * end, end
+    h5py.File(tmp / "other.h5", "w").close()
     (tmp / "other.json").write_text('{"kept": true}')
     os.mkfifo(tmp / "pipe")
     shutil.copy(ROOT / "data/results/16x1.toml", tmp / "machine.toml")
     wide = (tmp / "machine.toml").read_text().replace("float32", "bfloat16")
     (tmp / "wide.toml").write_text(wide)
+    (tmp / "alone.toml").write_text(re.sub(r"\[link[^[]*", "", H100.read_text()))
     shutil.copy(TINY, tmp / "empty.h5")
     with h5py.File(tmp / "empty.h5", "r+") as file:
         del file["loss"]
@@ -168,7 +232,10 @@ def places(tmp_path_factory):
              "bench": tmp / "bench.h5", "sizes": sizes, "h100": H100,
              "profile": tmp / "machine.toml", "wide": tmp / "wide.toml", "run": tmp / "run",
              "text": tmp / "text", "model": tmp / "model", "empty": tmp / "empty.h5",
-             "apart": f"{tmp}/model --prompt x",
+             "apart": f"{tmp}/model --prompt x", "mask": tmp / "mask", "other": tmp / "other.h5",
+             "forty": f"{SAMPLE} --seqlen 40",
+             "little": "--width 8 --nheads 2 --seqlen 40 --separator ''",
+             "plan": f"--profile {H100} --ranks 64 --seqlen 64K --nheads 96",
              "drawn": f"--profile {H100} --seqlen 1000 --nheads 4"}  # fmt: skip
     return tmp, named
 
@@ -190,10 +257,7 @@ def state_of(folder):
     return sorted((str(x), x.lstat().st_ino, x.lstat().st_mtime) for x in files)
 
 
-@pytest.mark.parametrize("ranks, table", [
-    pytest.param(2, ON_RANKS, marks=pytest.mark.launches, id="on ranks"),
-    pytest.param(0, OF_ONE_PROCESS, id="of one process"),
-])  # fmt: skip
+@pytest.mark.parametrize("ranks, table", [(2, ON_RANKS), (0, OF_ONE_PROCESS)], ids=[2, 0])
 def test_refusals(places, ranks, table):
     folder, named = places
     before = state_of(folder)

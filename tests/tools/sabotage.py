@@ -44,7 +44,6 @@ OPTIONS = ("--seqlen", 301, "--rows", 2, "--cols", 2, "--backward", "--slices", 
 RANKS = 4
 RESULTS = "tests/ranks/test_attention.py"
 CALLS = "tests/ranks/test_options.py"
-TRAFFIC = "tests/tools/test_net.py"
 
 
 class Sabotage(NamedTuple):

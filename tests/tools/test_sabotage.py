@@ -5,10 +5,8 @@ from sabotage import SABOTAGES, by_check
 
 # By sabotage: a check that fails.
 SOME = {
-    "results-in-buffers": "repeat",
     "results-in-two-buffers": "repeat",
     "inputs-changed-before-use": "inputs",
-    "keys-of-the-first-call": "out",
     "inputs-known-by-identity": "dq",
     "last-bit-in-one-call": "repeat",
 }

@@ -18,8 +18,7 @@ from a2d_mpi import Attention2D, Causal, Documents, Full, ProcessGrid
 from a2d_mpi.masks.documents import positions_in
 from a2d_mpi.torch import ContextParallel, shift_labels, sum_gradients, use_in_transformers
 
-# On 6 ranks test_torch_distributed.py is enough.
-pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.grids]
+pytestmark = pytest.mark.mpi(min_size=4)
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 N, VOCAB = 61, 53
@@ -115,7 +114,7 @@ def distance(found, exact):
     return max(far)
 
 
-@pytest.fixture(scope="module", params=["all", "three"])
+@pytest.fixture(scope="module")
 def grid(comm, request):
     """Return a grid of all ranks, or of three of them and of the rest."""
     part = comm.Split(request.param == "three" and comm.rank >= 3, comm.rank)
@@ -134,7 +133,11 @@ def whole(comm):
     grid.free()
 
 
-@pytest.mark.parametrize("name", EQUAL)
+# In turn on all ranks, and on three of them and the rest: each model once.
+WHERE = [(("all", "three")[i % 2], name) for i, name in enumerate(EQUAL)]
+
+
+@pytest.mark.parametrize("grid, name", WHERE, indirect=["grid"])
 def test_equal_to_one_process(comm, grid, name):
     """Loss and all gradients are those of one process in float64."""
     n = N if grid.comm.size == comm.size else N - 1  # uneven and even shards

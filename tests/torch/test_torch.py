@@ -20,8 +20,7 @@ from a2d_mpi.torch import (
 )
 from a2d_mpi.torch.tensors import array_of, tensor_of
 
-# On 6 ranks test_torch_distributed.py is enough.
-pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.grids]
+pytestmark = pytest.mark.mpi(min_size=4)
 torch.set_num_threads(1)
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 SEQLEN = 29

@@ -32,7 +32,6 @@ from a2d_mpi.torch import (
 )
 
 ranks = pytest.mark.mpi(min_size=4)
-few = pytest.mark.grids  # not on 6 ranks
 torch.set_num_threads(1)
 SEQLEN, VOCAB, STEPS, LARGEST = 37, 23, 3, 0.5  # the largest norm of gradients
 
@@ -194,8 +193,9 @@ def train(plan, comm, way, passes):
 
 
 @ranks
-@pytest.mark.parametrize("way", ["hooks", "ddp", "fsdp"])
-@pytest.mark.parametrize("passes", [1, pytest.param(3, marks=few)])
+@pytest.mark.parametrize("way, passes, plan", [
+    ("hooks", 1, 1), ("hooks", 3, 2), ("ddp", 1, 2), ("ddp", 3, 1), ("fsdp", 1, 1), ("fsdp", 3, 2),
+], indirect=["plan"])  # fmt: skip
 def test_training(comm, world, plan, way, passes):
     """Three steps of AdamW with clipping, of one and several backward passes each."""
     exact = one_process(plan.replicas * passes)
@@ -258,7 +258,6 @@ def test_context_parallel(comm, world, way):
 
 
 @ranks
-@few
 def test_dtensors_are_not_summed_again(comm, world):
     model = new_model()
     fully_shard(model, mesh=init_device_mesh("cpu", (comm.size,)))
@@ -268,7 +267,6 @@ def test_dtensors_are_not_summed_again(comm, world):
 
 
 @ranks
-@few
 def test_process_group_for_a_communicator(comm, world):
     """The error says which communicator to pass, and how to get the process group from it."""
     grid = partial(ProcessGrid, rows=1, cols=comm.size)
@@ -280,7 +278,6 @@ def test_process_group_for_a_communicator(comm, world):
 
 
 @ranks
-@few
 @pytest.mark.filterwarnings("ignore:For MPI backend")
 def test_process_groups_that_are_refused(comm, monkeypatch):
     """The same error on all ranks, whatever fails on one of them; afterwards it can be set up."""
@@ -316,7 +313,6 @@ def test_process_groups_that_are_refused(comm, monkeypatch):
 
 
 @ranks
-@few
 def test_one_break_of_the_graph(comm, plan):
     """torch.compile leaves out all that a model's call of attention does, checks included."""
     attention, traced = ALL_ATTENTION_FUNCTIONS[use_in_transformers(plan)], []

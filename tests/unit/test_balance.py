@@ -5,9 +5,9 @@ import pytest
 from helpers import deeper
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import Intervals, heavy_tailed, owners_of, tile_areas
+from oracles import Intervals, owners_of, tile_areas
 
-from a2d_mpi.masks.mask import Causal, Full, IntervalMask
+from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.masks.patterns import PATTERNS, make_mask
 from a2d_mpi.sharding.balance import balanced, visible_pairs
 
@@ -29,15 +29,6 @@ def test_tiles_are_even(name, shape):
     mask = make_mask(name, N)
     found = uneven(mask, balanced(mask, N, *shape), *shape)
     assert found <= 1.05, f"{name} on {shape}: {found:.3f}"
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_short_documents_beside_long_ones(seed):
-    rng = np.random.default_rng(seed)
-    lengths = rng.permutation(np.concatenate([heavy_tailed(N // 4, seed, 16), [N // 2, N // 4]]))
-    begin = np.repeat(np.cumsum(lengths) - lengths, lengths)
-    mask = IntervalMask(begin, np.arange(N) + 1)
-    assert uneven(mask, balanced(mask, N, 4, 4), 4, 4) <= 1.03
 
 
 def test_plain_masks_keep_their_distributions():

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import DRIVERS, ROOT, SAMPLE, assert_each_refused, launch, parser_of, parsers_of
+from helpers import DRIVERS, ROOT, launch, parser_of, parsers_of
 
 from a2d_mpi.core.atomic import check_writable, held, replacing
 from a2d_mpi.experiments.hdf5 import check_output, write_file
@@ -76,31 +76,6 @@ def test_no_output_is_an_input(folder, case):
         if hasattr(args, name):
             setattr(args, name, f"other {name}")
     check_files(args)
-
-
-def test_drivers_replace_nothing_else(tmp_path):
-    """A text or another kind of HDF5 file is refused before any work."""
-    sample = SAMPLE
-    (text := tmp_path / "notes.h5").write_text("kept")
-    write_file(other := tmp_path / "other.h5", ("somebody's", 1), {})
-    (profile := tmp_path / "p.toml").write_text('name = "m"\nranks_per_node = 1\n')
-    readme, before = ROOT / "README.md", other.read_bytes()
-    train = [readme, "--folder", tmp_path / "run", *TRAIN]
-    cases = [
-        (program, [*options, "--output", path], [], "another kind of file")
-        for program, options in (
-            ("attention.py", [sample]), ("train.py gpt", train), ("bench.py", ["decode"]),
-        )
-        for path in (text, other)
-    ]  # fmt: skip
-    cases += [
-        ("calibrate.py", ["--output", text], [], "another kind of file"),
-        ("train.py gpt", [*train, "--profile", profile, "--output", profile],
-         [], "it is the input"),
-    ]  # fmt: skip
-    assert_each_refused(cases, 2)
-    assert text.read_text() == "kept" and other.read_bytes() == before
-    assert sorted(os.listdir(tmp_path)) == ["notes.h5", "other.h5", "p.toml", "run"]
 
 
 def test_own_and_empty_files_are_replaced(tmp_path):

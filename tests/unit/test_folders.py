@@ -43,21 +43,21 @@ def test_imports_run_one_way(tmp_path):
     assert done.returncode == 1 and " 0 kept" in done.stdout, done.stdout
 
 
+NO_MPI = """core.atomic core.dtypes core.merge core.reference core.sizes devices kernels
+    schedules.attention2d sharding.pairs planning.calibration planning.cost planning.memory
+    planning.model planning.planner experiments.candidates experiments.options experiments.results
+    experiments.sweep figures.plots figures.schedule_plots"""
+
+
 def test_these_need_no_mpi():
-    code = """
-import runpy, sys
+    code = f"""
+import importlib, runpy, sys
 sys.modules["mpi4py"] = None  # importing it fails
 runpy.run_path("drivers/plan.py")
+from a2d_mpi import Causal, Distribution, Full, IntervalMask
+for name in {NO_MPI.split()}:
+    importlib.import_module(f"a2d_mpi.{{name}}")
 import a2d_mpi
-from a2d_mpi import Causal, Distribution, Full, IntervalMask, devices, kernels
-from a2d_mpi.core import atomic, dtypes, merge, reference, sizes
-from a2d_mpi.schedules import attention2d
-from a2d_mpi.sharding import pairs
-from a2d_mpi.experiments import candidates, options, results
-from a2d_mpi.figures import plots
-from a2d_mpi.experiments import sweep
-from a2d_mpi.figures import schedule_plots
-from a2d_mpi.planning import calibration, cost, memory, model, planner
 try:
     a2d_mpi.Attention2D
 except ImportError:
@@ -86,23 +86,10 @@ def test_main_job_loads_what_it_uses():
         *(f"a2d_mpi.experiments.{x}" for x in UNUSED.split()),
         *(f"a2d_mpi.comm.{x}" for x in ("failures", "gpus", "device_transport")),
         *("a2d_mpi.core.wire", "a2d_mpi.attention.shards", "a2d_mpi.masks.check"),
-        "a2d_mpi.schedules.pipeline",
+        *(f"a2d_mpi.schedules.{x}" for x in ("attention2d", "pipeline", "ring", "triangle")),
     }
     assert not loaded & unused
     assert len(loaded) < 100  # of more than 160
-
-
-def test_a_method_is_imported_when_it_is_used():
-    code = """
-import sys
-from a2d_mpi.schedules import METHODS
-loaded = lambda: [x for x in ("attention2d", "ring", "triangle", "node_aware")
-                  if f"a2d_mpi.schedules.{x}" in sys.modules]
-print("ring" in METHODS, loaded())
-METHODS["double ring"]
-print(loaded())
-"""
-    assert launch(0, "-c", code, timeout=60).stdout == "True []\n['ring']\n"
 
 
 def misses(kind, protocol):

@@ -6,7 +6,7 @@ import shlex
 import numpy as np
 import pytest
 from blocks import assert_kernel
-from helpers import ROOT, SAMPLE, assert_each_refused, drive_each
+from helpers import ROOT, drive_each
 from pages import blocks
 
 from a2d_mpi import Mask, make_mask, register_kernel, register_mask, register_method
@@ -143,38 +143,3 @@ class TestOfOnesOwn:
             register(*given)
         assert before == [list(x) for x in (METHODS, KERNELS, PATTERNS)]
         assert isinstance(METHODS[METHOD], Method)
-
-
-BAD = {
-    "name": ("from a2d_mpi import register_kernel\n\nregister_kernel('numpy', print)",
-             "line 3: ValueError: the name 'numpy' of a kernel is taken"),
-    "syntax": ("def f(:", "line 1: SyntaxError: invalid syntax"),
-    "error": ("def f():\n    raise KeyError('two\\nlines')\nf()", "line 2: KeyError: 'two"),
-    "exit": ("import sys\nsys.exit(3)", "line 2: SystemExit: 3"),
-    "kernel": ("from a2d_mpi import register_kernel\nclass Mine:\n"
-               "    def __init__(self, *given, **others): pass\nregister_kernel('mine', Mine)",
-               "kernel 'mine': Mine has no method forward"),
-}  # fmt: skip
-
-
-def test_bad_files(tmp_path):
-    """A bad file is one line and exit code 2 on all ranks."""
-    for name, (code, _) in BAD.items():
-        (tmp_path / f"{name}.py").write_text(code)
-    here = {x: str(tmp_path / f"{x}.py") for x in BAD}
-    sample = SAMPLE
-    common, missing = [sample, "--seqlen", "9"], str(tmp_path / "none.py")
-    run = [*common, "--import", here["kernel"], "--kernel", "mine"]
-    assert_each_refused(
-        [
-            *(("attention.py", [*common, "--import", here[x]], [], BAD[x][1])
-              for x in BAD if x != "kernel"),
-            ("attention.py", run, [], BAD["kernel"][1]),
-            ("attention.py", [*common, "--import", missing], [], "No such file or directory"),
-            ("attention.py", [*common, "--import"], [], "argument --import: expected one"),
-            ("attention.py", [*common, "--import", ""], [], "--import must be a path, got ''"),
-            ("attention.py", [*common, "--import", tmp_path], [], "is not a regular file"),
-            ("attention.py", common, ["--import", here["kernel"]], "ranks disagree on --import"),
-            ("attention.py", common, [f"--import={missing}"], "none.py: No such file or"),
-        ], 2,
-    )  # fmt: skip

@@ -5,12 +5,11 @@ from hashlib import sha256
 import h5py
 import numpy as np
 import pytest
-from helpers import SAMPLE, assert_all_refused, drive, drive_each
+from helpers import SAMPLE, drive_each
 
 from a2d_mpi import Documents, IntervalMask
 from a2d_mpi.experiments.mask_file import read_mask
-from a2d_mpi.experiments.results import read_benchmark, read_result
-from a2d_mpi.masks.patterns import PATTERNS
+from a2d_mpi.experiments.results import read_result
 
 N = 40
 TOKENS = np.arange(N)
@@ -104,7 +103,6 @@ def test_bad_files(tmp_path, name):
 SMALL = [SAMPLE, "--seqlen", N, "--trials", "1", "--check", "full"]
 
 
-@pytest.mark.launches
 def test_masks_of_a_run(tmp_path):
     """Masks by name and from files are checked and recorded in the result."""
     for name in ("several", "causal"):
@@ -132,35 +130,3 @@ def test_masks_of_a_run(tmp_path):
     assert areas == [window, documents, int((END - BEGIN).clip(0).sum()), documents]
     assert np.array_equal(results[1].outputs["out"], results[3].outputs["out"])
     assert (results[1].outputs["out"][30:] == 0).all()  # tokens after the last document
-
-
-@pytest.mark.launches
-def test_bad_masks_of_a_run(tmp_path):
-    good = write(tmp_path / "good.h5", begin=BEGIN, end=END)
-    other = write(tmp_path / "other.h5", begin=BEGIN, end=changed(END, (1, 39), 39))
-    named, of_file = [*SMALL, "--mask"], [*SMALL, "--mask-file", good]
-    assert_all_refused("attention.py", 2, [
-        ([*named, "sparse:1"], [], "--mask must be one of full, causal, full_document"),
-        ([*named, "full_document:0,50"], [], "ends at 50, the sequence at 40"),
-        ([*of_file, "--mask", "full"], [], "not allowed with argument --mask"),
-        ([*of_file, "--seqlen", "39"], [], f"of {N} queries, but the"),
-        (of_file, ["--mask-file", str(other)], "ranks disagree on --mask-file: a mask with dig"),
-        (of_file, ["--mask-file", str(tmp_path / "none")], "(on rank 1)"),
-        (SMALL, ["--mask-file", str(good)], "ranks disagree on --mask-file: None on rank 0"),
-    ])  # fmt: skip
-
-
-@pytest.mark.thorough
-@pytest.mark.launches
-def test_all_masks_of_a_benchmark(tmp_path):
-    output = tmp_path / "bench.h5"
-    options = ["--nheads", "2", "--headdim", "4", "--trials", "1", "--seqlens", "33", "--plans"]
-    drive("bench.py", 2, *options, "attention2d", "--masks", "all", "--output", output)
-    found = read_benchmark(output).values()
-    assert {x.config["mask"] for x in found} == set(PATTERNS) and len(found) == 14
-    plot = ["--output", tmp_path / "figures", "--what", "phases", "--format", "svg"]
-    drive("plot.py", 0, "results", output, *plot)
-    more = ["ring", "--masks", "sliding_window:3,1,causal_document:seed=4", "--resume"]
-    drive("bench.py", 2, *options, *more, "--output", output)
-    masks = [x.config["mask"] for x in read_benchmark(output).values()]
-    assert {"sliding_window:3,1", "causal_document:seed=4"} < set(masks)

@@ -8,7 +8,7 @@ import helpers
 import memory
 import numpy as np
 import pytest
-from helpers import DEEPER, assert_all_refused, deeper, drive, parser_of, runs_on
+from helpers import DEEPER, deeper, drive, parser_of, runs_on
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from machines import FAST, KERNEL, MACHINES, RESULTS, SLOW, machine, plan_of
@@ -336,7 +336,7 @@ def test_links_that_are_needed(tmp_path):
 
 @pytest.mark.parametrize("cluster, step, median, worst", [
     ("16x1", 4, 0.05, 0.22), *(pytest.param(*x, marks=DEEPER) for x in (
-        ("16x1", 1, 0.05, 0.22), ("16x4", 1, 0.05, 0.22), ("64x1", 1, 0.05, 0.22),
+        ("16x1", 1, 0.05, 0.22), ("16x4", 1, 0.05, 0.22), ("64x1", 4, 0.05, 0.22),
         ("masks/16x1", 1, 0.15, 0.45),
     )),
 ])  # fmt: skip
@@ -376,10 +376,9 @@ def test_sizes():
 def test_calibrate(tmp_path):
     """calibrate.py writes a profile that can be read."""
     path = tmp_path / "here.toml"
-    common = ["--output", path, "--seconds", "1"]
     name = 'a "\\ # \N{GREEK SMALL LETTER PI}'
-    options = ["--dtypes", "bfloat16", "--name", name]
-    drive("calibrate.py", 2, *common, *options)
+    options = ["--seconds", "1", "--dtypes", "bfloat16", "--name", name]
+    drive("calibrate.py", 2, "--output", path, *options)
     found = read_machine(path)
     assert re.fullmatch(r"bfloat16: \w+; openblas [\d.]+ \(\w+\); 1 thread", found.computed_by)
     assert found.name == name
@@ -387,10 +386,6 @@ def test_calibrate(tmp_path):
     assert found.inside and found.between is None
     assert "# link.between was not measured" in path.read_text()
     assert to_toml(found) in path.read_text()
-    assert_all_refused("calibrate.py", 2, [
-        ([*common, "--output=/nowhere/here.toml"], [], "cannot write"),
-        ([*common, "--dtypes=int8"], [], "--dtypes must be one of float16"),
-    ])  # fmt: skip
 
 
 def test_steadiness():
