@@ -120,7 +120,7 @@ def _run(case: Case) -> dict[str, object]:
     key = case.shape, case.order, nodes
     if key not in _grids:
         _grids[key] = ProcessGrid(COMM, *case.shape, order=case.order, nodes=nodes)
-    defaults = (None, rows, keys, None, None, None)
+    defaults = (None, rows, keys, None, None)
 
     def make():
         return make_plan(
