@@ -52,10 +52,13 @@ class Flows(NamedTuple):
 def _advance(rank, operations, progress, ranks, flows, pending, count):
     """Advance a rank until it must wait; messages that may start are appended to `pending`."""
     now = ranks.now[rank]
+    busy = 0.0  # s since `now`: short times are summed before they are added to a long one
     i = ranks.at[rank]
     while i < operations.first[rank + 1]:
         seconds = operations.seconds[i]
         if operations.kind[i] == WAIT:
+            now += busy
+            busy = 0.0
             if progress.missing[i]:
                 break
             ready = max(now, progress.end[i])
@@ -66,7 +69,10 @@ def _advance(rank, operations, progress, ranks, flows, pending, count):
             ranks.waited[rank] += ready - now
             now = ready
         else:
-            now += seconds
+            busy += seconds
+            if operations.kind[i] == POST:
+                now += busy
+                busy = 0.0
             for k in range(operations.begin[i], operations.begin[i + 1]):
                 m = operations.numbers[k]
                 flows.posted[m] += 1
@@ -79,9 +85,9 @@ def _advance(rank, operations, progress, ranks, flows, pending, count):
                     else:
                         pending[count] = m
                         count += 1
-        progress.end[i] = now
+        progress.end[i] = now + busy
         i += 1
-    ranks.now[rank] = now
+    ranks.now[rank] = now + busy
     ranks.at[rank] = i
     return count
 
