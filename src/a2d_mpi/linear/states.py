@@ -165,13 +165,14 @@ class StateExchange:
         self._states = {self._channel.rank: np.array(own)}
         if self._way == "ring" or not len(own):
             return
-        owners = self._owners()
-        peers = [peer for peer in self._channel.peers if peer in owners]
+        owners, rank = self._owners(), self._channel.rank
+        # From the next rank on: so ranks do not all send to the same rank first.
+        peers = sorted({*owners} - {rank}, key=lambda peer: (peer < rank, peer))
         for peer in peers:
             self._states[peer] = np.empty((owners.count(peer), *own[0].shape), own[0].dtype)
             self._messages += self._channel.irecv([self._states[peer]], peer, 0)
         for peer in peers:
-            self._messages += self._channel.isend([self._states[self._channel.rank]], peer, 0)
+            self._messages += self._channel.isend([self._states[rank]], peer, 0)
 
     def poll(self) -> None:
         """Let messages advance."""
