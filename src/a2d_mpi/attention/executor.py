@@ -88,16 +88,17 @@ class Pipeline:
         tensors: dict[int, dict[str, Array]] = {}  # of each slice
         whole: dict[str, dict[str, Array]] = {}  # arrays of results, to which all slices write
         keys: dict[str, Array] = {}  # of the KV heads that were taken last
-        for program, ready, begins, ends in self._parts:
-            slice_, attends = program.slice, program.number == ATTEND
+        # A plan without head axis and slices has one part: begin, run, end.
+        for executor, ready, begins, ends in self._parts:
+            slice_, attends = executor.slice, executor.number == ATTEND
             if begins:
                 read = keys | tensors.pop(slice_, given)
-                new = whole if program.number == self._last else {}
+                new = whole if executor.number == self._last else {}
                 rounds = sink is None or not attends
-                program.begin(engine, channels, read, options[slice_], new, rounds)
-            program.run(ready)
+                executor.begin(engine, channels, read, options[slice_], new, rounds)
+            executor.run(ready)
             if ends:
-                tensors[slice_] = program.end()
+                tensors[slice_] = executor.end()
                 if attends and sink is not None:
                     with engine.clocks.span("merge"):
                         engine.device.add_sink(sink=sink[slice_], **tensors[slice_])
@@ -357,7 +358,9 @@ def _with_elements(tensors: list[Array]) -> list[Array]:
 
 def _tag(message: steps.Message, program: Program) -> int:
     """Return the MPI tag of a message's first tensor."""
-    # Messages with other tags or turns may overtake this one.
+    # Messages with other tags or turns may overtake this one.  Sums of different tags and turns do
+    # not clash: several turns have only rings, with one tag, and lines of two ranks, where a rank
+    # sends rows of one owner.
     turn = (message.tag + 8 * message.turn) % _TURNS
     return _TAGS[program.arrays[message.rows.array].kind] + _STRIDE * turn
 

@@ -1,4 +1,4 @@
-"""Hooks before and after the programs of a call: rounding, delta, sink, largest logits.
+"""Hooks around the programs of a call: rounding, delta, gradient of the sink, largest logits.
 
 Programs and kernels know no sink and no gradient of lse, and they take tensors that are rounded to
 the narrow format already.

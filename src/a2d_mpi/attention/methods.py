@@ -16,10 +16,9 @@ class Attention2D(AttentionPlan):
 
     Notes
     -----
-    Gathered tensors are not kept between `forward` and `backward`, so that memory between the
-    phases is O(N / P).  The backward pass gathers q, dout, lse and delta along the row, and k and
-    v along the column, once more.  With a head axis each context-parallel group does this for its
-    share of the heads.
+    The backward pass gathers q, dout, lse and delta along the row, and k and v along the column,
+    once more.  So between the phases a caller keeps O(N / P), and `free` may release the buffers.
+    With a head axis each context-parallel group does this for its share of the heads.
     """
 
     method = "attention2d"

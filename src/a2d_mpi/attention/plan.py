@@ -84,7 +84,7 @@ class AttentionPlan(Caller):
         backward pass; see `a2d_mpi.schedules.pipeline`.  Messages of a slice travel while other
         slices compute, and buffers shrink.  Results are the same bit for bit, but for dk and dv if
         slices share KV heads.  Default: the planner's number, and without a planner the number of
-        `a2d_mpi.schedules.slices.default`.
+        `a2d_mpi.schedules.slices.default`; one for rings without a head axis and without overlap.
     transfers : {"auto", "device", "host"}
         Path of device arrays to MPI: directly, or through the host; see
         `a2d_mpi.comm.gpus.gpu_aware`.
@@ -111,7 +111,7 @@ class AttentionPlan(Caller):
         Bytes and messages since the plan was made, by phase and communicator.
     timings : dict of str to float
         Seconds of the latest call on this rank.  "forward/compute": kernels.  "forward/merge":
-        merges and sums of partial results, and sorting of keys.  "forward/wait": communication
+        merges and sums of partial results, and all copies.  "forward/wait": communication
         that was not hidden, which is the time inside MPI waits; on a GPU it is all time without
         computing or merging.  "forward/total": from the agreement on the arguments to the end.
         "backward/..." likewise.  GPU times come from CUDA events; reading them waits for the GPU.
@@ -582,6 +582,9 @@ class AttentionPlan(Caller):
         refusal: str | None = None,
     ) -> tuple[Array, ...]:
         """Run one call; collective over the ranks of the grid.
+
+        Ranks check their arrays, agree, start the channels, run the programs, and return results.
+        All else here serves options.
 
         Parameters
         ----------

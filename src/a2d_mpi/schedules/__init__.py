@@ -1,6 +1,6 @@
 """Methods of distributed attention: each one writes the program of a rank, as data.
 
-Read `steps` first, for the vocabulary, and then `attention2d`.
+Read `steps` first, for the vocabulary, then `program`, `line` and `attention2d`.
 """
 
 from __future__ import annotations
@@ -241,12 +241,12 @@ def drafts_of(
 ) -> list[list[Draft]]:
     """Return the programs of one rank, slice by slice, before they are written.
 
-    The rank runs the program of its context-parallel group: one draft, whose writer is the
-    method's function, without a head axis and slices.  With a head axis, exchanges of heads
-    come before and after it.  Several slices are taken and put in the same way.  Ranks have the
-    same program if writer, group and rank in the group are equal.  So the U ranks of a position
-    share the program of their context-parallel groups.  Ranks of equal Ulysses groups share the
-    exchanges of heads.
+    The rank runs the program of its context-parallel group.  Without a head axis and slices this
+    is all: one draft, whose writer is the method's function.  A first reader stops at its
+    ``return``.  With a head axis, exchanges of heads come before and after it.  Several slices are
+    taken and put in the same way.  Ranks have the same program if writer, group and rank in the
+    group are equal.  So the U ranks of a position share the program of their context-parallel
+    groups.  Ranks of equal Ulysses groups share the exchanges of heads.
 
     Parameters
     ----------

@@ -36,7 +36,7 @@ def forward(p: Program) -> None:
     # Post every receive, and send this rank's own rows; the other rows arrive below.
     row, col = lines(p, "q")  # q: (C n, H, D); k, v: (R n, Hkv, D)
     own = p.rows(row.array, p.rank)
-    # A pass writes the first result for some rows, and merges the later ones (`passes.merged`).
+    # `attend` merges into rows that begin as empty results; a pass writes the first one instead.
     p.attend(own, p.rows(col.array, p.rank), out)
     for line, owner, rows in col.arrivals(row):
         if line is col:  # own queries meet the keys of each owner as these arrive

@@ -30,7 +30,7 @@ class Group:
     shares_kv : bool
         Whether several groups share a KV head.
     nodes : tuple of int, optional
-        Node of every rank; None: each rank is alone on its node.
+        Node of every rank, for methods that use it; None for other methods.
     ring : bool
         See `a2d_mpi.schedules.method.Method.ring`.
     """

@@ -121,6 +121,8 @@ def from_here(rank: int, ranks: Sequence[int], nodes: Sequence[int]) -> list[int
 class Line:
     """The line of a rank.  It declares the rows that the rank needs, and posts their messages.
 
+    On a plain grid all trees are stars, no rank passes rows on, and all own rows are kept.
+
     Parameters
     ----------
     p : Program

@@ -4,7 +4,7 @@ A method says what happens.  Each pass here rewrites the steps for one reason, a
 method.  `lowered` applies all of them; the executor runs the result.
 
 In a plain run, Attention2D on 2 x 2 ranks with a causal mask and float32, four passes change
-anything: `receives_first`, `merged`, `keys_by_token` (forward only) and `drained`.  A first reader
+anything: `receives_first` and `drained`, and forward `merged` and `keys_by_token`.  A first reader
 can skip the others.
 """
 
