@@ -325,16 +325,11 @@ LOGITS = {"22": "sample", "50": "logits50"}
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 
 
-def digits(x):
-    """Two digits, or all of a larger whole number."""
-    return f"{x:.0f}" if x >= 10 else f"{x:#.2g}"
-
-
 def short(x):
-    """Two digits, small numbers with an exponent: 1.2e-6."""
+    """Two digits, small numbers with an exponent: 1.2e-6; all digits of a larger whole number."""
     if x < 1e-3:
         return f"{x:.1e}".replace("e-0", "e-")
-    return digits(x)
+    return f"{x:.0f}" if x >= 10 else f"{x:#.2g}"
 
 
 def wire_checks(folder):

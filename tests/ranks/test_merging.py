@@ -110,9 +110,7 @@ def test_bad_parts():
 
 ROWS = 4, 2
 lses = hnp.arrays(
-    np.float32,
-    ROWS,
-    elements=st.one_of(st.just(-np.inf), st.floats(-1e4, 1e4, width=32)),
+    np.float32, ROWS, elements=st.one_of(st.just(-np.inf), st.floats(-1e4, 1e4, width=32))
 )
 outs = hnp.arrays(np.float32, (*ROWS, 3), elements=st.floats(-8, 8, width=32))
 

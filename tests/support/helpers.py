@@ -312,13 +312,6 @@ def assert_refused(done: subprocess.CompletedProcess, text: str) -> None:
     assert_one_line_each(done, [text])
 
 
-def assert_all_refused(
-    program: str, ranks: int, cases: Sequence[tuple[Sequence[object], Sequence[str], str]]
-) -> None:
-    """Assert that a driver refuses each case: (options, more options on rank 1, message)."""
-    assert_each_refused([(program, *case) for case in cases], ranks)
-
-
 def assert_each_refused(
     cases: Sequence[tuple[str, Sequence[object], Sequence[str], str]], ranks: int
 ) -> None:
