@@ -114,10 +114,16 @@ def distance(found, exact):
     return max(far)
 
 
+def assert_near(comm, found, exact, bound=1e-6):
+    """Assert that losses and gradients are near; see `distance`."""
+    far = distance(found, exact)
+    assert_all(comm, far <= bound, f"off by {far}, more than {bound}")
+
+
 @pytest.fixture(scope="module")
 def grid(comm, request):
     """Return a grid of all ranks, or of three of them and of the rest."""
-    part = comm.Split(request.param == "three" and comm.rank >= 3, comm.rank)
+    part = comm.Split(getattr(request, "param", "all") == "three" and comm.rank >= 3, comm.rank)
     rows = 2 if part.size % 2 == 0 else 1
     grid = ProcessGrid(part, rows, part.size // rows)
     yield grid
@@ -125,12 +131,18 @@ def grid(comm, request):
     part.Free()
 
 
-@pytest.fixture(scope="module")
-def whole(comm):
-    """Return a grid of all ranks."""
-    grid = ProcessGrid(comm, 2, comm.size // 2)
-    yield grid
-    grid.free()
+@pytest.fixture
+def parallel(grid):
+    """Make a `ContextParallel` on the grid; it is freed after the test."""
+    made = []
+
+    def make(model, seqlen=N, **options):
+        made.append(ContextParallel(grid, model, seqlen=seqlen, **options))
+        return made[-1]
+
+    yield make
+    for x in made:
+        x.free()
 
 
 # In turn on all ranks, and on three of them and the rest: each model once.
@@ -138,140 +150,115 @@ WHERE = [(("all", "three")[i % 2], name) for i, name in enumerate(EQUAL)]
 
 
 @pytest.mark.parametrize("grid, name", WHERE, indirect=["grid"])
-def test_equal_to_one_process(comm, grid, name):
+def test_equal_to_one_process(comm, grid, parallel, name):
     """Loss and all gradients are those of one process in float64."""
     n = N if grid.comm.size == comm.size else N - 1  # uneven and even shards
     model, ids = build(*EQUAL[name]), sequence(n)
     bidirectional = "Masked" in EQUAL[name][0]
     labels = ids.roll(5) if bidirectional else ids
     exact = step(build(*EQUAL[name]), ids, labels, [0, n])
-    cp = ContextParallel(grid, model, seqlen=n)
-    found = spread_step(cp, model, ids, labels if bidirectional else None)
-    far = distance(found, exact)
-    assert_all(comm, far <= 1e-6, f"off by {far}")
-    cp.free()
+    found = spread_step(parallel(model, n), model, ids, labels if bidirectional else None)
+    assert_near(comm, found, exact)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma 3", "Llama 4", "ModernBERT"])
-def test_documents(comm, whole, name):
+def test_documents(comm, parallel, name):
     """Each document is computed as if it were alone; plans of the same documents are kept."""
     model, ids = build(*EQUAL[name]), sequence(N)
     labels = ids.roll(5) if "Masked" in EQUAL[name][0] else ids
-    cp = ContextParallel(whole, model, seqlen=N)
+    cp = parallel(model)
     for ends in (ENDS, np.array([0, 30, N]), ENDS):
-        exact = step(build(*EQUAL[name]), ids, labels, ends)
-        far = distance(spread_step(cp, model, ids, None if labels is ids else labels, ends), exact)
-        assert_all(comm, far <= 1e-6, f"{ends} are off by {far}")
+        found = spread_step(cp, model, ids, None if labels is ids else labels, ends)
+        assert_near(comm, found, step(build(*EQUAL[name]), ids, labels, ends))
     assert_all(comm, len(cp._sets) == 3, "plans were made again")
-    cp.free()
 
 
-def test_padding_and_labels(comm, whole):
+def test_padding_and_labels(comm, parallel):
     """Tokens after the last document are padding; labels of -100 do not count."""
     model, ids = build(*EQUAL["Llama"]), sequence(N)
     labels = ids.clone()
     labels[0, 10:20] = -100
     for n in (N, 50):
-        cp = ContextParallel(whole, model, seqlen=N)
-        cut = labels[:, :n]
-        one = build(*EQUAL["Llama"])
+        one, cp = build(*EQUAL["Llama"]), parallel(model)
         logits = one(input_ids=ids[:, :n]).logits[0]
-        loss = F.cross_entropy(logits[:-1], cut[0, 1:])
+        loss = F.cross_entropy(logits[:-1], labels[0, 1:n])
         loss.backward()
         found = spread_step(cp, model, ids, labels, np.array([0, n]))
-        far = distance(found, (loss.item(), gradients(one)))
-        assert_all(comm, far <= 1e-6, f"off by {far}")
+        assert_near(comm, found, (loss.item(), gradients(one)))
         cp.free()
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma 3", "gpt-oss"])
-def test_bfloat16(comm, whole, name):
+def test_bfloat16(comm, parallel, name):
     """Errors against float64 are at most twice those of one process in bfloat16."""
     ids, dtype = sequence(N), torch.bfloat16
     exact = step(build(*EQUAL[name]), ids, ids, ENDS)
     one = distance(step(build(*EQUAL[name], dtype), ids, ids, ENDS), exact)
     model = build(*EQUAL[name], dtype)
-    cp = ContextParallel(whole, model, seqlen=N)
-    far = distance(spread_step(cp, model, ids, ends=ENDS), exact)
-    assert_all(comm, far <= 2 * one, f"off by {far}, one process by {one}")
-    cp.free()
+    assert_near(comm, spread_step(parallel(model), model, ids, ends=ENDS), exact, 2 * one)
 
 
-@pytest.mark.parametrize("method, name", [("ring", "Gemma 3"), ("triangle", "Llama")])
-def test_methods(comm, method, name):
+@pytest.mark.parametrize("grid, method, name", [
+    ("three", "ring", "Gemma 3"), ("three", "triangle", "Llama"),
+], indirect=["grid"])  # fmt: skip
+def test_methods(comm, grid, parallel, method, name):
     """Any method will do; the root alone has the sequence."""
-    part = comm.Split(comm.rank >= 3, comm.rank)
-    grid = ProcessGrid(part, 1, part.size)
-    model, ids = build(*EQUAL[name]), sequence(N)
+    model, ids, part = build(*EQUAL[name]), sequence(N), grid.comm
     exact = step(build(*EQUAL[name]), ids, ids, [0, N])
-    cp = ContextParallel(grid, model, seqlen=N, method=method)
-    root = part.size - 1
+    cp, root = parallel(model, method=method), part.size - 1
     batch = cp.shard(ids if part.rank == root else None, root=root)
     loss = cp.loss(model(**batch.inputs).logits, batch, averaged_over=2) / 2
     loss.backward()
     cp.sum_gradients()
-    far = distance((sum(part.allgather(loss.item())), gradients(model)), exact)
-    assert_all(comm, far <= 1e-6, f"off by {far}")
-    cp.free()
-    grid.free()
-    part.Free()
+    assert_near(comm, (sum(part.allgather(loss.item())), gradients(model)), exact)
 
 
-def test_autocast(comm, whole):
+def test_autocast(comm, parallel):
     """Under autocast the options name the dtype of attention; the probe runs without it."""
     ids = sequence(N)
     exact = step(build(*EQUAL["Llama"]), ids, ids, [0, N])
     model = build(*EQUAL["Llama"], torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        cp = ContextParallel(whole, model, seqlen=N, dtype="bfloat16", distribution="striped")
+        cp = parallel(model, dtype="bfloat16", distribution="striped")
         found = spread_step(cp, model, ids)
         one = step(build(*EQUAL["Llama"], torch.float32), ids, ids, [0, N])
-    far, bound = distance(found, exact), 2 * distance(one, exact)
-    assert_all(comm, far <= bound, f"off by {far}, more than {bound}")
+    assert_near(comm, found, exact, 2 * distance(one, exact))
     plans = [*cp.plans.values()]
     good = [(x.dtype.name, x.distribution.name) == ("bfloat16", "striped") for x in plans]
     assert_all(comm, all(good), f"{plans}")
-    cp.free()
 
 
-def test_compiled(comm, whole):
+def test_compiled(comm, parallel):
     """A compiled model has the same results; plans are left out of its graphs."""
     model, ids = build("LlamaForCausalLM", "LlamaConfig", {"num_hidden_layers": 1}), sequence(N)
-    cp = ContextParallel(whole, model, seqlen=N)
-    batch = cp.shard(ids, cu_seqlens=ENDS)
+    batch = parallel(model).shard(ids, cu_seqlens=ENDS)
     expected = model(**batch.inputs).logits
     out = torch.compile(model, backend="eager")(**batch.inputs).logits
     assert_all(comm, torch.equal(out, expected), "another result")
-    cp.free()
 
 
-def test_two_models(comm, whole):
+def test_two_models(comm, parallel):
     """A batch belongs to one model: another one may have another distribution."""
     models = [build(*EQUAL[x]) for x in ("Llama", "Gemma 3")]
-    cps = [ContextParallel(whole, x, seqlen=N) for x in models]
-    batches = [x.shard(sequence(N)) for x in cps]
+    batches = [parallel(x).shard(sequence(N)) for x in models]
     for model, batch in zip(models, batches):
         model(**batch.inputs)
     assert_raises(comm, OWN, models[0], **batches[1].inputs)
-    for x in cps:
-        x.free()
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")  # its name before 6
-def test_two_batches_with_checkpoints(comm, whole):
+def test_two_batches_with_checkpoints(comm, parallel):
     """A layer that is computed again in the backward pass has the plans of its own batch."""
     model, ids = build(*EQUAL["Gemma 3"]), sequence(N)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    cp = ContextParallel(whole, model, seqlen=N)
+    cp = parallel(model)
     batches = [cp.shard(ids, cu_seqlens=x) for x in (ENDS, None)]
     losses = [cp.loss(model(**x.inputs, use_cache=False).logits, x) for x in batches]
     sum(losses).backward()
     cp.sum_gradients()
     one = [step(build(*EQUAL["Gemma 3"]), ids, ids, x) for x in (ENDS, [0, N])]
     exact = sum(x[0] for x in one), [x + y for x, y in zip(one[0][1], one[1][1])]
-    far = distance((sum(comm.allgather(sum(losses).item())), gradients(model)), exact)
-    assert_all(comm, far <= 1e-6, f"off by {far}")
-    cp.free()
+    assert_near(comm, (sum(comm.allgather(sum(losses).item())), gradients(model)), exact)
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
@@ -325,17 +312,17 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(comm, whole, name):
+def test_refused(comm, parallel, name):
     """A model that plans cannot compute is refused, and keeps its own attention."""
     *what, text = REFUSED[name]
     model = build(*what)
     before = model.config._attn_implementation
-    said = message_of(comm, lambda: ContextParallel(whole, model, seqlen=N))
+    said = message_of(comm, lambda: parallel(model))
     assert_all(comm, text in said and what[0] in said, f"{text!r} is not in {said!r}")
     assert_all(comm, model.config._attn_implementation == before and model.training, "changed")
 
 
-def test_the_probe_compares_with_the_models_own_attention(comm, whole, monkeypatch):
+def test_the_probe_compares_with_the_models_own_attention(comm, parallel, monkeypatch):
     """It finds an attention that does not do what its arguments say."""
     from transformers.models.llama import modeling_llama
 
@@ -347,19 +334,19 @@ def test_the_probe_compares_with_the_models_own_attention(comm, whole, monkeypat
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", biased)
     model = build(*EQUAL["Llama"])
     same = "model.layers.0 is not the same over ranks"
-    assert_raises(comm, same, ContextParallel, whole, model, seqlen=N)
-    ContextParallel(whole, model, seqlen=N, probe=False).free()
+    assert_raises(comm, same, parallel, model)
+    parallel(model, probe=False)
 
 
-def test_the_probe_finds_other_weights(comm, whole):
+def test_the_probe_finds_other_weights(comm, parallel):
     model = build(*EQUAL["Llama"])
     if comm.rank == 1:
         model.model.layers[1].self_attn.v_proj.weight.data.mul_(1.1)
     same = "model.layers.1 is not the same over ranks"
-    assert_raises(comm, same, ContextParallel, whole, model, seqlen=N)
+    assert_raises(comm, same, parallel, model)
 
 
-def test_masks_of_no_plan(comm, whole, monkeypatch):
+def test_masks_of_no_plan(comm, parallel, monkeypatch):
     """A mask that is far from any plan's, or differs in one token of a long sequence."""
     from transformers.models.llama import modeling_llama
 
@@ -372,13 +359,13 @@ def test_masks_of_no_plan(comm, whole, monkeypatch):
             lambda extra=extra, **others: real(**others, and_mask_function=extra),
         )
         told = "model.layers.0.self_attn has a mask that is no window"
-        assert_raises(comm, told, ContextParallel, whole, build(*EQUAL["Llama"]), seqlen=seqlen)
+        assert_raises(comm, told, parallel, build(*EQUAL["Llama"]), seqlen)
 
 
-def test_calls_that_are_refused(comm, whole):
+def test_calls_that_are_refused(comm, parallel):
     """What a user may do wrong with a model or a batch, on rank 0 or on all."""
     model, ids = build(*EQUAL["Llama"]), sequence(N)
-    cp = ContextParallel(whole, model, seqlen=N)
+    cp = parallel(model)
     batch = cp.shard(ids)
     given, padding = batch.inputs, torch.ones_like(batch.labels)
     padding[:, -1] = 0
@@ -425,8 +412,7 @@ def test_calls_that_are_refused(comm, whole):
     model(**given)
     cp.free()
     assert_all(comm, model(input_ids=ids).logits.shape[1] == N, "not the model's own attention")
-    other = torch.nn.Linear(2, 2)
-    assert_raises(comm, "it is no PreTrainedModel", ContextParallel, whole, other, seqlen=N)
+    assert_raises(comm, "it is no PreTrainedModel", parallel, torch.nn.Linear(2, 2))
 
 
 HEADS = {"nheads": 4, "nheads_kv": 2, "headdim": 8}
@@ -444,9 +430,9 @@ def of_plan(plan, *what, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("mask", [Causal(), Documents(ENDS, causal=True)], ids=["one", "packed"])
-def test_one_plan(comm, whole, mask):
+def test_one_plan(comm, grid, mask):
     """The functions of `ContextParallel`, called by hand, come to the same."""
-    plan = Attention2D(whole, mask, seqlen=N, dtype="float64", **HEADS)
+    plan = Attention2D(grid, mask, seqlen=N, dtype="float64", **HEADS)
     model, given = of_plan(plan, *EQUAL["Llama"], dtype=torch.float64)
     ends = ENDS if isinstance(mask, Documents) else [0, N]
     exact = step(build(*EQUAL["Llama"]), *[sequence(N)] * 2, ends)
@@ -454,8 +440,7 @@ def test_one_plan(comm, whole, mask):
     loss = F.cross_entropy(model(**given).logits[0], labels, reduction="sum")
     (loss := loss / comm.allreduce(int((labels >= 0).sum()))).backward()
     sum_gradients(model, comm)
-    far = distance((comm.allreduce(loss.item()), gradients(model)), exact)
-    assert_all(comm, far <= 1e-6, f"off by {far}")
+    assert_near(comm, (comm.allreduce(loss.item()), gradients(model)), exact)
     plan.free()
 
 
@@ -472,9 +457,9 @@ def test_positions_that_documents_count(comm):
     grid.free()
 
 
-def test_one_plan_refuses(comm, whole):
+def test_one_plan_refuses(comm, grid):
     """A wrong argument on rank 0 is an error on all ranks."""
-    plan = Attention2D(whole, Causal(), seqlen=N, **HEADS)
+    plan = Attention2D(grid, Causal(), seqlen=N, **HEADS)
     model, given = of_plan(plan, *EQUAL["Llama"])
     name = model.config._attn_implementation
     padding = torch.ones_like(given["input_ids"])
@@ -497,7 +482,7 @@ def test_one_plan_refuses(comm, whole):
     # Positions that each rank counts from 0 are right on rank 0 alone, if at all.
     assert_raises(comm, "position_ids must be given", model, input_ids=given["input_ids"])
     # A model that gives no scale means 1 / sqrt(headdim).
-    scaled = Attention2D(whole, Causal(), softmax_scale=1, seqlen=N, **HEADS)
+    scaled = Attention2D(grid, Causal(), softmax_scale=1, seqlen=N, **HEADS)
     attention, layer = ALL_ATTENTION_FUNCTIONS[use_in_transformers(scaled)], model.model.layers[0]
     q, k = (torch.ones(1, heads, len(plan.tokens), 8) for heads in (4, 2))
     told = "scales logits by 0.3535533905932738, but the plan by 1.0"
@@ -506,7 +491,7 @@ def test_one_plan_refuses(comm, whole):
     # A mask without padding is none; a copy of the model has the plan, too.
     out = copy.deepcopy(model)(**given, attention_mask=torch.ones_like(padding)).logits
     assert_all(comm, torch.equal(out, model(**given).logits), "another result")
-    short = Attention2D(whole, Causal(), seqlen=2, **HEADS)
+    short = Attention2D(grid, Causal(), seqlen=2, **HEADS)
     with pytest.raises(ValueError, match="has none of the 2 tokens"):
         use_in_transformers(short)
     plan.free()
@@ -515,7 +500,7 @@ def test_one_plan_refuses(comm, whole):
         model(**given)
 
 
-def test_one_plan_on_a_wrong_model(comm, whole):
+def test_one_plan_on_a_wrong_model(comm, grid):
     """`use_in_transformers` refuses what it can see."""
     sizes = {"seqlen": N, "dtype": "float64", **HEADS}
     cases = [
@@ -525,11 +510,11 @@ def test_one_plan_on_a_wrong_model(comm, whole):
     ]
     for what, mask, text in cases:
         heads = {"nheads_kv": 4 if what is EQUAL["BERT"] else 2}
-        plan = Attention2D(whole, mask, **sizes | heads)
+        plan = Attention2D(grid, mask, **sizes | heads)
         model, given = of_plan(plan, *what, dtype=torch.float64)
         assert_raises(comm, text, model, **given)
     model = build(*EQUAL["Llama"])
-    plans = [Attention2D(whole, Causal(), **sizes, distribution=x) for x in ("zigzag", "striped")]
+    plans = [Attention2D(grid, Causal(), **sizes, distribution=x) for x in ("zigzag", "striped")]
     for layer, plan in zip(model.model.layers, plans):
         layer.self_attn.config = copy.copy(model.config)
         layer.self_attn.config._attn_implementation_internal = use_in_transformers(plan)
