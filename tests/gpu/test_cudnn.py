@@ -4,7 +4,7 @@ from importlib import import_module
 
 import numpy as np
 import pytest
-from blocks import Block, gpu_failures, in_parts, plain_kernel, random_intervals
+from blocks import WAYS, Block, gpu_failures, in_parts, plain_kernel, random_intervals
 from cases import METHODS, OTHERS, label
 from dense import wrong_with
 from helpers import assert_all, deeper, distance
@@ -14,6 +14,8 @@ from a2d_mpi import Documents, SlidingWindow
 from a2d_mpi.core import reference
 from a2d_mpi.kernels import shapes
 from a2d_mpi.masks.mask import Causal
+
+CALLS = "a2d_mpi.kernels.cudnn_calls"  # imported with the CuPy of a test
 
 
 def cudnn_kernel(cupy, block, **options):
@@ -65,19 +67,15 @@ def intervals_of(mask, nq, nk):
 @pytest.fixture
 def small(monkeypatch, cupy):
     """Let small blocks have general runs that are cut and cropped."""
-    from a2d_mpi.kernels import cudnn_calls
-
-    monkeypatch.setattr(cudnn_calls, "KEYS", 32)
+    monkeypatch.setattr(f"{CALLS}.KEYS", 32)
     monkeypatch.setattr(shapes, "LONGEST", 70)
 
 
 @pytest.fixture(params=["ragged", "dense"])
 def launches(request, monkeypatch, cupy):
     """Let sizes that are not multiples of cuDNN's tiles have ragged or dense launches."""
-    from a2d_mpi.kernels import cudnn_calls
-
     if request.param == "dense":
-        monkeypatch.setattr(cudnn_calls, "is_ragged", lambda batch: False)
+        monkeypatch.setattr(f"{CALLS}.is_ragged", lambda batch: False)
     return request.param
 
 
@@ -88,7 +86,6 @@ def block_of(mask, nq, nk, heads=(2, 1), d=32, dtype="bfloat16", scale=0.2, **op
 
 
 FRESH = [(False, True)]  # results that are not wide, and are not added to
-BOTH = [(True, False), (False, True)]
 
 
 @pytest.mark.usefixtures("small")
@@ -102,7 +99,7 @@ def test_cudnn(cupy, mask, launches):
     dtype, heads = ("float16", (1, 1)) if first else ("bfloat16", (4, 2))
     block, bad = block_of(mask, 200, 240, heads, dtype=dtype), []
     kernel = cudnn_kernel(cupy, block)
-    for way in (*BOTH, (True, True)):
+    for way in (*WAYS, (True, True)):
         bad += gpu_failures(cupy, kernel, block, ways=[way])
         if cupy.kind == "emulated":
             launched = kernel._calls.graphs.launched
@@ -159,13 +156,11 @@ def packed(rng, n, skip, single):
 @pytest.mark.parametrize("kind", ["documents", "single", "general"])
 def test_documents_are_batched(cupy, heads, wide, fresh, kind, monkeypatch):
     """A launch takes several documents, with gaps between keys, masked queries and NaN in them."""
-    from a2d_mpi.kernels import cudnn_calls
-
     general, skip = kind == "general", {"emulated": 10, "real": 70}[cupy.kind]
-    monkeypatch.setattr(cudnn_calls, "SHORTEST", 8 if general else 1)
+    monkeypatch.setattr(f"{CALLS}.SHORTEST", 8 if general else 1)
     begin, end, nk = packed(np.random.default_rng(1), 9, skip, kind == "single")
     if general:  # the last but one, between two batches; keys in the other order
-        monkeypatch.setattr(cudnn_calls, "KEYS", 8)
+        monkeypatch.setattr(f"{CALLS}.KEYS", 8)
         rows = np.flatnonzero(begin == np.unique(begin)[-2])
         end[rows[1::2]] -= 1
         after = np.array([end[begin == x].max() for x in begin])
@@ -246,9 +241,7 @@ def test_half_a_tile_beyond_the_last_key(cupy, monkeypatch, deterministic, major
 @pytest.mark.parametrize("mask", deeper(["full", "causal", "window", "two"], ["window"]))
 def test_scores_that_deterministic_gradients_keep(cupy, monkeypatch, mask):
     """Launches are cut so that the scores of a long block fit in memory."""
-    from a2d_mpi.kernels import cudnn_calls
-
-    monkeypatch.setattr(cudnn_calls, "SCORES", 2 * 256 * 600)
+    monkeypatch.setattr(f"{CALLS}.SCORES", 2 * 256 * 600)
     block = block_of(mask, 700, 720, (2, 2))
     kernel = cudnn_kernel(cupy, block, deterministic=True)
     assert not gpu_failures(cupy, kernel, block)
@@ -258,7 +251,7 @@ def test_scores_that_deterministic_gradients_keep(cupy, monkeypatch, mask):
 
 
 @pytest.mark.parametrize("nq, nk", [(0, 90), (80, 0), (0, 0)])
-@pytest.mark.parametrize("wide, fresh", BOTH)
+@pytest.mark.parametrize("wide, fresh", WAYS)
 def test_no_queries_or_keys(cupy, nq, nk, wide, fresh):
     block = block_of(((np.zeros(nq, int), np.zeros(nq, int)),), nq, nk, (4, 2))
     found = block.run(cudnn_kernel(cupy, block), None, cupy, wide, fresh)
@@ -301,13 +294,12 @@ def test_plans(comm, grid_of, cupy, method, distribution, monkeypatch):
     from graphs import HostGraphs
 
     from a2d_mpi.comm.gpus import bind_gpu
-    from a2d_mpi.kernels import cudnn_calls
 
     bind_gpu(comm)
     cudnn = import_module("a2d_mpi.kernels.cudnn")  # not one that was imported with another CuPy
     graphs, grid = HostGraphs(), grid_of(*method[1])
     monkeypatch.setattr(cudnn, "graphs_of", lambda index, deterministic: graphs)
-    monkeypatch.setattr(cudnn_calls, "SHORTEST", 6)
+    monkeypatch.setattr(f"{CALLS}.SHORTEST", 6)
     sizes, bad = {"seqlen": 150, "nheads": 4, "nheads_kv": 2, "headdim": 8}, []
     packed = Documents([0, 11, 90, 150], Causal())
     for mask in (Causal(), packed, SlidingWindow(30, 20), sinks(20, 50, 150)):

@@ -45,9 +45,12 @@ NOTHING = IntervalMask(np.zeros(N, int), np.zeros(N, int))
 ranks = pytest.mark.mpi
 
 
-@ranks
+def on_grids(test):
+    return pytest.mark.mpi(pytest.mark.grids(test))
+
+
+@on_grids
 @pytest.mark.one_mpi
-@pytest.mark.grids
 @pytest.mark.parametrize("method", ["attention2d", "ring", "double ring", "node aware"])
 def test_with_mask(comm, grid_of, method):
     """Plans of other masks equal new plans, bit for bit, and share the buffers."""
@@ -73,9 +76,8 @@ def test_with_mask(comm, grid_of, method):
     assert_all(comm, not bad, f"{bad}")
 
 
-@ranks
+@on_grids
 @pytest.mark.one_mpi
-@pytest.mark.grids
 @pytest.mark.parametrize("method", METHODS)
 def test_same_plan_new_data(comm, grid_of, method):
     """Each of five calls returns results of its data, which later calls keep."""
@@ -212,8 +214,7 @@ def bad_logits(comm, plan, case, given, found):
     return bad
 
 
-@ranks
-@pytest.mark.grids
+@on_grids
 @pytest.mark.parametrize("option", CASES)
 @pytest.mark.parametrize("name", PLANS)
 def test_plans(comm, grid_of, name, option):
@@ -291,9 +292,8 @@ def told(monkeypatch):
     return found
 
 
-@ranks
+@on_grids
 @pytest.mark.one_mpi
-@pytest.mark.grids
 def test_plans_on_a_gpu(comm, grid_of, gpus, told):
     (kind, shape), bad = OTHERS[-1], []
     grid = grid_of(*shape)
@@ -309,8 +309,7 @@ def test_plans_on_a_gpu(comm, grid_of, gpus, told):
     assert_all(comm, not bad, "; ".join(bad))
 
 
-@ranks
-@pytest.mark.grids
+@on_grids
 def test_out_in_16_bits_is_rounded_once(comm, grid_of):
     """Equal keys: out is their value times a number that float32 knows to the last digit."""
     grids = [ONE] + [(1, 1, SIZE)] * (NHEADS % SIZE == 0) + [(2, 1, 2)] * (SIZE == 4)
@@ -390,9 +389,8 @@ def reached(name, visible):
     return queries, keys
 
 
-@ranks
+@on_grids
 @pytest.mark.one_mpi
-@pytest.mark.grids
 @pytest.mark.parametrize("method", [Attention2D, RingAttention])
 @pytest.mark.parametrize("mask", deeper([DOCUMENTS, WINDOW, Causal(), Full()], [WINDOW]), ids=repr)
 @pytest.mark.parametrize("distribution", deeper(["zigzag", "striped"], ["zigzag"]))

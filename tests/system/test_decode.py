@@ -34,7 +34,10 @@ SIZE = MPI.COMM_WORLD.size
 EQUAL = SIZE, 0
 SPLITS = sorted({(SIZE - 1, 1), (1, SIZE - 1), (-(-SIZE // 2), SIZE // 2)} - {(0, 1), (1, 0)})
 BOTH = [EQUAL, *SPLITS[-1:]]
-apart = pytest.mark.mpi(min_size=2)
+
+
+def apart(test):
+    return pytest.mark.mpi(pytest.mark.multirank(test))
 
 
 @pytest.fixture
@@ -90,7 +93,6 @@ def test_same_tokens(comm, decoder, split, name, options):
 
 
 @apart
-@pytest.mark.multirank
 def test_logits(comm, decoder):
     """Logits of every step equal float64 logits, for 1 to 7 micro-batches."""
     config, names = CONFIGS["grouped"], list(prompts())
@@ -134,9 +136,7 @@ def test_requests_come_and_go(comm, decoder, split):
     assert_all(comm, 1 not in found and not bad, "; ".join(bad))
 
 
-@pytest.mark.mpi
 @apart
-@pytest.mark.multirank
 @pytest.mark.parametrize("split", SPLITS)
 def test_bytes_apart(comm, decoder, split):
     """Counted bytes of a step are predicted, also with fewer requests than micro-batches."""
@@ -204,7 +204,6 @@ def test_weights_apart(name):
 
 
 @apart
-@pytest.mark.multirank
 def test_refusals(comm, decoder):
     """Bad arguments, on all ranks or on the last one, are one error on all ranks."""
     n, config = comm.size, CONFIGS["mfa"]
@@ -230,8 +229,7 @@ def test_refusals(comm, decoder):
             decoder(split, config, **(options | wrong if last else options))
 
 
-@pytest.mark.mpi
-@pytest.mark.multirank
+@apart
 @pytest.mark.parametrize("split", BOTH)
 def test_wrong_requests(comm, decoder, split):
     """One error on all ranks, before anything changes: the decoder goes on to the right tokens."""
@@ -262,8 +260,7 @@ def test_wrong_requests(comm, decoder, split):
     assert_all(comm, right, f"{found}, not {wanted}")
 
 
-@pytest.mark.mpi
-@pytest.mark.multirank
+@apart
 @pytest.mark.parametrize("error", [ValueError("no such token"), ZeroDivisionError()])
 @pytest.mark.parametrize("split", BOTH)
 def test_a_choice_that_fails(comm, decoder, split, error):

@@ -239,16 +239,11 @@ def test_no_grad_and_double_backward(make, comm):
 def test_gradients_on_some_ranks(make, comm, how):
     """The others would wait for the backward pass of this rank: an error of all ranks."""
     plan = make()
-    q, k, v, sink = tensors(plan)
-    given, recorded = (q, k, v, sink), True
-    if comm.rank == 1 and how == "requires_grad":
-        given = [x.detach() for x in given]
-    if comm.rank == 1 and how == "no_grad":
-        recorded = False
-    with torch.set_grad_enabled(recorded):
-        said = message_of(comm, lambda: attend(plan, *given))
-    assert_all(comm, "ranks disagree on gradients" in said, said)
-    mixed = [x.detach() if i == comm.rank else x for i, x in enumerate((q, k, v, sink))]
+    given, wrong = tensors(plan), comm.rank == 1 and how
+    mine = [x.detach() if wrong == "requires_grad" else x for x in given]
+    with torch.set_grad_enabled(wrong != "no_grad"):
+        assert_raises(comm, "ranks disagree on gradients", attend, plan, *mine)
+    mixed = [x.detach() if i == comm.rank else x for i, x in enumerate(given)]
     attend(plan, *mixed).sum().backward()  # one tensor is enough
 
 
@@ -454,16 +449,13 @@ def test_sums_that_are_refused(comm):
     assert_all(comm, said.startswith("gradients must be dense, got one of layout torch.sp"), said)
     assert_all(comm, said.endswith("(on rank 1)"), said)
     disagree = "ranks disagree on parameters: 2 tensors of"
-    other = torch.nn.Linear(3 + (comm.rank == 0), 2)
-    assert_raises(comm, f"{disagree} 10", sum_gradients, other, comm)
     first, last = torch.nn.Linear(3, 2, False), torch.nn.Linear(2, 3, False)
-    others = [
-        torch.nn.Linear(3, 2, dtype=torch.float64 if comm.rank else torch.float32),
-        torch.nn.Sequential(*([first, last] if comm.rank else [last, first])),
-    ]
-    for other in others:  # as many elements, of another dtype or in another order
-        assert_raises(comm, disagree, sum_gradients, other, comm)
-    other = torch.nn.Linear(3, 2, dtype=torch.complex64)
-    assert_raises(comm, "complex parameters", sum_gradients, other, comm)
-    empty = torch.nn.Module()
-    assert_raises(comm, "no parameters", sum_gradients, empty, comm)
+    for other, text in (
+        (torch.nn.Linear(3 + (comm.rank == 0), 2), f"{disagree} 10"),
+        # As many elements, of another dtype or in another order.
+        (torch.nn.Linear(3, 2, dtype=torch.float64 if comm.rank else torch.float32), disagree),
+        (torch.nn.Sequential(*([first, last] if comm.rank else [last, first])), disagree),
+        (torch.nn.Linear(3, 2, dtype=torch.complex64), "complex parameters"),
+        (torch.nn.Module(), "no parameters"),
+    ):
+        assert_raises(comm, text, sum_gradients, other, comm)

@@ -16,14 +16,19 @@ kinds = st.one_of(
 
 @given(kinds, sizes)
 def test_every_token_has_one_owner(kind, seqlen):
+    """Its tokens are sorted, and few slices have them all."""
     name, nshards = kind
-    d = Distribution(name, seqlen, nshards)
+    d, everything = Distribution(name, seqlen, nshards), np.arange(seqlen)
+    few = 4 if name == "triangle" else 2
     parts = [d.tokens(p) for p in range(nshards)]
-    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(seqlen))
-    for part, count in zip(parts, d.counts, strict=True):
-        assert len(part) == count
-        assert (np.diff(part) > 0).all()
-    assert max(d.counts) - min(d.counts) <= (4 if name == "triangle" else 2)
+    assert np.array_equal(np.sort(np.concatenate(parts)), everything)
+    assert max(d.counts) - min(d.counts) <= few
+    for p, (part, count) in enumerate(zip(parts, d.counts, strict=True)):
+        assert len(part) == d.count(p) == count and (np.diff(part) > 0).all()
+        found, pieces = np.full(count, -1), list(d.slices(p))
+        for mine, whole in pieces:
+            found[mine] = everything[whole]
+        assert np.array_equal(found, part) and len(pieces) <= few
 
 
 @given(kinds, sizes, st.integers(0, 5000), st.integers(0, 5000))
@@ -37,20 +42,6 @@ def test_places_of_a_span(kind, seqlen, begin, end):
         runs = d.at(p, places)
         assert [x for r in runs for x in r] == tokens[here].tolist()
         assert all(runs)
-
-
-@given(kinds, sizes)
-def test_slices_cover_the_part(kind, seqlen):
-    name, nshards = kind
-    d = Distribution(name, seqlen, nshards)
-    everything = np.arange(seqlen)
-    for p in range(nshards):
-        part = np.full(d.count(p), -1)
-        pieces = list(d.slices(p))
-        for mine, whole in pieces:
-            part[mine] = everything[whole]
-        assert np.array_equal(part, d.tokens(p))
-        assert len(pieces) <= (4 if name == "triangle" else 2)
 
 
 def tile_areas(rows, cols, seqlen):

@@ -97,14 +97,11 @@ def positional(draw):
     return kind(*numbers), lambda i, j: POSITIONAL[kind](i, j, *numbers)
 
 
-@given(positional(), st.integers(0, 25))
-def test_masks_by_position(case, seqlen):
-    assert_shows(case[0], seqlen, case[1])
-
-
-@given(positional(), st.integers(0, 20), st.integers(0, 20))
-def test_alignment_at_the_end(case, seqlen, seqlen_kv):
+@given(positional(), st.integers(0, 25), st.integers(0, 20))
+def test_masks_by_position(case, seqlen, seqlen_kv):
+    """Also of two sequences, which end together."""
     mask, shows = case
+    assert_shows(mask, seqlen, shows)
     moved = mask.aligned(seqlen, seqlen_kv)
     assert_shows(moved, seqlen, lambda i, j: shows(i + seqlen_kv - seqlen, j), seqlen_kv)
     assert moved == mask.aligned(seqlen, seqlen_kv) == moved.aligned(seqlen, seqlen_kv)
