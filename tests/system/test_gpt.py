@@ -113,9 +113,8 @@ def test_adam():
     gradients.flat[:] = 10.0
     assert clipped.update(gradients, 0.0) == pytest.approx(10 * config.parameters**0.5)
     assert (gradients.flat**2).sum() == pytest.approx(1)
-    assert [learning_rate(x, 1.0, 2, 10) for x in (0, 1, 2, 10)] == pytest.approx(
-        [0.5, 1.0, 1.0, 0.1]
-    )
+    rates = [learning_rate(x, 1.0, 2, 10) for x in (0, 1, 2, 10)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.1])
 
 
 def test_text(tmp_path):

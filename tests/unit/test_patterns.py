@@ -35,9 +35,8 @@ sizes = st.integers(0, 12)
 
 def matrix(seqlen, condition, seqlen_kv=None):
     nk = seqlen if seqlen_kv is None else seqlen_kv
-    return np.array([[bool(condition(i, j)) for j in range(nk)] for i in range(seqlen)]).reshape(
-        seqlen, nk
-    )
+    found = [[bool(condition(i, j)) for j in range(nk)] for i in range(seqlen)]
+    return np.array(found).reshape(seqlen, nk)
 
 
 def document_of(cu_seqlens, i):
@@ -158,13 +157,12 @@ def test_documents_of_queries_and_of_keys(case, data):
     with pytest.raises(ValueError, match="the last document ends at"):
         mask.check(seqlen, int(cu_kv[-1]) - 1)
     window = (SlidingWindow(3) & mask).aligned(seqlen, seqlen_kv)
-    offset = seqlen_kv - seqlen
-    assert_shows(
-        window,
-        seqlen,
-        lambda i, j: shows(True)(i, j) and i + offset - 3 <= j <= i + offset,
-        seqlen_kv,
-    )
+
+    def both(i, j):
+        last = i + seqlen_kv - seqlen
+        return shows(True)(i, j) and last - 3 <= j <= last
+
+    assert_shows(window, seqlen, both, seqlen_kv)
 
 
 @given(packed(), st.data())

@@ -274,13 +274,11 @@ def test_layout(tmp_path):
 
 
 def test_text_that_hdf5_cannot_hold(tmp_path):
-    """Names that are not UTF-8, and the NUL at the end of Open MPI's version, lose no result."""
+    """Names that are not UTF-8 lose no result."""
     path = tmp_path / "result.h5"
     result = make_result(config={"input": os.fsdecode(b"caf\xe9 \xc3\xa9.h5")})
-    result.provenance["mpi_library"] = "Open MPI v5\0"
     write_result(path, result)
     assert read_result(path).config == {"input": "caf\\udce9 é.h5"}
-    assert read_result(path).provenance["mpi_library"] == "Open MPI v5"
 
 
 def test_reads_only_whole_results(tmp_path):
@@ -305,7 +303,7 @@ def test_reads_only_whole_results(tmp_path):
 def test_equal_members_are_stored_once(tmp_path):
     """Runs share their origin, also with later runs; replaced runs leave the others alone."""
     path, schema, sent = tmp_path / "runs.h5", ("test", 1), np.arange(64.0)
-    # More names than an attribute in the header of a group can hold.
+    # More names than an attribute in the header of a group can hold, and Open MPI's NUL.
     origin = {"hostnames": [f"node{i}" for i in range(6000)], "mpi_library": "Open MPI\0"}
     for names, number in (("ab", 1), ("bc", 2)):
         runs = {x: {"origin": origin, "sent": sent * number, "number": number} for x in names}
