@@ -32,7 +32,7 @@ from a2d_mpi.comm.transport import HostTransport
 from a2d_mpi.devices.host import Host
 from a2d_mpi.kernels.blocks import Blocker
 from a2d_mpi.kernels.numpy import NumpyKernel
-from a2d_mpi.schedules import passes, slices
+from a2d_mpi.schedules import passes, pipeline
 from a2d_mpi.schedules.line import Line
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Add, Copy, Merge, Receive
@@ -307,19 +307,18 @@ def rows_in_another_order(rank):
 def a_slice_repeated(rank):
     """The second slice of the heads takes the heads of the first one."""
 
-    def wrong(right, self, rows, head):
+    def wrong(right, self, step, whole):
         self.slice -= (second := self.slice == 1)
-        first = right(self, rows, head)
+        right(self, step, whole)
         self.slice += second
-        return first
 
-    return [around(Executor, "_first_heads", wrong)]
+    return [around(Executor, "_move_heads", wrong)]
 
 
 @sabotage(CALLS)
 def a_slice_in_the_buffers_of_its_neighbour(rank):
     """All slices use the same buffers, although their messages are under way at once."""
-    return [patch.object(slices, "ALIVE", 1)]
+    return [patch.object(pipeline, "ALIVE", 1)]
 
 
 @sabotage(RESULTS)
