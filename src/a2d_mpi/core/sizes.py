@@ -176,6 +176,11 @@ def _equal_share(node: np.ndarray) -> int:
     return int(counts[0]) if (counts == counts[0]).all() else 0
 
 
+def next_ranks(rank: int, size: int) -> list[int]:
+    """Return the other ranks, from the next one on: so ranks do not all send to rank 0 first."""
+    return [(rank + i) % size for i in range(1, size)]
+
+
 def squarest(ranks: int) -> tuple[int, int]:
     """Return rows and columns of the most nearly square grid of `ranks`; rows <= columns."""
     rows = next(r for r in range(math.isqrt(ranks), 0, -1) if ranks % r == 0)

@@ -36,12 +36,7 @@ class Recorded(NamedTuple):
 
 
 class Clocks:
-    """The times of the latest call of each phase, and of recorded calls.
-
-    Parameters
-    ----------
-    device : Device
-        Device whose work is timed.
+    """The times of the latest call of each phase, and of recorded calls; on the host until `use`.
 
     Attributes
     ----------
@@ -49,11 +44,11 @@ class Clocks:
         Start and end of each MPI wait, by phase; seconds of `time.perf_counter`.
     """
 
-    def __init__(self, device: Device = HOST) -> None:
+    def __init__(self) -> None:
         self.waits: dict[str, list[tuple[float, float]]] = {}
         self._phase = ""
         self._recorded: list[Recorded] | None = None
-        self.use(device)
+        self.use(HOST)
 
     def use(self, device: Device) -> None:
         """Time the work of a device from now on."""

@@ -14,6 +14,7 @@ from a2d_mpi.comm.gpus import gpu_aware
 from a2d_mpi.comm.survival import NoFailures
 from a2d_mpi.comm.transport import HostTransport, Transport
 from a2d_mpi.comm.watch import Watch
+from a2d_mpi.core.sizes import next_ranks
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 
@@ -91,9 +92,8 @@ class ArrayExchange:
         list
             Messages for `wait`.
         """
-        messages, own, size = [], self.comm.rank, self.comm.size
-        # From the next rank on: so ranks do not all send to rank 0 first.
-        peers = [(own + i) % size for i in range(1, size)]
+        messages, own = [], self.comm.rank
+        peers = next_ranks(own, self.comm.size)
         for peer in peers:
             messages += self._channel.irecv([received[peer]], peer, tag)
         for peer in peers:

@@ -16,6 +16,7 @@ import numpy as np
 
 from a2d_mpi.comm.channel import Channel
 from a2d_mpi.comm.transport import HostTransport
+from a2d_mpi.core.sizes import next_ranks
 from a2d_mpi.sharding.distribution import Distribution
 
 STATES = ("gather", "ring")
@@ -166,8 +167,7 @@ class StateExchange:
         if self._way == "ring" or not len(own):
             return
         owners, rank = self._owners(), self._channel.rank
-        # From the next rank on: so ranks do not all send to the same rank first.
-        peers = sorted({*owners} - {rank}, key=lambda peer: (peer < rank, peer))
+        peers = [peer for peer in next_ranks(rank, self._channel.comm.size) if peer in owners]
         for peer in peers:
             self._states[peer] = np.empty((owners.count(peer), *own[0].shape), own[0].dtype)
             self._messages += self._channel.irecv([self._states[peer]], peer, 0)

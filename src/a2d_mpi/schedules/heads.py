@@ -14,6 +14,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from a2d_mpi.core.sizes import next_ranks
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import KINDS_OF_KEYS, SUMS, PutHeads, Receive, Rows, TakeHeads
 
@@ -28,8 +29,7 @@ class Ulysses:
         self.p, self.kind, self._number, self.accumulated = p, kind, number, accumulated
         size = p.group.cols
         p.channels["head"] = tuple(range(size))
-        # Every rank begins with the next rank.
-        self.peers = [(p.rank + u) % size for u in range(1, size)]
+        self.peers = next_ranks(p.rank, size)
         self._coming: dict[int, tuple[Rows, Receive | None]] = {}
 
     def parcel(self, name: str, owner: int) -> Rows:
