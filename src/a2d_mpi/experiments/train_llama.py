@@ -31,7 +31,7 @@ from a2d_mpi.planning.workload import Workload
 from a2d_mpi.torch import ContextParallel, GradientHooks
 
 
-def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
+def train_llama(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Train; return the exit code: 1 if the check failed or the loss is no longer finite."""
     text, config = together(comm, lambda: _validated(args))
     agree_on_text(comm, text)
