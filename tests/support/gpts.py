@@ -73,7 +73,7 @@ def serve(decoder, prompts, new, choose):
     service = Service(prompts, new, choose)
     service.use(decoder)
     while service.unanswered:
-        yield from service.step()
+        yield from ((name, service.answers[name]) for name in service.step())
 
 
 def other_tokens(found, wanted):
