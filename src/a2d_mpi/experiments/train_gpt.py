@@ -37,13 +37,12 @@ from a2d_mpi.experiments.origin import blas_name, cpu_name
 from a2d_mpi.experiments.ranks import check_room, check_survive, surviving
 from a2d_mpi.experiments.results import TRAINING_SCHEMA as SCHEMA
 from a2d_mpi.experiments.streams import progress
-from a2d_mpi.gpt.adam import learning_rate
 from a2d_mpi.gpt.config import LINEAR, POSITIONS, PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import training_bytes
 from a2d_mpi.gpt.gradients import total
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
-from a2d_mpi.gpt.training import Training
+from a2d_mpi.gpt.training import Training, learning_rate
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.linear.plan import LinearAttention
 from a2d_mpi.masks.documents import Documents
