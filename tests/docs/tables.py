@@ -21,7 +21,7 @@ import h5py
 import numpy as np
 
 from a2d_mpi.experiments.hdf5 import read_file
-from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, read_steps, summarise
+from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, STEPS_SCHEMA, step_seconds, summarise
 from a2d_mpi.experiments.simulate import read_summaries
 from a2d_mpi.planning.profile import read_machine
 
@@ -296,13 +296,12 @@ def slopes(path):
 
 def training_steps(path):
     """Seconds of a training step by part, and in brackets what was predicted."""
-    for run in sorted(read_steps(ROOT / path), key=lambda x: x.seconds):
-        parts, predicted = run.parts, run.predicted
-        pairs = [(run.seconds, sum(predicted.values()))]
-        pairs += [(parts[x], predicted[x]) for x in parts]
-        pairs += [(run.operator, run["predicted/operator"])]
-        name = run.plan + " (pick)" * bool(run["picked"])
-        yield [name, *(f"{x:.2f} ({y:.2f})" for x, y in pairs)]
+    runs = read_file(ROOT / path, STEPS_SCHEMA)["runs"].values()
+    for run in sorted(runs, key=lambda x: step_seconds(x)["step"]):
+        predicted = {x: run[f"predicted/{x}"] for x in (*run["parts"], "operator")}
+        predicted["step"] = sum(predicted[x] for x in run["parts"])
+        name = "{method} {rows}x{cols}x{heads}".format(**run) + " (pick)" * bool(run["picked"])
+        yield [name, *(f"{y:.2f} ({predicted[x]:.2f})" for x, y in step_seconds(run).items())]
 
 
 def linear(path, lengths=(2048, 4096, 8192, 16384)):

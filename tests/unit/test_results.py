@@ -447,16 +447,13 @@ def test_a_benchmark_keeps_the_runs_before_one_that_fails(tmp_path):
     path, schema, comm = tmp_path / "runs.h5", ("test", 1), MPI.COMM_SELF
     right, wrong = (Check(x, 1.0, 1) for x in (0.5, 2.0))
 
-    def fails():
+    def runs():
+        yield "a/1", {"seconds": np.ones(3)}, ("row", "1"), {"out": right}
         raise RuntimeError
 
-    def run(check):
-        return {"seconds": np.ones(3)}, ("row", "1"), {"out": check}
-
-    runs = {"a/1": partial(run, right), "b/1": fails}
     with pytest.raises(RuntimeError):
-        measured(comm, ("name", "n"), runs, path, schema, {"seed": 0})
+        measured(comm, ("name", "n"), runs(), lambda x: write_file(path, schema, {"runs": x}))
     found = read_file(path, schema)
     assert list(found["runs"]) == ["a"] and found["runs"]["a"]["1"]["passed"]
-    assert found["config"] == {"seed": 0}
-    assert measured(comm, ("name", "n"), {"a": partial(run, wrong)}, None, schema, {}) == 1
+    failed = "a", {}, ("row", "1"), {"out": wrong}
+    assert measured(comm, ("name", "n"), [failed], lambda x: None) == 1

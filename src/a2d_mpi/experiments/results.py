@@ -286,47 +286,20 @@ def _errors(off: Sequence[float]) -> str:
     return f"off by {median:.1f} % (median), {worst:.1f} % (worst of {len(size)})"
 
 
-class Steps(dict):
-    """Training steps by one plan: a run in a file of `a2d_mpi.experiments.bench_train`."""
+def step_seconds(run: Mapping[str, object]) -> dict[str, float]:
+    """Return medians over the trials of a run of ``drivers/bench.py train``, of the slowest rank.
 
-    @property
-    def plan(self) -> str:
-        """Name of the plan: method and shape."""
-        return "{method} {rows}x{cols}x{heads}".format(**self)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the slowest rank, median of all trials."""
-        return float(np.median(self["seconds"].sum(axis=2).max(axis=1)))
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Seconds of the slowest rank by part, medians of all trials."""
-        seconds = self["seconds"]  # (trials, ranks, parts)
-        slowest = seconds.sum(axis=2).argmax(axis=1)
-        of_slowest = seconds[np.arange(len(seconds)), slowest]
-        return dict(zip(self["parts"], np.median(of_slowest, axis=0).tolist()))
-
-    @property
-    def operator(self) -> float:
-        """Seconds of attention alone, forward and backward once, median of all trials."""
-        return float(np.median(self["operator"].max(axis=1)))
-
-    @property
-    def predicted(self) -> dict[str, float]:
-        """Predicted seconds by part; empty without a profile."""
-        return {x: self[f"predicted/{x}"] for x in self["parts"] if f"predicted/{x}" in self}
-
-
-def read_steps(path: str | os.PathLike[str]) -> list[Steps]:
-    """Read a file of `drivers/bench.py train`.
-
-    Raises
-    ------
-    OSError, ValueError
-        If it cannot be read, or is another kind of file; one line.
+    They are the seconds of a "step", of its parts, and of "operator": attention alone, forward and
+    backward once.
     """
-    return [Steps(run) for run in read_file(path, STEPS_SCHEMA)["runs"].values()]
+    seconds = run["seconds"]  # (trials, ranks, parts)
+    of_ranks = seconds.sum(axis=2)
+    of_slowest = seconds[np.arange(len(seconds)), of_ranks.argmax(axis=1)]
+    return {
+        "step": float(np.median(of_ranks.max(axis=1))),
+        **dict(zip(run["parts"], np.median(of_slowest, axis=0).tolist())),
+        "operator": float(np.median(run["operator"].max(axis=1))),
+    }
 
 
 def kernel_speeds(times: Mapping[str, object]) -> dict[str, dict[str, float]]:
