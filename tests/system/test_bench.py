@@ -14,12 +14,9 @@ from helpers import ROOT, read_runs
 
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.bench_kernel import RandomTile
 from a2d_mpi.experiments.hdf5 import flat, read_file
 from a2d_mpi.experiments.results import BENCHMARK_SCHEMA
 from a2d_mpi.experiments.sweep import Case, parse_plan, plans_for
-from a2d_mpi.kernels.numpy import NumpyKernel
-from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning import planner
 from a2d_mpi.planning.profile import read_machine
 
@@ -148,16 +145,23 @@ def test_kernels_on_one_core(tmp_path):
     assert found["right"] and found["tflop/40x2x8/full/forward"] > 0
 
 
-def test_wrong_results_are_seen():
-    """Wrong results are found for fewer queries than keys and fewer KV heads than heads."""
-    tile = RandomTile(9, 20, 4, 2, 8, Causal())
-    for call in tile.calls(NumpyKernel(np.float32, tile.softmax_scale)).values():
-        call()
-    assert all(x.passed and x.error < 1e-5 for x in tile.checks().values())
-    for name, x in zip(("out", "dq", "dk", "dv"), (tile.out, *tile.gradients)):
+WRONG = """
+import a2d_mpi.kernels.numpy as n
+backward = n.NumpyKernel.backward
+def wrong(self, *given, **options):
+    backward(self, *given, **options)
+    for x in given[-3:]:
         x += 0.1
-        assert name in {name for name, check in tile.checks().items() if not check.passed}
-        x -= 0.1
+n.NumpyKernel.backward = wrong
+"""
+
+
+def test_wrong_kernels_are_seen():
+    """Only the wrong results fail, also with fewer KV heads than heads; the exit code is 1."""
+    options = ["--shapes", "40x4x8", "--nheads-kv", "2", "--trials", "1", "--masks", "causal"]
+    done = helpers.drive("bench.py kernels", 0, *options, sabotage=WRONG, code=1)
+    failed = re.findall(r"FAILED 40x4x8/causal, numpy, (\w+): error 1.00e-01", done.stdout)
+    assert failed == ["dq", "dk", "dv"] == re.findall(r"FAILED .*, (\w+):", done.stdout)
 
 
 def test_study(finished, results):
