@@ -9,7 +9,7 @@ from helpers import SAMPLE, drive_each, read_runs
 from machines import A100, RESULTS, machine
 
 from a2d_mpi import Causal, Full
-from a2d_mpi.core.sizes import Layout, UnlikeRanks
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.results import summarise
 from a2d_mpi.planning.layouts import layouts
 from a2d_mpi.planning.machine import Link
@@ -64,9 +64,9 @@ def test_layouts():
     assert not METHODS["node aware"].suits(Layout(4, 4))
     uneven = Layout(2, 4).on_nodes([0, 0, 0, 1, 1, 1, 2, 2])
     assert not METHODS["node aware"].suits(uneven)
-    uneven = Layout(2, 1, 4).on_nodes([0, 0, 1, 1, 0, 1, 0, 1])
-    with pytest.raises(UnlikeRanks, match="context-parallel groups"):
-        uneven.nodes_of_group()
+    alike, unlike = np.arange(16) // 4, [0, 0, 0, 1, 1, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+    for node, suits in ((alike, True), (unlike, False)):  # of both context-parallel groups
+        assert METHODS["node aware"].suits(Layout(2, 4, 2).on_nodes(node)) == suits
 
 
 def test_seconds_of_uneven_nodes():
