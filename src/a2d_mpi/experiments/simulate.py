@@ -25,9 +25,9 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.experiments.hdf5 import check_output, flat, read_file, write_file
+from a2d_mpi.experiments.hdf5 import check_output, read_file, write_file
 from a2d_mpi.experiments.origin import provenance
-from a2d_mpi.experiments.results import Summary
+from a2d_mpi.experiments.results import Summary, flat
 from a2d_mpi.experiments.sweep import Configuration, cases_of, plans_for
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
