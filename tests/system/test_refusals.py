@@ -214,7 +214,7 @@ def places(tmp_path_factory):
         file["loss"] = np.zeros(0)
     config = GPTConfig(256, 1, 4, 2, 40)
     n = config.parameters
-    state = State(config, {"seed": "0"}, 3, np.zeros(n), np.zeros((2, n)), np.ones(3), np.ones(3))
+    state = State(config, {"seed": "0"}, np.zeros(n), np.zeros((2, n)), np.ones(3), np.ones(3))
     for folder in ("run", "model"):
         (tmp / folder).mkdir()
         path = save(tmp / folder, state)
