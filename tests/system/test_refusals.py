@@ -147,10 +147,6 @@ plan.py {plan} --profile {tmp}/alone.toml | has no link.between, which 64 ranks 
 plot.py masks {png} --masks sparse | --masks must be one of full, causal
 plot.py masks {png} --masks causal_document:0,99 | ends at 99, the sequence at 96
 plot.py masks {png} --rows 3 --cols 3 | must be 1 to 8 ranks, got 3 x 3
-plot.py partitions --ranks 2 --seqlen 64 --masks nosuch | --masks must be one of full, causal
-plot.py partitions --ranks 2 --seqlen 64 --plans ring/even | --plans must be one of contiguous,
-plot.py partitions --ranks 2 --seqlen 64 --output {text} | {text} is not a table of masks
-plot.py partitions --ranks 2 --seqlen 64 --output {tmp}/binary | is not a table of masks: 'utf-8'
 plot.py results {bench} --output {tmp}/folder --what pie | --what must be one of scaling, phases
 plot.py results {bench} --output {tmp}/folder --what scaling,kernels | 'kernels' is none of scaling
 plot.py results {bench} --output {tmp}/folder --what kernels | figures is missing
