@@ -100,8 +100,8 @@ bench.py train --output {new} --preset tiny --seqlen 2G | 2147483648 tokens (--s
 bench.py train --output {new} --preset tiny --seqlen 64K | 65536 tokens (--seqlen): arrays of the
 bench.py decode --contexts 2G | of 2147483648 tokens (--contexts) on one rank
 bench.py decode --requests 65536 | the cache of 65536 requests (--requests) of
-bench.py decode --ranks 3 | at most 2, got [3]
-bench.py decode --ranks 1 --apart 1+2 | at most 2 together
+bench.py decode --ranks 3 | at most 2 ranks, and --apart at least 1+1, got 3
+bench.py decode --ranks 1 --apart 1+2 | at most 2 ranks, and --apart at least 1+1, got 1,1+2
 train.py gpt {text} --folder {new} --rows 3 | 3
 train.py gpt {text} --folder {new} --profile {profile} --rows 2 | --profile chooses --rows
 train.py gpt {text} --folder {new} --profile {text} | text
