@@ -20,8 +20,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from a2d_mpi.experiments.plan import read_summaries
 from a2d_mpi.experiments.results import read_benchmark, read_steps, summarise
-from a2d_mpi.experiments.simulate import read_summaries
 from a2d_mpi.planning.profile import read_machine
 
 ROOT = Path(__file__).parents[2]

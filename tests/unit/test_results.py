@@ -25,8 +25,8 @@ from a2d_mpi.experiments.benchmark import measured
 from a2d_mpi.experiments.files import TICKS, Check, Result, inspect_input, read_shard, write_result
 from a2d_mpi.experiments.hdf5 import read_file
 from a2d_mpi.experiments.origin import provenance
+from a2d_mpi.experiments.plan import SCHEMA as SIMULATIONS
 from a2d_mpi.experiments.results import add_results, extend_file, read_benchmark, read_result
-from a2d_mpi.experiments.simulate import SCHEMA as SIMULATIONS
 from a2d_mpi.sharding.distribution import FORMULAS, Distribution
 
 SHAPES = {"q": (29, 6, 4), "k": (29, 2, 4), "v": (29, 2, 4), "dout": (29, 6, 4)}
