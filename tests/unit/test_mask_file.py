@@ -8,8 +8,8 @@ import pytest
 from helpers import SAMPLE, drive_each
 
 from a2d_mpi import Documents, IntervalMask
-from a2d_mpi.experiments.mask_file import read_mask
 from a2d_mpi.experiments.results import read_result
+from a2d_mpi.experiments.user_files import read_mask
 
 N = 40
 TOKENS = np.arange(N)
