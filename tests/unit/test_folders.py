@@ -68,7 +68,7 @@ except ImportError:
 
 # What few runs need, and what other drivers share.
 UNUSED = """
-benchmark check_wire model_options programs ranks results sweep user_files
+benchmark check_wire programs ranks results sweep user_files
 """
 
 

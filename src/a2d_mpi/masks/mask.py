@@ -29,8 +29,6 @@ from a2d_mpi.masks.intervals import (
 )
 from a2d_mpi.masks.stairs import stairs_of
 
-_AT_ONCE = 1 << 16  # queries that are processed together, to bound memory
-
 
 class Mask:
     """Base of all masks: subclasses define `visible`, and the other methods follow from it.
@@ -405,15 +403,8 @@ class IntervalMask(ArrayMask):
             raise ValueError(
                 "IntervalMask: begin and end must have one shape, got {} and {}".format(*shapes)
             )
-        if self.begin.ndim == 2:
-            self._refuse_overlaps()
-
-    def _refuse_overlaps(self) -> None:
-        for start in range(0, self.begin.shape[1], _AT_ONCE):
-            here = (x[:, start : start + _AT_ONCE] for x in (self.begin, self.end))
-            if shared := overlap(*here):
-                both, i = shared
-                raise ValueError(f"IntervalMask: {both} of query {start + i} overlap")
+        if self.begin.ndim == 2 and (shared := overlap(self.begin, self.end)):
+            raise ValueError(f"IntervalMask: {shared[0]} of query {shared[1]} overlap")
 
     def __repr__(self) -> str:
         return f"IntervalMask({' x '.join(map(str, self.begin.shape))} intervals)"
