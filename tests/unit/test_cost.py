@@ -25,7 +25,7 @@ def with_counts(counts, nheads=H, nheads_kv=HKV, dtype="float32", headdim=D, mas
     ends = np.cumsum([0, *counts]).tolist()
     runs = tuple((range(a, b),) for a, b in zip(ends, ends[1:]))
     shards = Distribution("balanced", sum(counts), len(counts), listed=runs)
-    return Problem(AttentionConfig(*sizes, dtype=dtype), shards, mask or Full())
+    return Problem(AttentionConfig(*sizes, dtype=dtype), shards, shards, mask or Full())
 
 
 def test_config():

@@ -7,7 +7,6 @@ traffic follows the mask.
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import lru_cache
 
 import numpy as np
 
@@ -18,12 +17,6 @@ from a2d_mpi.sharding.distribution import Distribution
 from a2d_mpi.sharding.progressions import concatenated
 
 _TOGETHER = 1 << 18  # pairs of stairs and runs of keys that are processed together
-
-
-@lru_cache(maxsize=8)
-def visibility(mask: Mask, queries: Distribution, keys: Distribution) -> Visibility:
-    """Return the visibility between all shards.  The programs of all ranks share the result."""
-    return Visibility(mask, queries, keys)
 
 
 class Visibility:
