@@ -123,9 +123,9 @@ def train(parser: Parser) -> Callable:
     The largest memory of a step's activations is counted once, in a step that is not timed.  With
     --recompute both ways are run.  --resume adds to a file, also with other numbers of ranks.
     """
-    from a2d_mpi.experiments.bench_train import bench_train
-    from a2d_mpi.experiments.model_options import FLOATS, add_model
+    from a2d_mpi.experiments.bench_models import bench_train
     from a2d_mpi.experiments.sweep import add_plans
+    from a2d_mpi.experiments.train_gpt import FLOATS, add_model
 
     add_model(parser)
     group = parser.add_argument_group("workload and plans")
@@ -147,8 +147,8 @@ def decode(parser: Parser) -> Callable:
     and values, so there is no prompt to compute.  Attention of one request is compared with
     float64, and all bytes and messages with the prediction.
     """
-    from a2d_mpi.experiments.bench_decode import bench_decode
-    from a2d_mpi.experiments.model_options import add_sizes
+    from a2d_mpi.experiments.bench_models import bench_decode
+    from a2d_mpi.experiments.train_gpt import add_sizes
 
     add_sizes(parser, layers=2, width=512, nheads=8, nheads_kv=2, headdim=None)
     group = parser.add_argument_group("requests and ranks")
@@ -174,8 +174,8 @@ def linear(parser: Parser) -> Callable:
     Sampled rows of all results are compared with dense attention of either kind in float64, and
     all bytes with the formula.
     """
-    from a2d_mpi.experiments.bench_linear import LINEAR, bench_linear
-    from a2d_mpi.experiments.model_options import FLOATS
+    from a2d_mpi.experiments.bench_models import LINEAR, bench_linear
+    from a2d_mpi.experiments.train_gpt import FLOATS
     from a2d_mpi.schedules import METHODS
 
     group = parser.add_argument_group("workloads and plans")

@@ -170,7 +170,8 @@ def study(parser: Parser) -> Callable:
     from a2d_mpi.experiments.results import print_study, read_measured
 
     parser.add_argument("files", type=path, nargs="+", help="HDF5 files of bench.py")
-    return lambda args: print_study(args.files, read_measured)
+    phases = ("forward",), ("forward", "backward")
+    return lambda args: print_study(args.files, lambda path: read_measured(path, *phases))
 
 
 def scale(parser: Parser) -> Callable:

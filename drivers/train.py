@@ -16,9 +16,9 @@ from mpi4py import MPI
 
 from a2d_mpi.experiments.cli import Parser, run, together
 from a2d_mpi.experiments.grids import add_grid
-from a2d_mpi.experiments.model_options import add_model, add_sizes, add_training
 from a2d_mpi.experiments.options import add_engine, add_options, path, real, whole
 from a2d_mpi.experiments.programs import Commands
+from a2d_mpi.experiments.train_gpt import add_model, add_sizes, add_training, train
 
 
 def gpt(parser: Parser) -> Callable:
@@ -30,8 +30,6 @@ def gpt(parser: Parser) -> Callable:
     Packed documents do not see each other; they end at --separator.  Checkpoints are in --folder.
     --resume continues the run, bit for bit as without a break on the same grid and CPU.
     """
-    from a2d_mpi.experiments.train_gpt import train
-
     text = "exact (N) and linear (L) attention, layer by layer, again and again; default: N"
     add_model(parser).add_argument("--layer-pattern", metavar="LLLN", help=text)
 
@@ -75,10 +73,10 @@ def _train_llama(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
     def job() -> Callable:
         try:
-            from a2d_mpi.experiments.train_llama import train
+            from a2d_mpi.experiments.train_llama import train_llama
         except ImportError as error:
             raise ValueError(f"{error}; pip install a2d_mpi[torch]") from None
-        return train
+        return train_llama
 
     return together(comm, job)(comm, args)
 

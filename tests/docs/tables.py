@@ -20,7 +20,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from a2d_mpi.experiments.results import read_benchmark, read_steps, summarise
+from a2d_mpi.experiments.hdf5 import read_file
+from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, STEPS_SCHEMA, step_seconds, summarise
 from a2d_mpi.experiments.simulate import read_summaries
 from a2d_mpi.planning.profile import read_machine
 
@@ -38,7 +39,7 @@ FORWARD, BOTH = ("forward",), ("forward", "backward")
 
 @cache
 def benchmark(path):
-    return read_benchmark(ROOT / path)
+    return read_file(ROOT / path, BENCHMARK_SCHEMA)["runs"]
 
 
 def read(path, phases=BOTH, **config):
@@ -46,7 +47,7 @@ def read(path, phases=BOTH, **config):
     return [
         summarise(x, phases)
         for x in benchmark(path).values()
-        if (x.config["backward"] or phases == FORWARD) and config.items() <= x.config.items()
+        if set(phases) <= set(x["timings"]) and config.items() <= x["config"].items()
     ]
 
 
@@ -54,8 +55,7 @@ def busiest(path, x, phases):
     """Bytes of the rank that sends or receives the most in each phase, summed over the phases."""
     total = 0
     for phase in phases:
-        traffic = benchmark(path)[x.name].traffic.items()
-        moved = [y for key, y in traffic if key.split("/")[0] == phase]
+        moved = benchmark(path)[x.name]["traffic"][phase].values()
         total += max(sum(y[kind] for y in moved).max() for kind in ("sent", "received"))
     return total
 
@@ -296,13 +296,12 @@ def slopes(path):
 
 def training_steps(path):
     """Seconds of a training step by part, and in brackets what was predicted."""
-    for run in sorted(read_steps(ROOT / path), key=lambda x: x.seconds):
-        parts, predicted = run.parts, run.predicted
-        pairs = [(run.seconds, sum(predicted.values()))]
-        pairs += [(parts[x], predicted[x]) for x in parts]
-        pairs += [(run.operator, run["predicted/operator"])]
-        name = run.plan + " (pick)" * bool(run["picked"])
-        yield [name, *(f"{x:.2f} ({y:.2f})" for x, y in pairs)]
+    runs = read_file(ROOT / path, STEPS_SCHEMA)["runs"].values()
+    for run in sorted(runs, key=lambda x: step_seconds(x)["step"]):
+        predicted = {x: run[f"predicted/{x}"] for x in (*run["parts"], "operator")}
+        predicted["step"] = sum(predicted[x] for x in run["parts"])
+        name = "{method} {rows}x{cols}x{heads}".format(**run) + " (pick)" * bool(run["picked"])
+        yield [name, *(f"{y:.2f} ({predicted[x]:.2f})" for x, y in step_seconds(run).items())]
 
 
 def linear(path, lengths=(2048, 4096, 8192, 16384)):

@@ -40,7 +40,7 @@ def losses(comm, grid, dtype, transfers, positions, device=HOST):
     text.bytes, text.begins = text.bytes[:100], np.append(text.begins[text.begins < 100], 100)
     trainer = trainer_of(comm, grid, config, text, weights, device, **options)
     found = [*(trainer.step() for _ in range(STEPS)), trainer.evaluate(text)]
-    weights = trainer.weights()
+    weights = trainer.host_state().weights
     trainer.free()
     return np.array(found), weights
 

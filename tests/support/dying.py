@@ -27,7 +27,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 # Before NumPy, as in drivers: it may choose NumPy's matrix products, which changes the last bits.
@@ -179,8 +178,7 @@ def train(options, ranges):
         trainer = job.Trainer(comm, grid, args, text, state)
         while state.step < end:
             trainer.step()
-        moments = trainer._training.adam.moments
-        state = replace(state, weights=trainer.weights(), moments=moments)
+        state = trainer.host_state()
         trainer.free()
         grid.free()
         comm.Free()

@@ -44,7 +44,7 @@ def trainer_of(comm, grid, config, text, weights, device=HOST, **options):
                         "threads": 1, "kernel": "auto", "transfers": "auto",
                         "recompute": False, **options})  # fmt: skip
     none, moments = np.zeros(0), np.zeros((2, config.parameters), weights.dtype)
-    state = State(config, {}, 0, weights, moments, none, none)
+    state = State(config, {}, weights, moments, none, none)
     return Trainer(comm, grid, args, text, state, device)
 
 
@@ -73,7 +73,7 @@ def serve(decoder, prompts, new, choose):
     service = Service(prompts, new, choose)
     service.use(decoder)
     while service.unanswered:
-        yield from service.step()
+        yield from ((name, service.answers[name]) for name in service.step())
 
 
 def other_tokens(found, wanted):

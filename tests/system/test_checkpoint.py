@@ -19,7 +19,7 @@ TRAIN = [TEXT, "--layers", "1", "--width", "8", "--nheads", "2", "--seqlen", "40
 def state(step, **changes):
     n = CONFIG.parameters
     arrays = np.full(n, float(step)), np.zeros((2, n)), np.ones(step), np.ones(step)
-    return replace(State(CONFIG, RUN, step, *arrays), **changes)
+    return replace(State(CONFIG, RUN, *arrays), **changes)
 
 
 def damage(path):

@@ -36,8 +36,8 @@ SMALL = {
     "plot.py scale": "",
     "plot.py partitions": "--ranks 2 --seqlen 64 --masks causal",
 }
-# These take long, or need SimGrid, a package of weights, or PyTorch.  Tests of their own run them.
-NOT_RUN = {"calibrate.py", "plan.py simulate", "encode.py", "train.py llama"}
+# These take long, or need SimGrid or PyTorch.  Tests of their own run them.
+NOT_RUN = {"calibrate.py", "plan.py simulate", "train.py llama"}
 
 
 def examples(text):

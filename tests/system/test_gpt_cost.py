@@ -120,12 +120,12 @@ def test_benchmark(tmp_path):
 def test_benchmark_fails(tmp_path):
     """The benchmark fails if the model and the textbook differ."""
     sabotage = """
-from a2d_mpi.experiments import bench_train
-right = bench_train._Textbook.forward
+from a2d_mpi.core import reference
+right = reference.attention
 def wrong(*args):
     out, lse = right(*args)
     return out * 1.001, lse
-bench_train._Textbook.forward = wrong
+reference.attention = wrong
 """
     output = tmp_path / "step.h5"
     options = ["train", "--output", output, *OPTIONS]

@@ -103,7 +103,7 @@ def test_checkpoints_as_documented(tmp_path, monkeypatch):
     config, page = GPTConfig(7, 1, 8, 2, 5), (ROOT / "docs" / "models.md").read_text()
     flat, none = initial(config, 0, "float32"), np.zeros(3)
     (folder := tmp_path / "results" / "tiny").mkdir(parents=True)
-    path = save(folder, State(config, {}, 3, flat, np.zeros((2, len(flat)), "f4"), none, none))
+    path = save(folder, State(config, {}, flat, np.zeros((2, len(flat)), "f4"), none, none))
     with h5py.File(path) as file:
         assert all(f"`{x}`" in page for x in (*file.attrs, *(f"/{y}" for y in file)))
     monkeypatch.chdir(tmp_path)

@@ -68,7 +68,7 @@ except ImportError:
 
 # What few runs need, and what other drivers share.
 UNUSED = """
-benchmark check_wire imports mask_file model_options programs ranks results sweep
+benchmark check_wire imports mask_file programs ranks results sweep
 """
 
 

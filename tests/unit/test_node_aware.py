@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import SAMPLE, drive_each
+from helpers import SAMPLE, drive_each, read_runs
 from machines import A100, RESULTS, machine
 
 from a2d_mpi import Causal, Full
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.results import read_benchmark, summarise
+from a2d_mpi.experiments.results import summarise
 from a2d_mpi.planning.layouts import layouts
 from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.memory import most_memory, peak_memory
@@ -106,11 +106,11 @@ def test_drivers(tmp_path):
     ], 4)  # fmt: skip
     assert [code for code, _ in found] == [0, 0], done.stderr
     case = "causal-n61-h4-kv4-d8-float32-backward-overlap"
-    found = read_benchmark(output)
+    found = read_runs(output)
     assert set(found) == {f"{x}-2x2x1-rcu_2x1-{case}" for x in ("node_aware", "attention2d")}
     for name, result in found.items():
-        assert (result.config["block"], result.config["nodes"]) == ("2x1", "0 0 0 0")
-        assert result.passed and result.predicted["forward seconds"] > 0
+        assert (result["config"]["block"], result["config"]["nodes"]) == ("2x1", "0 0 0 0")
+        assert result["passed"] and result["predicted"]["forward seconds"] > 0
         assert summarise(result).shape == "2x2x1@rcu/2x1"
-        inside = name.startswith("node") and {"forward/row node", "forward/col node"}
-        assert not inside or inside <= result.traffic.keys()
+        inside = name.startswith("node") and {"row node", "col node"}
+        assert not inside or inside <= result["traffic"]["forward"].keys()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -21,8 +20,7 @@ from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.check import distance
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.files import Check, attributes_of
-from a2d_mpi.experiments.hdf5 import write_file
-from a2d_mpi.experiments.measure import origin_of, random_rows
+from a2d_mpi.experiments.measure import random_rows
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.streams import aligned, progress
 
@@ -31,15 +29,14 @@ if TYPE_CHECKING:
 
 STEP_BOUNDS = {"float32": 1e-5, "float64": 1e-10}  # largest relative errors of training steps
 T = TypeVar("T")
+Run = tuple[str, dict[str, Any], Sequence[str], Mapping[str, Check]]
 
 
 def measured(
     comm: MPI.Intracomm,
     columns: Sequence[str],
-    runs: Mapping[str, Callable[[], tuple[dict, Sequence[str], Mapping[str, Check]]]],
-    path: Path | None,
-    schema: tuple[str, int],
-    config: Mapping[str, object],
+    runs: Iterable[Run],
+    write: Callable[[dict[str, Any]], object],
 ) -> int:
     """Make runs one after the other, and report them; return the exit code.  Collective.
 
@@ -48,24 +45,19 @@ def measured(
     comm : Intracomm
     columns : sequence of str
         Head of the table.
-    runs : mapping of str to callable
-        By name in the file, functions that measure.  They return what stands in the file, a row of
-        the table, and checks; those of rank 0 count.
-    path : path or None
-        File that is written after each run, should the job be ended.
-    schema : (str, int)
-    config : mapping
-        Options that the file keeps.
+    runs : iterable of (str, dict, sequence of str, mapping)
+        Of each run its name and what stands in the file, a row of the table, and its checks; those
+        of rank 0 count.
+    write : callable
+        Writes the runs by name, on rank 0; called after each run, should the job be ended.
     """
-    tree: dict[str, Any] = {**origin_of(comm), "config": config, "runs": {}}
-    rows, checks = [columns], {}
-    for name in progress(runs, comm.rank, desc="runs"):
-        run, row, checks[name] = runs[name]()
-        tree["runs"][name] = run | attributes_of(checks[name])
+    tree, rows, all_checks = {}, [columns], {}
+    for name, run, row, checks in progress(runs, comm.rank, desc="runs"):
+        tree[name], all_checks[name] = run | attributes_of(checks), checks
         rows.append(row)
         # Ranks without a part in the run sleep until it ends.
-        together(comm, lambda: path and write_file(path, schema, tree), on=0)
-    return report(comm, rows, checks)
+        together(comm, lambda: write(tree), on=0)
+    return report(comm, rows, all_checks)
 
 
 def within(

@@ -28,8 +28,6 @@ class State:
     config : GPTConfig
     run : dict
         Options that must be the same when the run is resumed.
-    step : int
-        Updates so far.
     weights : (parameters,) ndarray
     moments : (2, parameters) ndarray
         Adam's two moments of each parameter.
@@ -42,7 +40,6 @@ class State:
 
     config: GPTConfig
     run: dict[str, object]
-    step: int
     weights: np.ndarray
     moments: np.ndarray
     losses: np.ndarray
@@ -50,32 +47,33 @@ class State:
     ranges: list[dict[str, object]] = field(default_factory=list)
 
     @property
+    def step(self) -> int:
+        """Updates so far."""
+        return len(self.losses)
+
+    @property
     def settings(self) -> dict[str, object]:
         """Settings of the latest step that may change the bits of results; empty at the start."""
         last = self.ranges[-1] if self.ranges else {}
         return {name: x for name, x in last.items() if name not in ("begin", "end")}
 
-    @property
-    def texts(self) -> dict[str, str]:
-        """The attributes that are not arrays, as JSON by name."""
-        values = {"config": self.config.stored, "run": self.run, "ranges": self.ranges}
-        return {name: json.dumps(x) for name, x in values.items()}
-
     def add_step(self, loss: float, seconds: float, settings: Mapping[str, object]) -> None:
         """Count a step that was computed with these settings; the caller changes the weights."""
         if self.settings != settings:
             self.ranges.append({"begin": self.step, "end": self.step, **settings})
-        self.step += 1
-        self.ranges[-1]["end"] = self.step
         self.losses = np.append(self.losses, loss)
         self.seconds = np.append(self.seconds, seconds)
+        self.ranges[-1]["end"] = self.step
 
-    def digest(self) -> str:
-        """Return the SHA-256 of the texts, the step and all arrays."""
-        digest = hashlib.sha256(json.dumps([self.texts, self.step]).encode())
-        for name in _ARRAYS:
-            digest.update(np.ascontiguousarray(getattr(self, name)))
-        return digest.hexdigest()
+    def tree(self) -> dict[str, object]:
+        """Return the contents of a checkpoint: texts in JSON, arrays, and the SHA-256 of all."""
+        values = {"config": self.config.stored, "run": self.run, "ranges": self.ranges}
+        texts = {name: json.dumps(x) for name, x in values.items()}
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        digest = hashlib.sha256(json.dumps([texts, self.step]).encode())
+        for x in arrays.values():
+            digest.update(np.ascontiguousarray(x))
+        return {**texts, **arrays, "step": self.step, "sha256": digest.hexdigest()}
 
 
 def save(folder: Path, state: State) -> Path:
@@ -88,11 +86,9 @@ def save(folder: Path, state: State) -> Path:
     OSError
         If it cannot be written; earlier checkpoints are kept.
     """
-    path = folder / f"step-{state.step:09}.h5"
-    arrays = {name: getattr(state, name) for name in _ARRAYS}
-    attributes = {**state.texts, "step": state.step, "sha256": state.digest()}
-    write_file(path, SCHEMA, {**attributes, **arrays})
-    earlier = [x for x in _paths(folder) if x.name < path.name and _is_of(x, state)]
+    path, tree = folder / f"step-{state.step:09}.h5", state.tree()
+    write_file(path, SCHEMA, tree)
+    earlier = [x for x in _paths(folder) if x.name < path.name and _is_of_run(x, tree)]
     for old in earlier[KEPT - 1 :]:
         old.unlink()
     return path
@@ -119,14 +115,13 @@ def load(path: Path) -> State:
     root = read_file(path, SCHEMA)
     try:
         config, run, ranges = (json.loads(root[x]) for x in ("config", "run", "ranges"))
-        arrays = (root[x] for x in _ARRAYS)
-        state = State(GPTConfig(**config), run, int(root["step"]), *arrays, ranges)
-        is_whole = root["sha256"] == state.digest()
+        state = State(GPTConfig(**config), run, *(root[x] for x in _ARRAYS), ranges)
+        if root["sha256"] == state.tree()["sha256"]:
+            return state
+        why = "its checksum does not match"
     except (AttributeError, TypeError, ValueError) as error:
-        raise OSError(f"cannot read {path} as HDF5: it is damaged: {error}") from error
-    if not is_whole:
-        raise OSError(f"cannot read {path} as HDF5: it is damaged: its checksum does not match")
-    return state
+        why = str(error)
+    raise OSError(f"cannot read {path} as HDF5: it is damaged: {why}")
 
 
 def latest(folder: Path) -> tuple[State | None, dict[Path, str]]:
@@ -203,11 +198,11 @@ def differences(was: Mapping[str, object], now: Mapping[str, object]) -> str:
     )
 
 
-def _is_of(path: Path, state: State) -> bool:
-    """Return whether a file is a readable checkpoint of the run of a state."""
+def _is_of_run(path: Path, tree: Mapping[str, object]) -> bool:
+    """Return whether a file is a readable checkpoint of the same run as another one's contents."""
     try:
         with reading(path, SCHEMA) as file:
-            return all(file.attrs[name] == state.texts[name] for name in ("config", "run"))
+            return all(file.attrs[name] == tree[name] for name in ("config", "run"))
     except (OSError, ValueError):
         return False
 

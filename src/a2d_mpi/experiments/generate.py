@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +28,7 @@ from a2d_mpi.gpt.text import VOCAB
 def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Generate text; return the exit code: 1 if a request was refused."""
     check_survive(comm, args.survive)
-    prompts = together(comm, lambda: _prompts(args))
-    split = together(comm, lambda: _split(args, comm.size))
+    prompts, split = together(comm, lambda: (_prompts(args), _split(args, comm.size)))
     ranks = split[0] if split else comm.size
     rows, cols = grid_shape(ranks, args.rows, args.cols, args.head_ranks)
     shape = rows, cols, args.head_ranks
@@ -39,91 +37,61 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     rooms = args.room if args.room is not None else [1 << 30] * (rows * cols)
     wrong = f"--room must be a number for each of the {rows * cols} positions, got {rooms}"
     agree(comm, wrong if len(rooms) != rows * cols else None)
-    answers = _Answers(args, weights, prompts)
     options = {"method": args.method, "transfers": args.transfers, "kernel": args.kernel}
     options["block"] = args.kv_block
+
+    def choose(name: int, length: int, logits: np.ndarray) -> int:
+        return sample(logits, args.temperature, (args.seed, name, length))
+
+    service = Service(prompts, dict.fromkeys(prompts, args.tokens), choose)
+    decoder: Decoder | None = None
+    printer, ended = 0, []  # rank, in the first grid, that prints; requests of the latest step
+
+    def answer(rank: int, first: int) -> int:
+        """Answer all prompts; rank 0, `first` in the first grid, prints; return the exit code."""
+        nonlocal printer, ended
+        service.use(decoder)
+        if printer == first:  # otherwise it may have died before it printed the latest answers
+            ended = []
+        printer = first
+        while True:
+            for name in ended if rank == 0 else ():
+                print(f"{name}: {_shown(prompts[name], service.answers[name])}", flush=True)
+            if not service.unanswered:
+                refused = any(isinstance(x, ValueError) for x in service.answers.values())
+                return FAILED_CHECK if refused else 0
+            ended = service.step()
+
+    def work(grid: ProcessGrid, comm: MPI.Intracomm) -> int:
+        nonlocal decoder
+        numbers = grid.failures.numbers
+        positions = np.reshape(numbers, (-1, grid.heads)).tolist()
+        least = [min(room_of[x] for x in ranks) for ranks in positions]
+        if decoder:
+            decoder.free()
+        decoder = Decoder(grid, weights, least, **options)
+        return answer(comm.rank, numbers[0])
+
     with threadpool_limits(args.threads):
         if split:
             options["micro_batches"] = args.micro_batches or MICRO_BATCHES
             decoder = open_apart(comm, grid, split, weights, rooms, **options)
-            code = answers.complete(decoder, comm, first=0)
+            code = answer(comm.rank, 0)
             if grid:
                 grid.free()
         else:
-            room_of = dict(zip(grid.failures.numbers, np.repeat(rooms, args.head_ranks).tolist()))
-
-            def work(grid: ProcessGrid, comm: MPI.Intracomm) -> int:
-                numbers = grid.failures.numbers
-                positions = np.reshape(numbers, (-1, grid.heads)).tolist()
-                rooms = [min(room_of[x] for x in ranks) for ranks in positions]
-                answers.free()
-                decoder = Decoder(grid, weights, rooms, **options)
-                return answers.complete(decoder, comm, first=numbers[0])
-
+            room_of = dict(enumerate(np.repeat(rooms, args.head_ranks).tolist()))
             code = surviving("generate.py", grid, work, args.survive, args.method)
-    if code is None:
-        return 0
-    answers.free()
-    return code
+    if code is not None:
+        decoder.free()
+    return code or 0
 
 
-class _Answers:
-    """Answers to prompts; the first rank prints each answer when it is complete.
-
-    Parameters
-    ----------
-    args : Namespace
-        Options of drivers/generate.py.
-    weights : Parameters
-    prompts : dict of int to (n,) int64
-        Tokens of each prompt.
-    """
-
-    def __init__(
-        self, args: argparse.Namespace, weights: Parameters, prompts: Mapping[int, np.ndarray]
-    ) -> None:
-        self._args, self._weights, self._prompts = args, weights, prompts
-        new = dict.fromkeys(prompts, args.tokens)
-        self._service = Service(prompts, new, self._choose)
-        self._decoder: Decoder | None = None
-        self._latest: list[tuple[int, np.ndarray | ValueError]] = []  # answers of the latest step
-        self._first: int | None = None  # rank, in the first grid, that prints
-        self._prints = False
-        self._refused = 0
-
-    def complete(self, decoder: Decoder, comm: MPI.Intracomm, first: int) -> int:
-        """Serve all unanswered prompts; return the exit code.  Collective.
-
-        `first` is the rank, in the first grid, that prints.
-        """
-        self._decoder = decoder
-        self._service.use(decoder)
-        printed_by, self._first = self._first, first
-        self._prints = comm.rank == 0
-        if printed_by != self._first:  # the earlier rank may have died before it printed them
-            self._print_latest()
-        while self._service.unanswered:
-            self._latest = self._service.step()
-            self._refused += sum(isinstance(answer, ValueError) for _, answer in self._latest)
-            self._print_latest()
-        return FAILED_CHECK if self._refused else 0
-
-    def _choose(self, name: int, length: int, logits: np.ndarray) -> int:
-        return sample(logits, self._args.temperature, (self._args.seed, name, length))
-
-    def _print_latest(self) -> None:
-        """Print the latest answers, on the first rank."""
-        for name, answer in self._latest if self._prints else ():
-            if isinstance(answer, ValueError):
-                print(f"{name}: refused: {answer}", flush=True)
-            else:
-                print(f"{name}: {_text(self._prompts[name]) + _text(answer)!r}", flush=True)
-
-    def free(self) -> None:
-        """Free the decoder, if there is one.  Collective, also after a loss."""
-        if self._decoder:
-            self._decoder.free()
-            self._decoder = None
+def _shown(prompt: np.ndarray, answer: np.ndarray | ValueError) -> str:
+    """Return a prompt with its answer, or why it was refused."""
+    if isinstance(answer, ValueError):
+        return f"refused: {answer}"
+    return repr("".join(bytes(x.tolist()).decode(errors="replace") for x in (prompt, answer)))
 
 
 def _prompts(args: argparse.Namespace) -> dict[int, np.ndarray]:
@@ -150,11 +118,7 @@ def _weights(
 ) -> Parameters:
     """Return the weights of this rank: all, or the weights of an attention or FFN rank."""
     state = together(comm, lambda: _state(args.checkpoint), on=0)
-    config = comm.bcast(state and state.config)
-    agree(comm, None if config else f"{args.checkpoint} has no complete checkpoint")
-    wrong = f"tokens are bytes: the model must have a vocabulary of {VOCAB}, got {config.vocab}"
-    agree(comm, None if config.vocab == VOCAB else wrong)
-    device = open_device(comm, args.device)
+    config, device = comm.bcast(state and state.config), open_device(comm, args.device)
     if split is None:
         return Parameters(config, device.upload(comm.bcast(state and state.weights)))
     parts = None
@@ -165,15 +129,15 @@ def _weights(
     return Parameters(config, device.upload(flat), shapes)
 
 
-def _state(path: Path) -> State | None:
+def _state(path: Path) -> State:
     """Read a checkpoint, or the latest undamaged one of a folder; print why others are refused."""
-    if not path.is_dir():
-        return load(path)
-    state, refused = latest(path)
+    state, refused = latest(path) if path.is_dir() else (load(path), {})
     for why in refused.values():
         print(f"refused: {why}", file=sys.stderr, flush=True)
+    if state is None:
+        raise ValueError(f"{path} has no complete checkpoint")
+    if (vocab := state.config.vocab) != VOCAB:
+        raise ValueError(
+            f"tokens are bytes: the model must have a vocabulary of {VOCAB}, got {vocab}"
+        )
     return state
-
-
-def _text(tokens: np.ndarray) -> str:
-    return bytes(tokens.tolist()).decode(errors="replace")

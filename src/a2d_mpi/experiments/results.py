@@ -1,10 +1,10 @@
-"""Files of results of one run or of many, and their summaries for tables and plots; no MPI.
+"""Files of many runs, and their summaries for tables and plots; no MPI.
 
 Every function raises OSError if a file cannot be read or written, and ValueError if its contents
 are wrong.  The message is one line that names the file, for the user to read.
 
-In files of many runs the group ``origins`` has the different origins of the runs, and the group
-``origin`` of a run is a link.
+The group ``origins`` of a file has the different origins of its runs, and the group ``origin`` of
+a run is a link.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.files import RESULT_SCHEMA, Check, Result, phases_of, tree_of
 from a2d_mpi.experiments.hdf5 import Tree, fill, flat, key_of, load, new_file, read_file
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.streams import aligned
@@ -38,60 +39,25 @@ FAMILIES = tuple(
 )
 
 
-def read_result(path: str | os.PathLike[str]) -> Result:
-    """Read a file of `write_result`, including the outputs.
+def all_passed(run: Mapping[str, Any]) -> bool:
+    """Return whether all checks of a run in a file passed."""
+    return all(x["passed"] for x in run["checks"].values())
 
-    Raises
-    ------
-    OSError
-        If the file cannot be read, or lacks something.
-    ValueError
-        If the schema is wrong.
+
+def read_measured(path: str | os.PathLike[str], *phases: Sequence[str]) -> list[Summary]:
+    """Read a benchmark, and summarise each of its runs for each of `phases`.
+
+    Those that a run has count, and equal ones count once.  Default: all phases together.
     """
 
-    def build(root: Tree) -> Result:
-        root["origin"] = {x: y for x, y in root.items() if not isinstance(y, (Tree, np.ndarray))}
-        return _result(root)
-
-    return read_file(path, RESULT_SCHEMA, build)
-
-
-def add_results(
-    path: str | os.PathLike[str], settings: Mapping[str, object], results: Mapping[str, Result]
-) -> None:
-    """Add results by name to a file, or make the file; if writing fails, nothing changes."""
-    runs = {name: tree_of(result) for name, result in results.items()}
-    extend_file(path, BENCHMARK_SCHEMA, {"settings": settings, "runs": runs})
-
-
-def read_benchmark(path: str | os.PathLike[str]) -> dict[str, Result]:
-    """Read all results of a file, by name."""
-
-    def build(tree: Tree) -> dict[str, Result]:
-        return {name: _result(run) for name, run in tree["runs"].items()}
+    def build(tree: Tree) -> list[Summary]:
+        found = []
+        for run in tree["runs"].values():
+            given = [tuple(x for x in each if x in run["timings"]) for each in phases or (PHASES,)]
+            found += [summarise(run, each) for each in dict.fromkeys(given)]
+        return found
 
     return read_file(path, BENCHMARK_SCHEMA, build)
-
-
-def _result(run: Tree) -> Result:
-    """Return the result of a tree that was read."""
-    return Result(
-        provenance={**run["origin"], "utc_time": run["utc_time"]},
-        config=run["config"],
-        area=run["area"],
-        timings=flat(run["timings"]),
-        traffic={
-            f"{phase}/{channel}": counts
-            for phase, channels in run["traffic"].items()
-            for channel, counts in channels.items()
-        },
-        checks={
-            name: Check(x["error"], x["bound"], x["rows"], x.get("as_given"))
-            for name, x in run["checks"].items()
-        },
-        outputs=flat(run.get("outputs", {})),
-        predicted=run.get("predicted", {}),
-    )
 
 
 def extend_file(path: str | os.PathLike[str], schema: tuple[str, int], tree: Mapping) -> None:
@@ -208,38 +174,32 @@ class Summary:
         return f"{self.method} {self.shape}{sliced}" + " in turn" * (not self.overlap)
 
 
-def summarise(result: Result, phases: Sequence[str] | None = None) -> Summary:
-    """Combine the numbers of some phases of a result; default: all that were timed."""
-    phases = phases or phases_of(result)
-    seconds, parts = 0.0, dict.fromkeys(PARTS, 0.0)
+def summarise(run: Mapping[str, Any], phases: Sequence[str] = ()) -> Summary:
+    """Combine the numbers of some phases of a run in a benchmark file; default: all it has."""
+    phases = phases or list(run["timings"])
+    seconds, parts, moved = 0.0, dict.fromkeys(PARTS, 0.0), []
     for phase in phases:
-        total = result.timings[f"{phase}/total"]
+        timings = run["timings"][phase]
+        total = timings["total"]  # (trials, ranks)
         slowest = total.max(axis=1)  # the trial whose slowest rank took the (lower) median
         trial = int(np.argsort(slowest, kind="stable")[(len(slowest) - 1) // 2])
         rank = int(total[trial].argmax())
-        own = {x: result.timings[f"{phase}/{x}"][trial, rank] for x in PARTS[:-1]}
+        own = {x: timings[x][trial, rank] for x in PARTS[:-1]}
         own["other"] = max(0.0, total[trial, rank] - sum(own.values()))
         parts = {x: parts[x] + float(own[x]) for x in PARTS}
         seconds += float(total[trial, rank])
-    moved = [x for key, x in result.traffic.items() if key.split("/")[0] in phases]
+        moved += run["traffic"].get(phase, {}).values()
     received, formula = (
         int(sum((x[kind] for x in moved), np.zeros(1, np.int64)).max())
         for kind in ("received", "predicted_received")
     )
-    return Summary(
-        str(result.config["name"]),
-        result.config,
-        "both" if len(phases) > 1 else phases[0],
-        seconds,
-        parts,
-        received,
-        formula,
-        *(
-            sum(float(result.predicted.get(f"{phase} {what}", np.nan)) for phase in phases)
-            for what in ("lower bound", "seconds")
-        ),
-        result.passed,
+    bound, predicted = (
+        sum(float(run.get("predicted", {}).get(f"{phase} {what}", np.nan)) for phase in phases)
+        for what in ("lower bound", "seconds")
     )
+    config, phase = run["config"], "both" if len(phases) > 1 else phases[0]
+    numbers = seconds, parts, received, formula, bound, predicted
+    return Summary(config["name"], config, phase, *numbers, all_passed(run))
 
 
 def table(summaries: Sequence[Summary]) -> str:
@@ -313,15 +273,6 @@ def print_study(files: Sequence[Path], read: Callable[[Path], list[Summary]]) ->
     return 0 if passed else FAILED_CHECK
 
 
-def read_measured(path: Path) -> list[Summary]:
-    """Read the summaries of a benchmark: of each plan its forward pass, and all its phases."""
-    return [
-        summarise(result, phases)
-        for result in read_benchmark(path).values()
-        for phases in dict.fromkeys([("forward",), phases_of(result)])
-    ]
-
-
 def _is_whole(x: Summary) -> bool:
     """Return whether a summary has all phases that ran."""
     return (x.phase == "both") == bool(x.config["backward"])
@@ -335,47 +286,20 @@ def _errors(off: Sequence[float]) -> str:
     return f"off by {median:.1f} % (median), {worst:.1f} % (worst of {len(size)})"
 
 
-class Steps(dict):
-    """Training steps by one plan: a run in a file of `a2d_mpi.experiments.bench_train`."""
+def step_seconds(run: Mapping[str, object]) -> dict[str, float]:
+    """Return medians over the trials of a run of ``drivers/bench.py train``, of the slowest rank.
 
-    @property
-    def plan(self) -> str:
-        """Name of the plan: method and shape."""
-        return "{method} {rows}x{cols}x{heads}".format(**self)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the slowest rank, median of all trials."""
-        return float(np.median(self["seconds"].sum(axis=2).max(axis=1)))
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Seconds of the slowest rank by part, medians of all trials."""
-        seconds = self["seconds"]  # (trials, ranks, parts)
-        slowest = seconds.sum(axis=2).argmax(axis=1)
-        of_slowest = seconds[np.arange(len(seconds)), slowest]
-        return dict(zip(self["parts"], np.median(of_slowest, axis=0).tolist()))
-
-    @property
-    def operator(self) -> float:
-        """Seconds of attention alone, forward and backward once, median of all trials."""
-        return float(np.median(self["operator"].max(axis=1)))
-
-    @property
-    def predicted(self) -> dict[str, float]:
-        """Predicted seconds by part; empty without a profile."""
-        return {x: self[f"predicted/{x}"] for x in self["parts"] if f"predicted/{x}" in self}
-
-
-def read_steps(path: str | os.PathLike[str]) -> list[Steps]:
-    """Read a file of `drivers/bench.py train`.
-
-    Raises
-    ------
-    OSError, ValueError
-        If it cannot be read, or is another kind of file; one line.
+    They are the seconds of a "step", of its parts, and of "operator": attention alone, forward and
+    backward once.
     """
-    return [Steps(run) for run in read_file(path, STEPS_SCHEMA)["runs"].values()]
+    seconds = run["seconds"]  # (trials, ranks, parts)
+    of_ranks = seconds.sum(axis=2)
+    of_slowest = seconds[np.arange(len(seconds)), of_ranks.argmax(axis=1)]
+    return {
+        "step": float(np.median(of_ranks.max(axis=1))),
+        **dict(zip(run["parts"], np.median(of_slowest, axis=0).tolist())),
+        "operator": float(np.median(run["operator"].max(axis=1))),
+    }
 
 
 def kernel_speeds(times: Mapping[str, object]) -> dict[str, dict[str, float]]:

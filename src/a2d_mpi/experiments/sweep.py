@@ -204,10 +204,9 @@ class Configuration:
         Returns
         -------
         dict of str to number or str
-            `predicted` of a `a2d_mpi.experiments.files.Result`.  ``memory``: peak bytes of a
-            rank.  ``forward lower bound``: least bytes of a rank in balanced attention without a
-            head axis.  ``forward seconds``: of the slowest rank.  Likewise ``backward ...``.
-            ``machine``: name of the machine.
+            ``memory``: peak bytes of a rank.  ``forward lower bound``: least bytes of a rank in
+            balanced attention without a head axis.  ``forward seconds``: of the slowest rank.
+            Likewise ``backward ...``.  ``machine``: name of the machine.
         """
         work = self.case.work(self.overlap)
         problem = problem_of(self.method, layout, work, work.mask, distribution)

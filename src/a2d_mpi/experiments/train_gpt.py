@@ -1,4 +1,4 @@
-"""The program of drivers/train.py gpt: train a GPT on a text, by all ranks together."""
+"""The program of drivers/train.py gpt, and options of models and their training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
@@ -24,14 +23,22 @@ from a2d_mpi.experiments.cli import holding, together
 from a2d_mpi.experiments.grids import open_grid
 from a2d_mpi.experiments.hdf5 import check_output, write_file
 from a2d_mpi.experiments.measure import open_device, origin_of
-from a2d_mpi.experiments.model_options import model_of
-from a2d_mpi.experiments.options import FAILED_CHECK, files_written
+from a2d_mpi.experiments.options import (
+    FAILED_CHECK,
+    Parser,
+    add_options,
+    files_written,
+    path,
+    real,
+    tokens,
+    whole,
+)
 from a2d_mpi.experiments.origin import blas_name, cpu_name
 from a2d_mpi.experiments.ranks import check_room, check_survive, surviving
 from a2d_mpi.experiments.results import TRAINING_SCHEMA as SCHEMA
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.gpt.adam import learning_rate
-from a2d_mpi.gpt.config import LINEAR, GPTConfig
+from a2d_mpi.gpt.config import LINEAR, POSITIONS, PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import training_bytes
 from a2d_mpi.gpt.gradients import total
 from a2d_mpi.gpt.parameters import Parameters, initial
@@ -45,6 +52,59 @@ from a2d_mpi.planning.workload import Workload
 
 # Options that must be the same when a run is resumed.
 SAME = ("seqlen", "dtype", "seed", "rate", "warmup", "steps", "separator", "validate")
+FLOATS = ("float32", "float64")  # storage dtypes of a model
+
+
+def add_sizes(parser: Parser, **defaults: object) -> argparse._ArgumentGroup:
+    """Add sizes of a model with their defaults.  Returns the group."""
+    group = parser.add_argument_group("model")
+    for name, default in defaults.items():
+        add_options(group, name.replace("_", "-"), default=default)
+    return group
+
+
+def add_model(parser: Parser) -> argparse._ArgumentGroup:
+    """Add the options of a GPT's sizes, see `model_of`; returns their group."""
+    names = "layers", "width", "nheads", "nheads_kv", "headdim"
+    group = add_sizes(parser, **dict.fromkeys(names))
+    add = group.add_argument
+    text = f"a model whose sizes are the defaults of the others: {', '.join(PRESETS)}"
+    add("--preset", choices=PRESETS, metavar="MODEL", default="tiny", help=text)
+    add("--positions", choices=POSITIONS, help="encoding of positions; default: the preset's")
+    add("--recompute", action="store_true", help="keep less of each layer, and compute it again")
+    return group
+
+
+def add_training(parser: Parser) -> argparse._ArgumentGroup:
+    """Add a text and how to train on it; returns the group of the options."""
+    parser.add_argument("text", type=path, help="text file; its bytes are the tokens")
+    group = parser.add_argument_group("training")
+    add = group.add_argument
+    add_options(group, "seqlen", type=tokens(2), default="1K", help="tokens per step: 1024, 64K")
+    add_options(group, "separator", default=r"\n\n\n")
+    add_options(group, "dtype", choices=FLOATS)
+    add(
+        "--steps", type=whole(1), metavar="N", default=200, help="number of steps of the whole run"
+    )
+    add("--rate", type=real(0, 1e6), metavar="X", default=1e-3, help="highest learning rate")
+    add_options(group, "seed")
+    return group
+
+
+def model_of(args: argparse.Namespace, **sizes: int) -> GPTConfig:
+    """Return the sizes of a model, from the options of `add_model` and from `sizes`.
+
+    Raises
+    ------
+    ValueError
+        If sizes do not fit each other.
+    """
+    names = ("layers", "width", "nheads", "nheads_kv", "headdim", "positions", "layer_pattern")
+    given = {x: getattr(args, x) for x in names if getattr(args, x, None) is not None}
+    preset = PRESETS[args.preset].stored  # without a headdim that follows from the others
+    if preset["nheads_kv"] == preset["nheads"]:
+        preset["nheads_kv"] = None
+    return GPTConfig(**{**preset, **sizes, **given})
 
 
 def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
@@ -76,7 +136,7 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
                 trainer = made
             else:
                 trainer.go_on(comm, grid)
-            return _finish(comm, trainer, args, text, held)
+            return trainer.finish(held)
 
     # No warnings: each step checks that its numbers are finite.
     finite = np.errstate(over="ignore", invalid="ignore")
@@ -87,39 +147,6 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             _report(trainer, text)
         trainer.free()
     return code or 0
-
-
-def _finish(
-    comm: MPI.Intracomm,
-    trainer: Trainer,
-    args: argparse.Namespace,
-    text: Text,
-    held: Text | None,
-) -> int:
-    """Train to the last step, evaluate and write; return the exit code.  Collective."""
-    try:
-        trainer.run(args.steps)
-    except FloatingPointError as error:
-        _say(comm, f"step {trainer.state.step + 1}: {error}; the training ends, and the "
-                   f"checkpoints in {args.folder} stay as they are")  # fmt: skip
-        return FAILED_CHECK
-    if held:
-        trainer.held_out = {"loss": trainer.evaluate(held), **held.sizes()}
-    if args.output:
-        state = trainer.state
-        tree = {
-            "config": state.run | asdict(state.config) | trainer.settings,
-            "held_out": trainer.held_out,
-            "ranges": {f"{i}": x for i, x in enumerate(state.ranges)},
-        }
-        write_training(comm, args, trainer.device, text, state.losses, state.seconds, tree)
-    return 0
-
-
-def _say(comm: MPI.Intracomm, text: str) -> None:
-    """Print a line on stderr, on rank 0."""
-    if comm.rank == 0:
-        print(f"train.py: {text}", file=sys.stderr, flush=True)
 
 
 class Trainer:
@@ -142,6 +169,7 @@ class Trainer:
     rank : int
         Rank of this process among the surviving ranks.
     state : State
+        Its weights and moments are those of the start; see `host_state`.
     settings : dict
         Settings of all ranks that may change the bits of results.
     start : int
@@ -159,20 +187,34 @@ class Trainer:
         state: State,
         device: Device = HOST,
     ) -> None:
-        self._comm, self.rank, self._grid = comm, comm.rank, grid
-        self._args, self._text = args, text
-        self.device = device
-        self.state = state
-        self.settings = self._settings()
+        self._args, self._text, self._device = args, text, device
+        self.state, self.start = state, state.step
+        self.held_out: dict[str, object] = {}
+        self._plan: AttentionPlan | None = None
+        self._use(comm, grid)
         weights = Parameters(state.config, device.upload(state.weights))
         moments = device.upload(state.moments)
         self._training = Training(
             comm, weights, moments, state.step, args.recompute, args.transfers, grid.failures
         )
-        self._plan: AttentionPlan | None = None
-        self._lost = False  # whether ranks died
-        self.start = state.step
-        self.held_out: dict[str, object] = {}
+
+    def _use(self, comm: MPI.Intracomm, grid: ProcessGrid) -> None:
+        """Use these ranks from now on.  Collective."""
+        args = self._args
+        self._comm, self.rank, self._grid = comm, comm.rank, grid
+        kernel = make_kernel(args.kernel, self._device, np.dtype(args.dtype), 1.0)
+        hosts = comm.allgather((cpu_name(), blas_name()))
+        cpus, blas = ("; ".join(sorted(set(x))) for x in zip(*hosts))
+        self.settings = {
+            "method": args.method,
+            **grid.layout.attributes,
+            "threads": args.threads,
+            "device": self._device.name,
+            "kernel": kernel.name,
+            "cpu": cpus,
+            "blas": blas,
+            "numpy": np.__version__,
+        }
 
     def go_on(self, comm: MPI.Intracomm, grid: ProcessGrid) -> None:
         """Resume with the surviving ranks after a loss, from the last finished step.
@@ -181,41 +223,71 @@ class Trainer:
         """
         start = time.perf_counter()
         self._forget()
-        self._lost = True
-        self._comm, self.rank, self._grid = comm, comm.rank, grid
-        self.settings = self._settings()
+        self._use(comm, grid)
         self._training.go_on(comm, grid.failures)
         made = time.perf_counter()
         self._plan_for(self._batch())
         end = time.perf_counter()
-        _say(comm, f"continues after step {self.state.step}; communicators took "
-                   f"{made - start:.3f} s, a plan {end - made:.3f} s")  # fmt: skip
+        self._say(f"continues after step {self.state.step}; communicators took "
+                  f"{made - start:.3f} s, a plan {end - made:.3f} s")  # fmt: skip
+        if self.state.step:  # the rank that writes checkpoints may have died
+            self._keep_if_due()
 
-    def run(self, stop: int) -> None:
-        """Train up to step `stop`, and write checkpoints.  Collective.
+    def finish(self, held: Text | None) -> int:
+        """Train to the last step, evaluate a held-out text, and write; return the exit code.
+
+        If the loss, the gradients or the new weights are not finite, the training ends.
+        Collective.
+        """
+        comm, args, state = self._comm, self._args, self.state
+        if state.step and (changes := differences(state.settings, self.settings)):
+            self._say(f"{changes}: from now on rounding differs from an uninterrupted run")
+        try:
+            with progress(range(state.step, args.steps), comm.rank, desc="steps") as shown:
+                for _ in shown:
+                    shown.set_postfix(loss=f"{self.step():.3f}")
+                    self._keep_if_due()
+        except FloatingPointError as error:
+            self._say(f"step {state.step + 1}: {error}; the training ends, and the "
+                      f"checkpoints in {args.folder} stay as they are")  # fmt: skip
+            return FAILED_CHECK
+        if held:
+            self.held_out = {"loss": self.evaluate(held), **held.sizes()}
+        if args.output:
+            write_training(comm, args, self._device, self._text, {
+                "loss": state.losses,
+                "seconds": {"total": state.seconds},
+                "config": state.run | asdict(state.config) | self.settings,
+                "held_out": self.held_out,
+                "ranges": {f"{i}": x for i, x in enumerate(state.ranges)},
+            })  # fmt: skip
+        return 0
+
+    def _say(self, text: str) -> None:
+        """Print a line on stderr, on rank 0."""
+        if self.rank == 0:
+            print(f"train.py: {text}", file=sys.stderr, flush=True)
+
+    def _keep_if_due(self) -> None:
+        """Write a checkpoint if this step is to have one.  Collective."""
+        args, step = self._args, self.state.step
+        if step % args.every == 0 or step == args.steps:
+            together(self._comm, lambda: save(args.folder, self.host_state()), on=0)
+
+    def host_state(self) -> State:
+        """Return the state with the present weights and moments, as arrays on the host."""
+        both = self._training.weights.flat, self._training.adam.moments
+        weights, moments = map(self._device.download, both)
+        return replace(self.state, weights=weights, moments=moments)
+
+    def step(self) -> float:
+        """Do one step; return the loss before it.  Collective.
 
         Raises
         ------
         FloatingPointError
             On all ranks, if the loss, the gradients or the new weights are not finite.
         """
-        comm, state = self._comm, self.state
-        if state.step and (changes := differences(state.settings, self.settings)):
-            _say(comm, f"{changes}: from now on rounding differs from an uninterrupted run")
-        if self._lost and state.step:  # the rank that writes checkpoints may have died
-            self._keep_if_due(stop)
-        with progress(range(state.step, stop), comm.rank, desc="steps") as shown:
-            for _ in shown:
-                shown.set_postfix(loss=f"{self.step():.3f}")
-                self._keep_if_due(stop)
-
-    def _keep_if_due(self, stop: int) -> None:
-        """Write a checkpoint if this step is to have one.  Collective."""
-        if self.state.step % self._args.every == 0 or self.state.step == stop:
-            together(self._comm, lambda: self.keep(self._args.folder), on=0)
-
-    def step(self) -> float:
-        """Do one step; return the loss before it.  Collective."""
         args, state, batch = self._args, self.state, self._batch()
         start = time.perf_counter()
         plan = self._plan_for(batch)
@@ -244,12 +316,11 @@ class Trainer:
         mask = Documents(batch.cu_seqlens, causal=True) if args.separator else Causal()
         if self._plan is None or self._plan.mask != mask:
             self._forget()
-            names = ("seqlen", "dtype", "threads", "kernel", "transfers")
-            options = {x: getattr(args, x) for x in names}
-            plan = make_plan(args.method, self._grid, mask, **config.heads, **options)
+            sizes = {x: getattr(args, x) for x in ("seqlen", "dtype", "threads")}
+            options = {**config.heads, "kernel": args.kernel, "transfers": args.transfers}
+            plan = make_plan(args.method, self._grid, mask, **sizes, **options)
             self._plan = plan
             if config.hybrid:  # a plan of linear attention with the same tokens
-                sizes = {x: options[x] for x in ("seqlen", "dtype", "threads")}
                 sizes |= {"nheads": config.nheads, "headdim": config.headdim}
                 self._training.linear = LinearAttention(
                     self._grid, mask, **sizes, **LINEAR, distribution=plan.distribution
@@ -260,32 +331,6 @@ class Trainer:
         if self._plan:
             self._plan.free()
             self._plan = None
-
-    def _settings(self) -> dict[str, object]:
-        """Return the settings of all ranks that may change the bits of results.  Collective."""
-        args = self._args
-        kernel = make_kernel(args.kernel, self.device, np.dtype(args.dtype), 1.0)
-        hosts = self._comm.allgather((cpu_name(), blas_name()))
-        cpus, blas = ("; ".join(sorted(set(x))) for x in zip(*hosts))
-        return {
-            "method": args.method,
-            **self._grid.layout.attributes,
-            "threads": args.threads,
-            "device": self.device.name,
-            "kernel": kernel.name,
-            "cpu": cpus,
-            "blas": blas,
-            "numpy": np.__version__,
-        }
-
-    def weights(self) -> np.ndarray:
-        """Return the weights as a flat array on the host."""
-        return self.device.download(self._training.weights.flat)
-
-    def keep(self, folder: Path) -> None:
-        """Write a checkpoint into a folder."""
-        moments = self.device.download(self._training.adam.moments)
-        save(folder, replace(self.state, weights=self.weights(), moments=moments))
 
     def free(self) -> None:
         """Free the plan and the communicators.  Collective."""
@@ -303,14 +348,11 @@ def write_training(
     args: argparse.Namespace,
     device: Device,
     text: Text,
-    losses: np.ndarray,
-    seconds: np.ndarray,
     tree: Mapping[str, object],
 ) -> None:
-    """Write the file of a training program; `tree` has what else it holds.  Collective."""
-    origin = origin_of(comm, device)
+    """Write the file of a training program: `tree`, the text and the origin.  Collective."""
     of_text = {"name": args.text.name, "sha256": text.sha256, **text.sizes()}
-    tree = {**origin, "loss": losses, "seconds": {"total": seconds}, "text": of_text, **tree}
+    tree = {**origin_of(comm, device), **tree, "text": of_text}
     together(comm, lambda: write_file(args.output, SCHEMA, tree), on=0)
 
 
@@ -359,7 +401,7 @@ def _resumed(
     if state is None:
         weights = initial(config, args.seed, args.dtype)
         moments = np.zeros((2, config.parameters), args.dtype)
-        state = State(config, run, 0, weights, moments, np.zeros(0), np.zeros(0))
+        state = State(config, run, weights, moments, np.zeros(0), np.zeros(0))
     return state
 
 

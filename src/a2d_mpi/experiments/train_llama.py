@@ -31,7 +31,7 @@ from a2d_mpi.planning.workload import Workload
 from a2d_mpi.torch import ContextParallel, GradientHooks
 
 
-def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
+def train_llama(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Train; return the exit code: 1 if the check failed or the loss is no longer finite."""
     text, config = together(comm, lambda: _validated(args))
     agree_on_text(comm, text)
@@ -81,8 +81,13 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     if args.output:
         options = {x: str(y) for x, y in vars(args).items() if x not in ("output", "command")}
         others = {**grid.layout.attributes, "kernel": kernel, "torch": torch.__version__}
-        tree = {"config": options | others, "held_out": {}, **attributes_of(checks)}
-        write_training(comm, args, device, text, np.array(losses), np.array(seconds), tree)
+        write_training(comm, args, device, text, {
+            "loss": np.array(losses),
+            "seconds": {"total": np.array(seconds)},
+            "config": options | others,
+            "held_out": {},
+            **attributes_of(checks),
+        })  # fmt: skip
     hooks.free()
     cp.free()
     grid.free()

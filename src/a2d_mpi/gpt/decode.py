@@ -193,8 +193,8 @@ class Decoder:
 
     def free(self) -> None:
         """Free the communicators.  Collective, also after a loss."""
-        for exchange in self._exchanges:
-            exchange.free()
+        while self._exchanges:
+            self._exchanges.pop().free()
 
     def all_or_none(self) -> AbstractContextManager[None]:
         """Return a context manager that raises `RanksLost` on all ranks that are left.

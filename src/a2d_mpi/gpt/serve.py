@@ -49,8 +49,8 @@ class Service:
 
     Attributes
     ----------
-    unanswered : list of int
-        Requests in their order.  Requests that do not fit wait.
+    answers : dict of int to (n,) int64 or ValueError
+        Of each request that has ended its generated tokens, or the error that refused it.
     """
 
     def __init__(
@@ -61,9 +61,14 @@ class Service:
     ) -> None:
         self._decoder: Decoder | None = None
         self._prompts, self._new, self._choose = prompts, new, choose
-        self.unanswered = list(prompts)
+        self.answers: dict[int, np.ndarray | ValueError] = {}
         self._tokens: dict[int, list[int]] = {name: [] for name in prompts}  # generated so far
         self._running: dict[int, int] = {}  # latest token of each running request
+
+    @property
+    def unanswered(self) -> list[int]:
+        """Requests that have not ended, in their order.  Requests that do not fit wait."""
+        return [name for name in self._prompts if name not in self.answers]
 
     def use(self, decoder: Decoder) -> None:
         """Use this decoder from now on.
@@ -72,14 +77,13 @@ class Service:
         """
         self._decoder, self._running = decoder, {}
 
-    def step(self) -> list[tuple[int, np.ndarray | ValueError]]:
+    def step(self) -> list[int]:
         """Generate one token for each running request, and admit waiting ones.  Collective.
 
         Returns
         -------
-        list
-            Requests that end with this step, each with its generated tokens, or with the error
-            that refused it.
+        list of int
+            Requests that end with this step.
 
         Raises
         ------
@@ -89,10 +93,9 @@ class Service:
         RanksLost
             On all surviving ranks, if a rank died.  No request has changed.
         """
-        decoder, done = self._decoder, []
-        waiting = [name for name in self.unanswered if name not in self._running]
+        decoder, ended = self._decoder, {}
         taken: dict[int, np.ndarray] = {}
-        for name in waiting:
+        for name in (x for x in self.unanswered if x not in self._running):
             prompt, tokens = self._prompts[name], self._tokens[name]
             max_tokens = len(prompt) + self._new[name] - 1  # the last token is not cached
             try:
@@ -100,24 +103,21 @@ class Service:
                     break  # requests are admitted in order
                 taken[name] = np.append(prompt, tokens).astype(prompt.dtype)
             except ValueError as error:
-                done.append((name, error))
+                ended[name] = error
         with decoder.all_or_none():
             logits = {}
             if self._running:
                 logits = dict(zip(self._running, decoder.step(self._running)))
             if taken:
                 logits |= dict(zip(taken, decoder.prefill(taken)))
-            self._running = decoder.decide(lambda: self._chosen(logits))
+            self._running = decoder.decide(
+                lambda: {x: self._choose(x, len(self._tokens[x]), y) for x, y in logits.items()}
+            )
         for name, token in list(self._running.items()):
             self._tokens[name].append(token)
             if len(self._tokens[name]) == self._new[name]:
                 decoder.release(name)
                 del self._running[name]
-                done.append((name, np.array(self._tokens[name])))
-        for name, _ in done:
-            self.unanswered.remove(name)
-        return done
-
-    def _chosen(self, logits: Mapping[int, np.ndarray]) -> dict[int, int]:
-        """Return the next token of each request."""
-        return {x: self._choose(x, len(self._tokens[x]), y) for x, y in logits.items()}
+                ended[name] = np.array(self._tokens[name])
+        self.answers |= ended
+        return list(ended)
