@@ -8,8 +8,8 @@ import h5py
 import numpy as np
 
 from a2d_mpi.experiments.hdf5 import member, plain, reading
+from a2d_mpi.masks.arrays import IntervalMask
 from a2d_mpi.masks.documents import Documents
-from a2d_mpi.masks.mask import IntervalMask
 
 SCHEMA = ("a2d_mpi mask", 1)
 
