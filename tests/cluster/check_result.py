@@ -2,14 +2,16 @@
 
 import sys
 
-from a2d_mpi.experiments.results import read_result
+from a2d_mpi.experiments.hdf5 import read_file
+from a2d_mpi.experiments.job import RESULT_SCHEMA
+from a2d_mpi.experiments.results import flat
 
 path, hosts, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-result = read_result(path)
-names = result.provenance["hostnames"]
+result = read_file(path, RESULT_SCHEMA)
+names, checks = result["origin"]["hostnames"], result["checks"]
 assert set(names) == {f"node{i:02d}" for i in range(hosts)}, names
-for name, seconds in result.timings.items():
+for name, seconds in flat(result["timings"]).items():
     assert seconds.shape[1] == ranks, f"{name}: {seconds.shape[1]} ranks"
-assert {"out", "lse", "dq", "dk", "dv", "traffic", "repeat"} <= set(result.checks), result.checks
-for name, check in result.checks.items():
-    assert check.passed, f"{name}: {check}"
+assert {"out", "lse", "dq", "dk", "dv", "traffic", "repeat"} <= checks.keys(), checks
+for name, check in checks.items():
+    assert check["passed"], f"{name}: {check}"

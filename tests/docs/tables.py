@@ -21,8 +21,8 @@ import h5py
 import numpy as np
 
 from a2d_mpi.experiments.hdf5 import read_file
-from a2d_mpi.experiments.results import STEPS_SCHEMA, read_benchmark, step_seconds, summarise
-from a2d_mpi.experiments.simulate import read_summaries
+from a2d_mpi.experiments.plan import read_summaries
+from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, STEPS_SCHEMA, step_seconds, summarise
 from a2d_mpi.planning.profile import read_machine
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ FORWARD, BOTH = ("forward",), ("forward", "backward")
 
 @cache
 def benchmark(path):
-    return read_benchmark(ROOT / path)
+    return read_file(ROOT / path, BENCHMARK_SCHEMA)["runs"]
 
 
 def read(path, phases=BOTH, **config):
@@ -47,7 +47,7 @@ def read(path, phases=BOTH, **config):
     return [
         summarise(x, phases)
         for x in benchmark(path).values()
-        if (x.config["backward"] or phases == FORWARD) and config.items() <= x.config.items()
+        if set(phases) <= set(x["timings"]) and config.items() <= x["config"].items()
     ]
 
 
@@ -55,8 +55,7 @@ def busiest(path, x, phases):
     """Bytes of the rank that sends or receives the most in each phase, summed over the phases."""
     total = 0
     for phase in phases:
-        traffic = benchmark(path)[x.name].traffic.items()
-        moved = [y for key, y in traffic if key.split("/")[0] == phase]
+        moved = benchmark(path)[x.name]["traffic"][phase].values()
         total += max(sum(y[kind] for y in moved).max() for kind in ("sent", "received"))
     return total
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cases import METHODS, OTHERS, SIZE, differing, label
 from dense import problem_for, results_of, wrong_with
-from helpers import DEEPER, SAMPLE, assert_all, assert_refused, deeper, drive_on_gpu
+from helpers import DEEPER, SAMPLE, assert_all, assert_refused, deeper, drive_on_gpu, read_run
 from mpi4py import MPI
 from oracles import sinks
 from refused import GOOD, assert_raises
@@ -19,8 +19,8 @@ from refused import GOOD, assert_raises
 from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid
 from a2d_mpi.comm.device_transport import DeviceTransport
 from a2d_mpi.comm.gpus import gpu_aware
-from a2d_mpi.experiments.hdf5 import flat, read_file
-from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, read_result
+from a2d_mpi.experiments.hdf5 import read_file
+from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, flat
 
 pytestmark = pytest.mark.grids
 
@@ -170,10 +170,10 @@ def test_main_job(monkeypatch, tmp_path, transfers):
     options += ["--device", "gpu", "--transfers", transfers]
     done = drive_on_gpu(monkeypatch, "attention.py", 2, SAMPLE, *options, gpus=2)
     assert "FAILED" not in done.stdout and "emulated GPU" in done.stdout
-    result = read_result(output)
-    assert result.provenance["device"] == "emulated GPU"
-    assert result.config["device"] == "gpu"
-    assert result.config["transfers"] == {"device": "direct", "host": "host"}[transfers]
+    result = read_run(output)
+    assert result["origin"]["device"] == "emulated GPU"
+    assert result["config"]["device"] == "gpu"
+    assert result["config"]["transfers"] == {"device": "direct", "host": "host"}[transfers]
 
 
 @pytest.mark.parametrize("gpus", [0, None])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cases import GRIDS, NHEADS, OTHERS, PLANS, SIZE, accounts, differing, takes
 from dense import problem, problem_for, results_of, wrong_in, wrong_with
-from helpers import assert_all, deeper, distance, drive_each
+from helpers import assert_all, deeper, distance, drive_each, read_run
 from refused import GOOD, assert_raises
 
 from a2d_mpi import (
@@ -29,7 +29,6 @@ from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import KEPT
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.experiments.files import inspect_input
-from a2d_mpi.experiments.results import read_result
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules import METHODS
 from a2d_mpi.sharding import triangle
@@ -436,10 +435,10 @@ def test_drivers(tmp_path):
     bench = ["--plans", "ring", *sizes, "--backward", "--output", tmp_path / "b.h5"]
     done, found = drive_each([("attention.py", attention, []), ("bench.py", bench, [])], 2)
     assert [code for code, _ in found] == [0, 0], done.stderr
-    result = read_result(tmp_path / "run.h5")
-    assert result.passed and "headdim 24, headdim_v 16" in found[0][1]
-    assert result.config["headdim_v"] == 16
-    shapes = {name: x.shape for name, x in result.outputs.items()}
+    result = read_run(tmp_path / "run.h5")
+    assert result["passed"] and "headdim 24, headdim_v 16" in found[0][1]
+    assert result["config"]["headdim_v"] == 16
+    shapes = {name: x.shape for name, x in result["outputs"].items()}
     assert shapes["out"] == (50, 4, 16) and shapes["dv"] == (50, 2, 16)
     assert shapes["dq"] == (50, 4, 24) and shapes["dk"] == (50, 2, 24)
     with h5py.File(tmp_path / "b.h5") as file:

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 from cases import PLANS, SIZE, accounts, differing
 from dense import problem_for, results_of
-from helpers import SAMPLE, assert_all, drive
+from helpers import SAMPLE, assert_all, drive, read_run
 
 from a2d_mpi import Attention2D, Causal, Full, IntervalMask
 from a2d_mpi.attention import hooks
 from a2d_mpi.core import reference, wire
 from a2d_mpi.core.wire import FORMATS
 from a2d_mpi.experiments.check import check_attention
-from a2d_mpi.experiments.results import read_result
 
 
 def ranks(test):
@@ -177,9 +176,9 @@ def test_result_files(tmp_path):
     done = drive(
         "attention.py", 2, SAMPLE, *options, "--wire", "mxfp8", "--output", tmp_path / "run.h5"
     )
-    result = read_result(tmp_path / "run.h5")
-    assert result.config["wire"] == "mxfp8"
+    result = read_run(tmp_path / "run.h5")
+    assert result["config"]["wire"] == "mxfp8"
     for name in ("out", "lse", "dq", "dk", "dv"):
-        check = result.checks[name]
-        assert check.passed and check.as_given > check.error, (name, check)
-        assert f"{check.as_given:.2e}" in done.stdout
+        check = result["checks"][name]
+        assert check["passed"] and check["as_given"] > check["error"], (name, check)
+        assert f"{check['as_given']:.2e}" in done.stdout

@@ -17,7 +17,7 @@ from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -153,6 +153,22 @@ def assert_all(comm: MPI.Intracomm, ok: bool, message: str) -> None:
                 for problem, ranks in failed.items()
             )
         )
+
+
+def read_run(path: str | Path) -> dict[str, Any]:
+    """Read a file of drivers/attention.py."""
+    from a2d_mpi.experiments.hdf5 import read_file
+    from a2d_mpi.experiments.job import RESULT_SCHEMA
+
+    return read_file(path, RESULT_SCHEMA)
+
+
+def read_runs(path: str | Path) -> dict[str, dict[str, Any]]:
+    """Read the runs of a file of drivers/bench.py, by name."""
+    from a2d_mpi.experiments.hdf5 import read_file
+    from a2d_mpi.experiments.results import BENCHMARK_SCHEMA
+
+    return read_file(path, BENCHMARK_SCHEMA)["runs"]
 
 
 def execute(

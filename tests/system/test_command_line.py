@@ -34,10 +34,9 @@ SMALL = {
     "plot.py schedule": "--ranks 4 --seqlen 2K --plans ring",
     "plot.py study": "",
     "plot.py scale": "",
-    "plot.py partitions": "--ranks 2 --seqlen 64 --masks causal",
 }
-# These take long, or need SimGrid, a package of weights, or PyTorch.  Tests of their own run them.
-NOT_RUN = {"calibrate.py", "plan.py simulate", "encode.py", "train.py llama"}
+# These take long, or need SimGrid or PyTorch.  Tests of their own run them.
+NOT_RUN = {"calibrate.py", "plan.py simulate", "train.py llama"}
 
 
 def examples(text):
@@ -106,8 +105,8 @@ def test_version():
 
 
 def test_interrupted_program_of_one_process():
-    sabotage = "import a2d_mpi.experiments.candidates as t, signal\n"
-    sabotage += "t.plan = lambda _: signal.raise_signal(signal.SIGINT)"
+    sabotage = "import a2d_mpi.experiments.plan as t, signal\n"
+    sabotage += "t.rank = lambda _: signal.raise_signal(signal.SIGINT)"
     done = drive("plan.py", 0, *first_examples()["plan.py rank"][2], sabotage=sabotage, code=130)
     assert done.stderr == "plan.py: interrupted\n"
 

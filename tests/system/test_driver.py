@@ -22,10 +22,10 @@ from helpers import (
     assert_refused,
     drive_each,
     execute,
+    read_run,
 )
 
 from a2d_mpi.core import reference
-from a2d_mpi.experiments.results import read_result
 
 # The others, in which MPI has no part: what is wrong is found, and said, in Python.
 launches = pytest.mark.launches
@@ -67,35 +67,32 @@ def test_main_job(main_jobs, name):
     (code, stdout), options = found[name], MAIN[name]
     assert code == 0, stderr
     assert "written to" in stdout and "FAILED" not in stdout
-    result = read_result(folder / f"{name}.h5")
-    assert result.config["seqlen"] == 301 and result.config["ranks"] == 4
-    assert result.provenance["input_sha256"] == sha256(SAMPLE.read_bytes()).hexdigest()
+    result = read_run(folder / f"{name}.h5")
+    assert result["config"]["seqlen"] == 301 and result["config"]["ranks"] == 4
+    assert result["origin"]["input_sha256"] == sha256(SAMPLE.read_bytes()).hexdigest()
     phases = ["forward", "backward"] if "--backward" in options else ["forward"]
-    assert set(result.timings) == {
-        f"{phase}/{part}" for phase in phases for part in ("compute", "merge", "wait", "total")
-    }
-    for seconds in result.timings.values():
-        assert seconds.shape == (3, 4) and (seconds >= 0).all()
-    for phase in phases:
-        parts = sum(result.timings[f"{phase}/{part}"] for part in ("compute", "merge", "wait"))
-        assert (parts > 0).all() and (parts <= result.timings[f"{phase}/total"]).all()
-    for counts in result.traffic.values():
+    assert result["timings"].keys() == result["traffic"].keys() == set(phases)
+    for timings in result["timings"].values():
+        assert timings.keys() == {"compute", "merge", "wait", "total"}
+        assert all(x.shape == (3, 4) and (x >= 0).all() for x in timings.values())
+        parts = sum(timings[part] for part in ("compute", "merge", "wait"))
+        assert (parts > 0).all() and (parts <= timings["total"]).all()
+    for counts in [x for channels in result["traffic"].values() for x in channels.values()]:
         assert np.array_equal(counts["sent"], counts["predicted_sent"])
         assert np.array_equal(counts["received"], counts["predicted_received"])
         assert counts["received"].sum() > 0
-    assert {name.split("/")[0] for name in result.traffic} == set(phases)
     names = {"traffic"}
     if "none" not in options:
         names |= {"repeat", "inputs", "out", "lse"} | (
             {"dq", "dk", "dv"} if "--backward" in options else set()
         )
-    assert set(result.checks) == names
-    assert all(check.passed for check in result.checks.values())
-    assert name != "double ring" or result.config["distribution"] == "zigzag"
-    full = result.config["mask"] == "full"
-    assert result.area.sum() == (301 * 301 if full else 301 * 302 // 2)
+    assert set(result["checks"]) == names
+    assert all(check["passed"] for check in result["checks"].values())
+    assert name != "double ring" or result["config"]["distribution"] == "zigzag"
+    full = result["config"]["mask"] == "full"
+    assert result["area"].sum() == (301 * 301 if full else 301 * 302 // 2)
     if "--save-outputs" in options:
-        assert result.outputs["dq"].shape == (301, 12, 32)
+        assert result["outputs"]["dq"].shape == (301, 12, 32)
 
 
 def test_outputs_are_the_attention_of_the_file(main_jobs):
@@ -103,11 +100,11 @@ def test_outputs_are_the_attention_of_the_file(main_jobs):
     with h5py.File(SAMPLE) as file:
         q, k, v = (file[name][:301].astype(np.float64) for name in "qkv")
     out, lse = reference.attention(q, k, v, np.ones((301, 301), bool), 32**-0.5)
-    outputs = read_result(folder / "ring.h5").outputs
+    outputs = read_run(folder / "ring.h5")["outputs"]
     assert set(outputs) == {"out", "lse", "dq", "dk", "dv"}
     np.testing.assert_allclose(outputs["out"], out, 1e-12, 1e-13)
     np.testing.assert_allclose(outputs["lse"], lse, 1e-12)
-    zero = read_result(folder / "zero dout.h5").outputs
+    zero = read_run(folder / "zero dout.h5")["outputs"]
     assert (zero["dv"] == 0).all() and np.abs(outputs["dv"]).max() > 0.1
 
 
@@ -121,7 +118,7 @@ def test_failed_check(tmp_path):
         code=1,
     )  # fmt: skip
     assert "FAILED" in done.stdout
-    assert not read_result(output).checks["out"].passed
+    assert not read_run(output)["checks"]["out"]["passed"]
 
 
 @pytest.mark.parametrize("found", ["before the run", "while writing"])
@@ -179,7 +176,7 @@ def test_result_is_written_before_it_is_printed(tmp_path):
     options = ["--seqlen", "64", "--trials", "2", "--output", output]
     killed = "import builtins; builtins.print = lambda *_, **__: os._exit(9)"
     drive(1, SAMPLE, *options, sabotage=killed, code=None)
-    assert read_result(output).passed
+    assert read_run(output)["passed"]
 
 
 @launches
@@ -190,5 +187,5 @@ def test_head_is_no_error(tmp_path):
     command += f" {SAMPLE} --seqlen 64 --trials 2 --output {output} | head -1"
     done = execute("/bin/sh", "-c", command, timeout=60, env=ENVIRONMENT)
     assert done.stdout.startswith("attention2d on") and done.stdout.count("\n") == 1
-    assert read_result(output).passed
+    assert read_run(output)["passed"]
     assert "Error" not in done.stderr and "killed" not in done.stderr, done.stderr

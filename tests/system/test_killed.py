@@ -5,7 +5,7 @@ import re
 
 import h5py
 import pytest
-from helpers import ROOT, drive, launch, named
+from helpers import ROOT, drive, launch, named, read_runs
 from killing import (
     ASKING,
     PROMPTS,
@@ -22,7 +22,6 @@ from killing import (
 )
 
 from a2d_mpi.experiments.checkpoint import latest
-from a2d_mpi.experiments.results import read_benchmark
 
 launches = pytest.mark.launches
 
@@ -71,9 +70,9 @@ def test_a_sweep_killed_while_writing(tmp_path, function, call, when, left):
     sabotage = killed_when(function, call, when)
     done = drive("bench.py", 2, *options, sabotage=sabotage, code=None)
     assert done.returncode not in (0, 1, 2)
-    assert len(read_benchmark(path)) == left
+    assert len(read_runs(path)) == left
     drive("bench.py", 2, *options, "--resume")
-    assert len(read_benchmark(path)) == 4 and os.listdir(tmp_path) == ["bench.h5"]
+    assert len(read_runs(path)) == 4 and os.listdir(tmp_path) == ["bench.h5"]
 
 
 def step_of(folder):

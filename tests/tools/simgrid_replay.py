@@ -23,7 +23,8 @@ from machines import RESULTS, machine, plan_of
 from test_simulate import PLANS
 
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.results import read_benchmark, summarise
+from a2d_mpi.experiments.hdf5 import read_file
+from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, summarise
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning import simulator
 from a2d_mpi.planning.machine import Link, Machine
@@ -106,8 +107,8 @@ def test_coarse(method, layout, stages):
 def test_measured_runs(name):
     """What docs/planning.md says of each emulated cluster."""
     profile, off = read_machine(RESULTS / f"{name}.toml"), []
-    for result in read_benchmark(RESULTS / f"{name}.h5").values():
-        plan = profile, *plan_of(result.config)
+    for result in read_file(RESULTS / f"{name}.h5", BENCHMARK_SCHEMA)["runs"].values():
+        plan = profile, *plan_of(result["config"])
         off.append(slowest_seconds(simulate(*plan)) / summarise(result).seconds - 1)
     page = " ".join((RESULTS.parents[1] / "docs/planning.md").read_text().split())
     assert f"{100 * np.median(np.abs(off)):.1f} % ({name.replace('x', ' x ')})" in page

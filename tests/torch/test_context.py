@@ -173,6 +173,20 @@ def test_documents(comm, parallel, name):
     assert_all(comm, len(cp._sets) == 3, "plans were made again")
 
 
+@pytest.mark.parametrize("name", ["BERT", "Llama 4"])
+def test_longest_document(comm, parallel, name):
+    """A model needs positions for the longest document only; longer ones are refused."""
+    kind, config, options = EQUAL[name]
+    options = options | {"max_position_embeddings": 35}
+    model, ids = build(kind, config, options), sequence(N)
+    labels = ids.roll(5) if "Masked" in kind else ids
+    cp = parallel(model, longest=35)
+    found = spread_step(cp, model, ids, None if labels is ids else labels, ENDS[:4])
+    assert_near(comm, found, step(build(kind, config, options), ids, labels, ENDS[:4]))
+    for ends in (None, [0, 36, N], [0, 20]):
+        assert_raises(comm, "documents must have at most 35 tokens", cp.shard, ids, None, ends)
+
+
 def test_padding_and_labels(comm, parallel):
     """Tokens after the last document are padding; labels of -100 do not count."""
     model, ids = build(*EQUAL["Llama"]), sequence(N)

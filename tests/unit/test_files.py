@@ -39,7 +39,7 @@ def test_options_that_name_files_are_paths():
 def folder(tmp_path, monkeypatch):
     """Make a folder with inputs of all kinds."""
     monkeypatch.chdir(tmp_path)
-    for name in ("text", "p.toml", "b.toml", "model/vocab.txt", "c/step-000000004.h5"):
+    for name in ("text", "p.toml", "b.toml", "c/step-000000004.h5"):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text("kept")
     Path("own.py").write_text("kept = True")
@@ -54,15 +54,14 @@ CASES = [
     f"{TRAINING} --profile p.toml --output p.toml",
     f"{TRAINING} --profile p.toml --output link.toml",
     f"{TRAINING} --output ../NAME/text",
-    "encode.py text --output symlink",
-    "encode.py --model model --output model/vocab.txt",
+    "train.py gpt text --folder c --output symlink",
     "attention.py text --mask-file b.h5 --output ./b.h5",
     "attention.py b.h5 --import own.py --output own.py",
     "bench.py --profile p.toml --output link.toml --resume",
     "bench.py train --profile p.toml --output p.toml",
     "plan.py simulate --profile text,p.toml --output p.toml",
     "plot.py schedule p.toml --profile p.toml --ranks 4 --seqlen 4 --nheads 2",
-    "plot.py partitions --output new.csv --picture ../NAME/new.csv",
+    "attention.py b.h5 --output new.json --trace ../NAME/new.json",
 ]
 
 
@@ -72,7 +71,7 @@ def test_no_output_is_an_input(folder, case):
     args = parser_of(f"drivers/{program}").parse_args(options)
     with pytest.raises(OSError, match=r"it is the (in|out)put"):
         check_files(args)
-    for name in ("output", "picture"):
+    for name in ("output", "trace"):
         if hasattr(args, name):
             setattr(args, name, f"other {name}")
     check_files(args)

@@ -5,11 +5,10 @@ from hashlib import sha256
 import h5py
 import numpy as np
 import pytest
-from helpers import SAMPLE, drive_each
+from helpers import SAMPLE, drive_each, read_run
 
 from a2d_mpi import Documents, IntervalMask
-from a2d_mpi.experiments.mask_file import read_mask
-from a2d_mpi.experiments.results import read_result
+from a2d_mpi.experiments.user_files import read_mask
 
 N = 40
 TOKENS = np.arange(N)
@@ -119,14 +118,14 @@ def test_masks_of_a_run(tmp_path):
          for i, x in enumerate(runs.values())], 2
     )  # fmt: skip
     assert [code for code, _ in found] == [0] * len(runs), done.stderr + done.stdout
-    results = [read_result(f"{output}{i}") for i in range(len(runs))]
-    assert [x.config["mask"] for x in results] == list(runs)
-    hashes = [x.provenance.get("mask_file_sha256") for x in results]
+    results = [read_run(f"{output}{i}") for i in range(len(runs))]
+    assert [x["config"]["mask"] for x in results] == list(runs)
+    hashes = [x["origin"].get("mask_file_sha256") for x in results]
     files = [(tmp_path / f"{x}.h5").read_bytes() for x in ("several", "causal")]
     assert hashes == [None, None, *(sha256(x).hexdigest() for x in files)]
-    areas = [int(x.area.sum()) for x in results]
+    areas = [int(x["area"].sum()) for x in results]
     window = sum(min(i + 2, N - 1) - max(i - 3, 0) + 1 for i in range(N))
     documents = sum(n * (n + 1) // 2 for n in (7, 23))
     assert areas == [window, documents, int((END - BEGIN).clip(0).sum()), documents]
-    assert np.array_equal(results[1].outputs["out"], results[3].outputs["out"])
-    assert (results[1].outputs["out"][30:] == 0).all()  # tokens after the last document
+    assert np.array_equal(results[1]["outputs"]["out"], results[3]["outputs"]["out"])
+    assert (results[1]["outputs"]["out"][30:] == 0).all()  # tokens after the last document

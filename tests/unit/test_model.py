@@ -8,7 +8,7 @@ import helpers
 import memory
 import numpy as np
 import pytest
-from helpers import DEEPER, deeper, drive, parser_of, runs_on
+from helpers import DEEPER, deeper, drive, parser_of, read_runs, runs_on
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from machines import FAST, KERNEL, MACHINES, RESULTS, SLOW, machine, plan_of
@@ -20,7 +20,7 @@ from a2d_mpi.core.sizes import Layout, flops
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.experiments import calibrate
-from a2d_mpi.experiments.results import read_benchmark, summarise
+from a2d_mpi.experiments.results import summarise
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning import cost
@@ -343,14 +343,12 @@ def test_links_that_are_needed(tmp_path):
 def test_the_study_is_predicted(cluster, step, median, worst):
     """The calibrated profiles predict a sample of the committed seconds."""
     here, off = read_machine(RESULTS / f"{cluster}.toml"), []
-    for result in list(read_benchmark(RESULTS / f"{cluster}.h5").values())[::step]:
-        method, layout, job = plan_of(result.config)
-        distribution = result.config["distribution"]
+    for result in list(read_runs(RESULTS / f"{cluster}.h5").values())[::step]:
+        method, layout, job = plan_of(result["config"])
+        distribution = result["config"]["distribution"]
         problem = problem_of(method, layout, job, job.mask, distribution)
         received = sum(
-            x["received"].sum()
-            for key, x in result.traffic.items()
-            if key.split("/")[0] in job.phases
+            x["received"].sum() for phase in job.phases for x in result["traffic"][phase].values()
         )
         moved = cost.moves(method, layout, problem, None, job.phases)
         if received != sum(x.nbytes for x in moved if not x.sent):

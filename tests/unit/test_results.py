@@ -7,7 +7,6 @@ import re
 import socket
 import sys
 import tempfile
-from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -22,11 +21,12 @@ import a2d_mpi
 from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.experiments import origin
 from a2d_mpi.experiments.benchmark import measured
-from a2d_mpi.experiments.files import TICKS, Check, Result, inspect_input, read_shard, write_result
+from a2d_mpi.experiments.files import Check, attributes_of, inspect_input, read_shard
 from a2d_mpi.experiments.hdf5 import read_file, write_file
+from a2d_mpi.experiments.measure import TIMED_PARTS
 from a2d_mpi.experiments.origin import provenance
-from a2d_mpi.experiments.results import add_results, extend_file, read_benchmark, read_result
-from a2d_mpi.experiments.simulate import SCHEMA as SIMULATIONS
+from a2d_mpi.experiments.plan import SCHEMA as SIMULATIONS
+from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, extend_file, flat, read_measured
 from a2d_mpi.sharding.distribution import FORMULAS, Distribution
 
 SHAPES = {"q": (29, 6, 4), "k": (29, 2, 4), "v": (29, 2, 4), "dout": (29, 6, 4)}
@@ -52,23 +52,26 @@ def write_input(path, attributes=(), **changes):
     return arrays
 
 
-def make_result(nranks=3, **changes):
+SCHEMA = ("test", 1)
+
+
+def make_result(nranks=3):
+    """What `Measurement.result` returns, with outputs."""
     rng = np.random.default_rng(0)
-    ticks = {x: rng.integers(0, 1 << 22, (2, nranks)) for x in ("compute", "total")}
     kinds = ("sent", "received", "predicted_sent", "predicted_received")
-    result = Result(
-        provenance=provenance("MPICH 4.3", [f"node{rank}" for rank in range(nranks)]),
-        config={"method": "ring", "rows": 1, "overlap": True, "softmax_scale": 0.125},
-        area=np.arange(nranks),
-        timings={f"forward/{part}": x / TICKS for part, x in ticks.items()},
-        traffic={
-            key: {kind: np.arange(nranks) * 2**40 for kind in kinds}
-            for key in ("forward/row", "forward/col")
-        },
-        checks={"out": Check(1e-7, 1e-6, 16), "dq": Check(float("inf"), 1e-6, 16)},
-        outputs={"out": rng.random((5, 2, 3), "f4"), "lse": np.full((5, 2), -np.inf)},
-    )
-    return replace(result, **changes)
+    origin = provenance("MPICH 4.3", [f"node{rank}" for rank in range(nranks)])
+    checks = {"out": Check(1e-7, 1e-6, 16), "dq": Check(float("inf"), 1e-6, 16)}
+    traffic = {x: {y: np.arange(nranks) * 2**40 for y in kinds} for x in ("row", "col")}
+    return {
+        "utc_time": origin.pop("utc_time"),
+        "origin": origin,
+        "config": {"name": "a", "method": "ring", "rows": 1, "overlap": True, "x": 0.5},
+        "area": np.arange(nranks),
+        "timings": {"forward": {x: rng.random((2, nranks)) for x in TIMED_PARTS}},
+        "traffic": {"forward": traffic},
+        **attributes_of(checks),
+        "outputs": {"out": rng.random((5, 2, 3), "f4"), "lse": np.full((5, 2), -np.inf)},
+    }
 
 
 def error_of(action, *given):
@@ -161,7 +164,7 @@ def test_what_is_no_file(tmp_path):
         text_file / "input.h5": "Not a directory",
         text_file: "file signature not found",
     }.items():
-        for read in (inspect_input, read_result, read_benchmark):
+        for read in (inspect_input, read_measured):
             text = error_of(read, path)
             assert text.startswith(f"cannot read {path} as HDF5: ") and reason in text
 
@@ -242,62 +245,52 @@ def test_committed_results_name_no_folder_of_a_machine():
 def test_round_trip(tmp_path, nranks):
     """Also of 6000 host names, more than an attribute of the first HDF5 format holds."""
     path, result = tmp_path / "result.h5", make_result(nranks)
-    write_result(path, result)
-    found = read_result(path)
+    write_file(path, SCHEMA, result)
+    found = read_file(path, SCHEMA)
     assert os.listdir(tmp_path) == ["result.h5"]
-    for name in ("provenance", "config", "checks"):
-        assert getattr(found, name) == getattr(result, name)
-    assert {type(value) for value in found.config.values()} == {str, int, bool, float}
-    pairs = [(found.area, result.area)]
-    for one, other in (
-        (found.timings | found.outputs, result.timings | result.outputs),
-        *((found.traffic[x], counts) for x, counts in result.traffic.items()),
-    ):
-        assert one.keys() == other.keys()
-        pairs += [(one[x], other[x]) for x in one]
-    assert found.traffic.keys() == result.traffic.keys()
-    assert all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
+    assert found.keys() == result.keys()
+    for name in ("utc_time", "origin", "config", "checks", "passed"):
+        assert found[name] == result[name]
+    assert {type(value) for value in found["config"].values()} == {str, int, bool, float}
+    one, other = flat(found), flat(result)
+    assert one.keys() == other.keys() and {"area", "timings/forward/total"} < one.keys()
+    assert all(one[x].dtype == y.dtype and np.array_equal(one[x], y) for x, y in other.items())
 
 
 def test_layout(tmp_path):
     path = tmp_path / "result.h5"
-    write_result(path, make_result(outputs={}))
+    write_file(path, SCHEMA, make_result())
     with h5py.File(path) as file:
-        assert (file.attrs["schema"], file.attrs["schema_version"]) == ("a2d_mpi result", 1)
-        assert list(file.attrs["hostnames"]) == ["node0", "node1", "node2"]
+        assert (file.attrs["schema"], file.attrs["schema_version"]) == SCHEMA
+        assert list(file["origin"].attrs["hostnames"]) == ["node0", "node1", "node2"]
         assert file["config"].attrs["method"] == "ring"
         dtypes = [file[x].dtype for x in (
             "timings/forward/total", "traffic/forward/row/predicted_sent", "area")]  # fmt: skip
         assert dtypes == [np.float64, np.int64, np.int64]
         assert file["checks/out"].attrs["passed"] and not file["checks/dq"].attrs["passed"]
-        assert "outputs" not in file
 
 
 def test_text_that_hdf5_cannot_hold(tmp_path):
     """Names that are not UTF-8 lose no result."""
     path = tmp_path / "result.h5"
-    result = make_result(config={"input": os.fsdecode(b"caf\xe9 \xc3\xa9.h5")})
-    write_result(path, result)
-    assert read_result(path).config == {"input": "caf\\udce9 é.h5"}
+    write_file(path, SCHEMA, {"config": {"input": os.fsdecode(b"caf\xe9 \xc3\xa9.h5")}})
+    assert read_file(path, SCHEMA) == {"config": {"input": "caf\\udce9 é.h5"}}
 
 
 def test_reads_only_whole_results(tmp_path):
-    assert "must be 'a2d_mpi result' and 1, got 'a2d_mpi input' and 1" in error_of(
-        read_result, SAMPLE
+    assert "must be 'a2d_mpi benchmark' and 2, got 'a2d_mpi input' and 1" in error_of(
+        read_measured, SAMPLE
     )
-    path, bench = tmp_path / "result.h5", tmp_path / "bench.h5"
-    for gone in ("timings", "checks", "area"):
-        write_result(path, make_result())
+    path = tmp_path / "bench.h5"
+    for gone in ("timings", "checks", "config"):
+        write_file(path, BENCHMARK_SCHEMA, {"runs": {"one": make_result()}})
         with h5py.File(path, "a") as file:
-            del file[gone]
-        assert f"{gone} is missing" in error_of(read_result, path)
+            del file["runs/one"][gone]
+        text = error_of(read_measured, path)
+        assert text == f"cannot read {path} as HDF5: {gone} is missing"
     assert "must be 'a2d_mpi input' and 1, got" in error_of(inspect_input, path)
     path.write_bytes(path.read_bytes()[:-1])
-    assert "truncated" in error_of(read_result, path)
-    add_results(bench, {}, {"one": make_result()})
-    with h5py.File(bench, "a") as file:
-        del file["runs/one"]["config"]
-    assert "config is missing" in error_of(read_benchmark, bench)
+    assert "truncated" in error_of(read_measured, path)
 
 
 def test_equal_members_are_stored_once(tmp_path):
@@ -371,7 +364,7 @@ def test_git_commit(tmp_path, monkeypatch):
 
 
 def write_some_result(path):
-    write_result(path, make_result())
+    write_file(path, SCHEMA, make_result())
 
 
 @pytest.fixture
@@ -434,18 +427,18 @@ def test_a_link_stays_a_link(tmp_path):
     (tmp_path / "scratch").mkdir()
     link = tmp_path / "result.h5"
     link.symlink_to("scratch/real.h5")
-    write_result(link, make_result())
+    write_some_result(link)
     assert link.is_symlink()
-    assert read_result(tmp_path / "scratch" / "real.h5").config["method"] == "ring"
+    assert read_file(tmp_path / "scratch" / "real.h5", SCHEMA)["config"]["method"] == "ring"
 
 
 def test_a_result_that_cannot_be_written_replaces_nothing(tmp_path):
     """Of numbers that HDF5 cannot hold; tests/system/test_driver.py has a full disk."""
     path = tmp_path / "result.h5"
-    write_result(path, make_result())
+    write_some_result(path)
     before = path.read_bytes()
     with pytest.raises(TypeError):
-        write_result(path, make_result(outputs={"out": np.array([object()])}))
+        write_file(path, SCHEMA, {"outputs": {"out": np.array([object()])}})
     assert os.listdir(tmp_path) == ["result.h5"] and path.read_bytes() == before
 
 

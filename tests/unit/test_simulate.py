@@ -12,7 +12,7 @@ from helpers import parser_of
 from machines import machine
 
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments import simulate as job
+from a2d_mpi.experiments import plan as job
 from a2d_mpi.experiments.results import print_study
 from a2d_mpi.figures.plots import plot
 from a2d_mpi.figures.scale_plots import AT_SCALE, read_scale

@@ -153,7 +153,6 @@ class Executor:
         if self._work is not engine.work:
             self._work = engine.work
             self._views: dict[Rows, list[Array]] = engine.work.cache()
-            self._parcels: dict[str, tuple[Array, list[Array]]] = engine.work.cache()
         for name, array in self._arrays.items():
             if array.role == "result" and name not in new:
                 new[name] = self._result(array, rounds)
@@ -178,45 +177,38 @@ class Executor:
         return self._arrays[rows.array].kind
 
     def _tensors(self, rows: Rows) -> list[Array]:
-        """Return the given rows of each tensor of an array; the rows must be one run."""
+        """Return rows of each tensor of an array, (tokens, heads, ...); the rows are one run."""
         if rows in self._views:
             return self._views[rows]
-        views, length = self._all_rows(rows.array), self._arrays[rows.array].length
+        array = self._arrays[rows.array]
+        if array.role == "buffer":
+            views = self._buffers(array)
+        else:
+            by_name = self._given if array.role == "given" else self._new[rows.array]
+            views = [by_name[x] for x in KINDS[array.kind]]
         (run,) = rows.runs or (range(0),)
-        if len(run) < length:
+        if len(run) < array.length:
             views = [x[run.start : run.stop] for x in views]
-        if self._arrays[rows.array].role == "buffer":
+        if array.role == "buffer":
             self._views[rows] = views
         return views
 
-    def _all_rows(self, name: str) -> list[Array]:
-        """Return all rows of each tensor of an array: (tokens, heads, ...)."""
-        array = self._arrays[name]
-        names = KINDS[array.kind]
-        if array.role != "buffer":
-            by_name = self._given if array.role == "given" else self._new[name]
-            return [by_name[x] for x in names]
+    def _buffers(self, array: TokenArray) -> list[Array]:
+        """Return all rows of each tensor of a buffer."""
+        as_computed = array.as_computed and getattr(self._engine.kernel, "rounds_partials", False)
+        shapes = _shapes(array, self._group, () if as_computed else array.accumulated)
+        work = self._engine.work
         if array.parcel:
-            return self._parcel(name)[1]
-        tensors = self._buffers(array)
-        return [self._engine.work.get((array.memory, i), *x) for i, x in enumerate(tensors)]
+            return work.parcel((array.memory, 0), shapes)
+        return [work.get((array.memory, i), *x) for i, x in enumerate(shapes)]
 
     def _travelling(self, rows: Rows) -> list[Array]:
-        """Return the arrays that MPI sends for rows: one for all tensors of a parcel."""
-        parcel = self._arrays[rows.array].parcel
-        return [self._parcel(rows.array)[0]] if parcel else self._tensors(rows)
-
-    def _buffers(self, array: TokenArray) -> list[tuple[tuple[int, ...], np.dtype]]:
-        """Return the shape and dtype of each tensor of a buffer."""
-        as_computed = array.as_computed and getattr(self._engine.kernel, "rounds_partials", False)
-        return _shapes(array, self._group, () if as_computed else array.accumulated)
-
-    def _parcel(self, name: str) -> tuple[Array, list[Array]]:
-        """Return a parcel as bytes, and its tensors, (tokens, heads, headdim) each."""
-        if name not in self._parcels:
-            array, parcel = self._arrays[name], self._engine.work.parcel
-            self._parcels[name] = parcel((array.memory, 0), self._buffers(array))
-        return self._parcels[name]
+        """Return the arrays that MPI sends for rows; of a parcel, all of its bytes."""
+        tensors, array = self._tensors(rows), self._arrays[rows.array]
+        if not array.parcel:
+            return tensors
+        nbytes = sum(x.nbytes for x in tensors)
+        return [self._engine.work.get((array.memory, 0), (nbytes,), np.uint8)]
 
     def _result(self, array: TokenArray, rounds: bool) -> dict[str, Array]:
         """Make new arrays for results: (tokens, heads, headdim), of lse (tokens, heads)."""
@@ -269,10 +261,10 @@ class Executor:
                 for x, y in zip(tensors(source), tensors(target)):
                     self._engine.device.put(y, x, add)
 
-    def _by_index(self, how: str, source: str, target: str, index: Constant) -> None:
+    def _by_index(self, how: str, source: Rows, target: Rows, index: Constant) -> None:
         move = getattr(self._engine.device, how)
         with self._engine.clocks.span("merge"):
-            for x, y in zip(self._all_rows(source), self._all_rows(target)):
+            for x, y in zip(self._tensors(source), self._tensors(target)):
                 move(y, x, index.on(self._engine.device))
 
     def _code(self, how: str, parts: list[tuple[Rows, Rows]]) -> None:
@@ -323,7 +315,7 @@ def _moved(step: steps.Copy | steps.Add, program: Program) -> tuple:
         how, index[:] = "put_at", index_of(target)
     else:
         how, index[index_of(target)] = "take", index_of(source)
-    return Executor._by_index, how, source.array, target.array, Constant(index)
+    return Executor._by_index, how, *(program.rows(x.array) for x in step), Constant(index)
 
 
 def _called(step: steps.KernelCall, program: Program) -> tuple:
@@ -340,7 +332,7 @@ def _called(step: steps.KernelCall, program: Program) -> tuple:
             "in another order"
         )
     do = Executor._attend if isinstance(step, steps.Attend) else Executor._differentiate
-    return do, step, program.intervals(queries, keys)
+    return do, step, program.mask.intervals(queries, keys)
 
 
 def _shapes(

@@ -14,10 +14,6 @@ import numpy as np
 MAX_MESSAGE = 1 << 30  # bytes
 
 
-class UnlikeRanks(ValueError):
-    """Context-parallel groups have different programs where the same program was expected."""
-
-
 @dataclass(frozen=True)
 class Layout:
     """A grid of rows x cols Ulysses groups of `heads` ranks each, and the world rank of each rank.
@@ -114,56 +110,37 @@ class Layout:
         r, c, u = (self.order.index(axis) for axis in "rcu")
         return ranks.transpose(r, 3, c, 4, u).ravel()
 
-    def nodes_of_group(self, head: int | None = None) -> tuple[int, ...] | None:
+    def nodes_of_group(self, head: int) -> tuple[int, ...] | None:
         """Return the node of every rank of a context-parallel group; None without `nodes`.
 
-        Parameters
-        ----------
-        head : int, optional
-            Number of the group, whose nodes are numbered from 0.  Default: the nodes that all
-            groups have in common, with the nodes of a group numbered from its first rank on.
-
-        Raises
-        ------
-        UnlikeRanks
-            If no group is given, and the groups are divided among nodes in different ways.
+        A node has the number of its first rank in the group.
         """
-        if self.nodes is None:
-            return None
-        groups = np.reshape(self.nodes, (-1, self.heads)).T  # (heads, positions)
-        if head is not None:
-            return tuple(np.unique(groups[head], return_inverse=True)[1].tolist())
-        names = [np.unique(x, return_index=True, return_inverse=True)[1:] for x in groups]
-        divisions = {tuple(first[inverse].tolist()) for first, inverse in names}
-        if len(divisions) > 1:
-            raise UnlikeRanks(
-                "context-parallel groups are spread over the nodes in different ways"
-            )
-        return divisions.pop()
+        return None if self.nodes is None else _by_first_rank(self.nodes[head :: self.heads])
 
     @property
     def in_equal_nodes(self) -> bool:
         """True if nodes divide all rows, and all columns, into equal groups of several ranks.
 
-        Rows or columns, not both, may lie inside nodes or have one rank per node.
+        Rows or columns, not both, may lie inside nodes or have one rank per node.  All
+        context-parallel groups must be divided in the same way.
         """
-        try:
-            nodes = self.nodes_of_group()
-        except UnlikeRanks:
+        divisions = {self.nodes_of_group(head) for head in range(self.heads)}
+        if self.nodes is None or len(divisions) > 1:
             return False
-        if nodes is None:
-            return False
-        grid = np.reshape(nodes, (self.rows, self.cols))
+        grid = np.reshape(divisions.pop(), (self.rows, self.cols))
         shares, lengths = (_equal_share(grid), _equal_share(grid.T)), (self.cols, self.rows)
         return min(shares) > 0 and any(1 < b < n for b, n in zip(shares, lengths))
 
     def on_nodes(self, node: Sequence[int] | np.ndarray) -> Layout:
         """Return the layout with nodes, from a number for the node of every world rank."""
-        _, first, names = np.unique(
-            np.asarray(node)[self.world_ranks()], return_index=True, return_inverse=True
-        )
-        nodes = None if len(first) == self.size else tuple(first[names].tolist())
-        return replace(self, nodes=nodes)
+        nodes = _by_first_rank(np.asarray(node)[self.world_ranks()])
+        return replace(self, nodes=None if len(set(nodes)) == self.size else nodes)
+
+
+def _by_first_rank(node: Sequence[int] | np.ndarray) -> tuple[int, ...]:
+    """Return the node of every rank as the number of the first rank on this node."""
+    _, first, place = np.unique(node, return_index=True, return_inverse=True)
+    return tuple(first[place].tolist())
 
 
 def _equal_share(node: np.ndarray) -> int:

@@ -80,21 +80,15 @@ class Workspace:
 
     def parcel(
         self, name: object, like: Sequence[tuple[tuple[int, ...], np.dtype]]
-    ) -> tuple[Array, list[Array]]:
-        """Return a buffer for one message, and contiguous views of it as tensors.
+    ) -> list[Array]:
+        """Return contiguous tensors that fill the buffer `name` without gaps.
 
         Parameters
         ----------
         name : object
-            Name of the buffer.
+            Name of the buffer, which is one message.
         like : sequence of (shape, dtype)
-            Shapes and dtypes of the tensors, which fill the buffer without gaps.
-
-        Returns
-        -------
-        message : (bytes,) uint8
-        tensors : list of arrays
-            Views whose contents are undefined.
+            Shapes and dtypes of the tensors, whose contents are undefined.
         """
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in like]
         message, start = self.get(name, (sum(sizes),), np.uint8), 0
@@ -104,7 +98,7 @@ class Workspace:
             shape, dtype = like[i]
             tensors[i] = message[start : start + sizes[i]].view(dtype).reshape(shape)
             start += sizes[i]
-        return message, tensors
+        return tensors
 
     def nbytes(self, apart: str) -> int:
         """Return the bytes of all buffers, except buffers with names ``(apart, ...)``."""

@@ -19,7 +19,7 @@ from a2d_mpi.core.atomic import read_regular, write_whole
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import random_inputs
-from a2d_mpi.experiments.calibrate import measured_machine
+from a2d_mpi.experiments.calibrate import Place, measure
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.measure import Measurement, open_device
 from a2d_mpi.experiments.streams import aligned
@@ -130,7 +130,7 @@ def autotune(
     used, key = open_device(comm, device), json.dumps(arguments, default=str)
     table = comm.bcast(together(comm, lambda: _read(cache).get(key), on=0))
     if table is None:
-        machine = machine or measured_machine(comm, [work.dtype], CALIBRATION)
+        machine = machine or measure(comm, Place(comm), [work.dtype], CALIBRATION)[0]
         picks = together(
             comm, lambda: best_candidates(machine, comm.size, work, top, methods=methods), on=0
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -15,17 +15,10 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import plan_of, random_inputs, turns
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.files import Result, phases_of
 from a2d_mpi.experiments.hdf5 import check_output, read_file
-from a2d_mpi.experiments.measure import Measurement, open_device, origin_of
+from a2d_mpi.experiments.measure import Measurement, open_device
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
-from a2d_mpi.experiments.results import (
-    BENCHMARK_SCHEMA,
-    add_results,
-    read_benchmark,
-    summarise,
-    table,
-)
+from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, all_passed, extend_file, summarise, table
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.sweep import Configuration, cases_of, plans_for
 from a2d_mpi.planning.machine import Machine
@@ -40,7 +33,7 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     device = open_device(comm, args.device)
     skipped = [c for block in sweep for c in block if c.name in done]
     blocks = ([c for c in block if c.name not in done] for block in sweep)
-    passed = all(done[c.name] for c in skipped)
+    right = all(done[c.name] for c in skipped)
     if comm.rank == 0 and skipped:
         print(f"{len(skipped)} configurations are in {args.output} already")
     with (
@@ -51,21 +44,21 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             runs = _checked(comm, block, args, device, grids)
             for run in turns(list(runs.values()), args.trials):
                 run.trial()
-            origin = origin_of(comm, device)
-            results = {c.name: _result(c, run, args, machine, origin) for c, run in runs.items()}
+            results = {c.name: _result(c, run, args, machine) for c, run in runs.items()}
             for run in runs.values():
                 run.plan.free()
-            together(comm, lambda new=results: add_results(args.output, settings, new), on=0)
+            new = {"settings": settings, "runs": results}
+            together(comm, lambda x=new: extend_file(args.output, BENCHMARK_SCHEMA, x), on=0)
             if comm.rank == 0:
-                passed &= all(result.passed for result in results.values())
-                rows = [summarise(x, [phase]) for x in results.values() for phase in phases_of(x)]
+                right &= all(x["passed"] for x in results.values())
+                rows = [summarise(x, [phase]) for x in results.values() for phase in x["timings"]]
                 bar.write(table(rows))
-    passed = comm.bcast(passed)
+    right = comm.bcast(right)
     if comm.rank == 0:
-        print(f"written to {args.output}" + "; A CHECK FAILED" * (not passed), flush=True)
+        print(f"written to {args.output}" + "; A CHECK FAILED" * (not right), flush=True)
     for grid in grids.values():
         grid.free()
-    return 0 if passed else FAILED_CHECK
+    return 0 if right else FAILED_CHECK
 
 
 def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
@@ -84,14 +77,17 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
     settings["profile"] = f"{crc32(to_toml(machine).encode()):08x}" if machine else "none"
     done: dict[str, bool] = {}  # by name, whether the checks of an earlier run passed
     if check_output(args.output, BENCHMARK_SCHEMA, args.resume):
-        earlier = read_file(args.output, BENCHMARK_SCHEMA)["settings"]
+        earlier, done = read_file(
+            args.output,
+            BENCHMARK_SCHEMA,
+            lambda tree: (tree["settings"], {x: all_passed(y) for x, y in tree["runs"].items()}),
+        )
         for name in {**earlier, **settings}:
             here, there = settings.get(name), earlier.get(name)
             if here != there:
                 raise ValueError(
                     f"{args.output} was made with {name} {there}, but now it is {here}"
                 )
-        done = {name: x.passed for name, x in read_benchmark(args.output).items()}
     return sweep, settings, machine, done
 
 
@@ -121,15 +117,11 @@ def _checked(
 
 
 def _result(
-    c: Configuration,
-    run: Measurement,
-    args: argparse.Namespace,
-    machine: Machine | None,
-    origin: Mapping[str, object],
-) -> Result | None:
-    """Return the result of a timed plan on rank 0, None on other ranks."""
+    c: Configuration, run: Measurement, args: argparse.Namespace, machine: Machine | None
+) -> dict[str, Any]:
+    """Return what the file has of a timed plan on rank 0, an empty dict on other ranks."""
     config = {"name": c.name, "workload": c.case.name, "mask": c.case.mask, "picked": c.picked}
-    result = run.result(args, config, origin)
-    if result is not None:
-        result.predicted = c.expected(machine, run.plan.layout, run.plan.distribution.name)
+    result = run.result(args, config)
+    if result:
+        result["predicted"] = c.expected(machine, run.plan.layout, run.plan.distribution.name)
     return result

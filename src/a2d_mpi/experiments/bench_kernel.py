@@ -6,7 +6,6 @@ import argparse
 import os
 import socket
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import product
 from types import ModuleType
 
@@ -14,32 +13,30 @@ import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
-from a2d_mpi.comm.agreement import agree
-from a2d_mpi.core import reference
-from a2d_mpi.core.config import PHASES, AttentionConfig
-from a2d_mpi.core.dtypes import as_dtype, compute_dtype
+from a2d_mpi.attention.methods import Attention2D
+from a2d_mpi.comm.agreement import agree, errors_of
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.core.config import PHASES
+from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.core.sizes import flops, parse_count
 from a2d_mpi.devices.host import HOST
-from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments.benchmark import in_turn, report, within
-from a2d_mpi.experiments.check import samples
+from a2d_mpi.devices.protocol import Array, Device
+from a2d_mpi.experiments.benchmark import in_turn, random_inputs, report
+from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.files import Check
 from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.measure import open_device
 from a2d_mpi.experiments.options import SAMPLE, BadOption
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, extend_file, kernel_speeds
 from a2d_mpi.experiments.streams import progress
-from a2d_mpi.kernels import check_kernel, make_kernel
+from a2d_mpi.kernels import make_kernel
 from a2d_mpi.kernels.protocol import Kernel
 from a2d_mpi.masks.intervals import Intervals
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.masks.patterns import make_mask
 
 MASKS = ("full", "causal")  # masks that torch has
-# Largest errors relative to the largest value of a tensor.
-BOUNDS = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 COLUMNS = ("shape/mask", "phase", "kernel", "GFLOP/s", "of torch's")
 # Shapes, dtype and kernels by device.
 DEFAULTS = {
@@ -52,9 +49,8 @@ def shape(text: str) -> tuple[int, int, int]:
     """Parse an option that is a shape: seqlen, heads and headdim, as 4096x4x128."""
     try:
         seqlen, nheads, headdim = map(parse_count, text.split("x"))
-        AttentionConfig(seqlen, nheads, headdim).check_room(1)
-    except ValueError as error:
-        raise BadOption(f"must be like 4096x4x128, got {text[:40]!r}: {error}") from None
+    except ValueError:
+        raise BadOption(f"must be like 4096x4x128, got {text[:40]!r}") from None
     return seqlen, nheads, headdim
 
 
@@ -70,13 +66,16 @@ def _bench_kernel(args: argparse.Namespace) -> int:
         if getattr(args, name) is None:
             setattr(args, name, value)
     check_output(args.output, BENCHMARK_SCHEMA)
-    for name in args.kernels:
-        check_kernel(name, as_dtype(args.dtype))
-    problems = []  # all options are checked before the first kernel runs
-    for sizes, text in product(args.shapes, args.masks):
-        config = AttentionConfig(*sizes, args.nheads_kv, dtype=args.dtype)
-        problems.append((config, text, make_mask(text, config.seqlen)))
-    device = _device(args.device)
+    grid, plans = ProcessGrid(MPI.COMM_SELF, 1, 1), {}
+    # The plans check all options before the first kernel runs.  Later they say what is right.
+    for (seqlen, nheads, headdim), text in product(args.shapes, args.masks):
+        sizes = {"seqlen": seqlen, "nheads": nheads, "headdim": headdim}
+        sizes |= {"nheads_kv": args.nheads_kv, "dtype": args.dtype}
+        mask, of = make_mask(text, seqlen), f"{seqlen}x{nheads}x{headdim}/{text}"
+        plans[of] = [Attention2D(grid, mask, **sizes, kernel=x) for x in args.kernels]
+    device = open_device(MPI.COMM_SELF, args.device)
+    if device is HOST and hasattr(os, "sched_setaffinity"):  # to one core
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch = _torch(device)
     origin = provenance("none", [socket.gethostname()], device.description)
     times: dict[str, object] = {
@@ -89,22 +88,24 @@ def _bench_kernel(args: argparse.Namespace) -> int:
     checks = {}
     print("{device}, {dtype}; {blas}, 1 thread; numpy {numpy_version}".format(**times, **origin))
     with threadpool_limits(1):
-        for config, text, mask in progress(problems, desc="workloads"):
-            sizes = config.seqlen, config.seqlen, config.nheads, config.nheads_kv, config.headdim
-            tile, calls = RandomTile(*sizes, mask, args.dtype, device), {}
-            of = f"{config.seqlen}x{config.nheads}x{config.headdim}/{text}"
-            for kernel in (_kernel(name, tile) for name in args.kernels):
-                by_phase = tile.calls(kernel)
-                for phase in PHASES:
-                    by_phase[phase]()
-                checks[f"{of}, {kernel.name}"] = tile.checks()
-                calls |= {f"{phase}/{kernel.name}": by_phase[phase] for phase in PHASES}
-            if torch is not None and text in MASKS:
-                calls |= _torch_calls(torch, tile, text == "causal")
+        for of, (plan, *_) in progress(plans.items(), desc="workloads"):
+            inputs, calls = random_inputs(plan, backward=True), {}
+            t = {name: device.upload(x) for name, x in inputs.items()}
+            for name in args.kernels:
+                with errors_of(MPI.COMM_SELF, 0, ImportError):
+                    kernel = make_kernel(name, device, plan.dtype, plan.softmax_scale)
+                by_phase = kernel_calls(kernel, plan.mask, t, device)
+                for phase, call in by_phase.items():
+                    call()
+                    calls[f"{phase}/{kernel.name}"] = call
+                results = {name: device.download(x) for name, x in t.items()}
+                checks[f"{of}, {kernel.name}"] = check_attention(plan, results, SAMPLE)
+            if torch is not None and of.rpartition("/")[2] in MASKS:
+                calls |= _torch_calls(torch, t, of.endswith("causal"), device)
             seconds = in_turn(calls, args.trials, device=device)
             times |= {f"{of}/{call}": x for call, x in seconds.items()}
             for phase in PHASES:
-                work = flops(tile.area, config.nheads, config.headdim, phase == "backward")
+                work = flops(plan.area(), plan.nheads, plan.headdim, phase == "backward")
                 times[f"tflop/{of}/{phase}"] = work / 1e12
     times["right"] = all(x.passed for of_run in checks.values() for x in of_run.values())
     if args.output:
@@ -113,20 +114,35 @@ def _bench_kernel(args: argparse.Namespace) -> int:
     return report(MPI.COMM_SELF, [COLUMNS, *_speeds(times)], checks)
 
 
-def _device(name: str) -> Device:
-    """Return the GPU, or the host, after binding this process to one core."""
-    if name == "gpu":
-        return open_device(MPI.COMM_SELF, name)
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    return HOST
+def kernel_calls(
+    kernel: Kernel, mask: Mask, t: dict[str, Array], device: Device = HOST
+) -> dict[str, Callable[[], None]]:
+    """Return the calls of a kernel by phase; "backward" needs the results of "forward".
 
+    Parameters
+    ----------
+    kernel : Kernel
+    mask : Mask
+        Of queries and keys whose tokens begin at 0.
+    t : dict of str to arrays
+        q, k, v and dout, each (tokens, heads, headdim), to which new arrays for the results are
+        added: out, lse, dq, dk, dv.
+    device : Device
+    """
+    q, k, v, dout = (t[name] for name in ("q", "k", "v", "dout"))
+    seen = Intervals.of(mask.intervals(np.arange(len(q)), np.arange(len(k))))
+    out, dq, dk, dv = (device.empty(x.shape, x.dtype) for x in (q, q, k, v))
+    lse = device.empty(q.shape[:2], compute_dtype(q.dtype))
+    t |= {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
-def _kernel(name: str, tile: RandomTile) -> Kernel:
-    try:
-        return make_kernel(name, tile.device, tile.q.dtype, tile.softmax_scale)
-    except ImportError as error:
-        raise ValueError(str(error)) from None
+    def forward() -> None:
+        kernel.forward(q, k, v, seen, out, lse)
+
+    def backward() -> None:  # with delta, which autograd computes in its backward pass, too
+        delta = device.delta(dout, out)
+        kernel.backward(dout, q, k, v, lse, delta, seen, dq, dk, dv, fresh=True)
+
+    return {"forward": forward, "backward": backward}
 
 
 def _torch(device: Device) -> ModuleType | None:
@@ -145,23 +161,21 @@ def _torch(device: Device) -> ModuleType | None:
 
 
 def _torch_calls(
-    torch: ModuleType, tile: RandomTile, causal: bool
+    torch: ModuleType, t: dict[str, Array], causal: bool, device: Device
 ) -> dict[str, Callable[[], None]]:
     """Return calls of torch on the same numbers, by phase."""
-    dtype = getattr(torch, tile.q.dtype.name)
+    given = [t[name] for name in ("q", "k", "v", "dout")]
+    dtype = getattr(torch, given[0].dtype.name)
     options = {"is_causal": causal}
-    if tile.q.shape[1] != tile.k.shape[1]:
+    if given[0].shape[1] != given[1].shape[1]:
         options["enable_gqa"] = True
     # As integers, because NumPy and CuPy cannot export bfloat16.
-    tensors = (
-        torch.from_dlpack(x.view(f"i{x.dtype.itemsize}")).view(dtype)
-        for x in (tile.q, tile.k, tile.v, tile.dout)
-    )
+    tensors = (torch.from_dlpack(x.view(f"i{x.dtype.itemsize}")).view(dtype) for x in given)
     # (batch, heads, tokens, headdim), contiguous: torch's fastest layout.
     *qkv, dout = (x.transpose(0, 1)[None].contiguous() for x in tensors)
     for x in qkv:
         x.requires_grad_()
-    wait = (lambda: None) if tile.device is HOST else torch.cuda.synchronize
+    wait = (lambda: None) if device is HOST else torch.cuda.synchronize
 
     attend = torch.nn.functional.scaled_dot_product_attention
 
@@ -188,96 +202,3 @@ def _speeds(times: dict[str, object]) -> Iterator[list[str]]:
         for name, speed in here.items():
             of_torch = f"{speed / here['torch']:.3f}" if "torch" in here else ""
             yield [f"{shape}/{mask[:40]}", phase, name, f"{1e3 * speed:.4g}", of_torch]
-
-
-class RandomTile:
-    """Random tensors of a tile, and arrays for a kernel's results.
-
-    Parameters
-    ----------
-    nq, nk : int
-        Number of queries and keys; the tokens of both begin at 0.
-    nheads, nheads_kv, headdim : int
-    mask : Mask
-    dtype : str
-        Storage dtype.
-    device : Device
-
-    Attributes
-    ----------
-    q, dout : (nq, nheads, headdim) dtype
-    k, v : (nk, nheads_kv, headdim) dtype
-    out : (nq, nheads, headdim) dtype
-    lse, delta : (nq, nheads) accumulation dtype
-    gradients : list of array
-        dq, dk and dv.
-    area : int
-        Visible pairs.
-    """
-
-    def __init__(
-        self,
-        nq: int,
-        nk: int,
-        nheads: int,
-        nheads_kv: int,
-        headdim: int,
-        mask: Mask,
-        dtype: str = "float32",
-        device: Device = HOST,
-    ) -> None:
-        rng, storage = np.random.default_rng(0), as_dtype(dtype)
-        queries, keys = (nq, nheads, headdim), (nk, nheads_kv, headdim)
-        self.q, self.dout, self.k, self.v = (
-            device.upload(rng.standard_normal(shape).astype(storage))
-            for shape in (queries, queries, keys, keys)
-        )
-        self.device, self.mask, self._tokens = device, mask, (np.arange(nq), np.arange(nk))
-        self.intervals = Intervals.of(mask.intervals(*self._tokens))
-        self.area = mask.area(*self._tokens)
-        self.out = device.empty(queries, storage)
-        self.lse = device.empty((nq, nheads), compute_dtype(storage))
-        self.gradients = [device.empty(x, storage) for x in (queries, keys, keys)]
-
-    @property
-    def softmax_scale(self) -> float:
-        """Scale of logits: 1 / sqrt(headdim)."""
-        return self.q.shape[-1] ** -0.5
-
-    def forward(self, kernel: Kernel) -> None:
-        """Compute out and lse."""
-        kernel.forward(self.q, self.k, self.v, self.intervals, self.out, self.lse)
-
-    def backward(self, kernel: Kernel) -> None:
-        """Compute delta and the gradients; autograd computes delta in its backward pass, too."""
-        self.delta = self.device.delta(self.dout, self.out)
-        given = self.dout, self.q, self.k, self.v, self.lse, self.delta, self.intervals
-        kernel.backward(*given, *self.gradients, fresh=True)
-
-    def calls(self, kernel: Kernel) -> dict[str, Callable[[], None]]:
-        """Return the calls of a kernel by phase; a backward call needs a forward call before."""
-        return {
-            "forward": partial(self.forward, kernel),
-            "backward": partial(self.backward, kernel),
-        }
-
-    def checks(self) -> dict[str, Check]:
-        """Compare a sample of the rows of out, dq, dk and dv with float64."""
-        names = ("q", "k", "v", "dout", "out", "lse", "delta")
-        q, k, v, dout, out, lse, delta = (self.device.download(getattr(self, x)) for x in names)
-        dq, dk, dv = map(self.device.download, self.gradients)
-        queries, keys = (np.concatenate(samples(len(x), SAMPLE, 1)) for x in (q, k))
-        scale, seen = self.softmax_scale, self.mask.dense(queries, self._tokens[1])
-        exact, exact_lse = reference.attention(q[queries], k, v, seen, scale)
-        given = dout[queries], q[queries], k, v, exact_lse
-        exact_dq, _, _ = reference.attention_backward(*given, delta[queries], seen, scale)
-        seen = self.mask.dense(self._tokens[0], keys)
-        given = dout, q, k[keys], v[keys], lse, delta
-        _, exact_dk, exact_dv = reference.attention_backward(*given, seen, scale)
-        bound = BOUNDS[q.dtype.name]
-        return {
-            "out": within(bound, out[queries], exact),
-            "dq": within(bound, dq[queries], exact_dq),
-            "dk": within(bound, dk[keys], exact_dk),
-            "dv": within(bound, dv[keys], exact_dv),
-        }

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import math
 import operator
+import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,17 +21,18 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 from a2d_mpi.attention.methods import Attention2D, RingAttention
+from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.dtypes import as_dtype
 from a2d_mpi.core.merge import merge
 from a2d_mpi.devices.host import HOST
-from a2d_mpi.experiments.bench_kernel import RandomTile
+from a2d_mpi.experiments.bench_kernel import kernel_calls
 from a2d_mpi.experiments.benchmark import in_turn, seconds_of
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.origin import blas_name
-from a2d_mpi.experiments.ranks import Place
+from a2d_mpi.experiments.ranks import machine_of_rank, sharing
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.masks.mask import Causal, Full
@@ -64,11 +67,9 @@ HOPS = 8  # number of large messages one after the other
 
 def calibrate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Measure and write the profile; return the exit code."""
-    where = Place(comm)
-    name = where.hosts[0] if args.name is None else args.name
-    together(comm, lambda: _check(where, name))
     together(comm, lambda: check_writable(args.output, 1 << 16, read_machine), on=0)
-    machine, notes = _measure(comm, where, name, args.dtypes, args.seconds)
+    where = Place(comm)
+    machine, notes = measure(comm, where, args.dtypes, args.seconds, args.name)
     lines = [
         f"Measured {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC by drivers/calibrate.py",
         f"{comm.size} ranks on {len(where.hosts)} nodes: {', '.join(where.hosts[:8])}",
@@ -83,25 +84,73 @@ def calibrate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     return 0
 
 
-def measured_machine(comm: MPI.Intracomm, dtypes: list[str], seconds: float) -> Machine:
-    """Measure the machine for some seconds, with the kernels of `dtypes` on the host.
+class Place:
+    """The nodes of all ranks, and the place of this rank.  Collective over `comm`.
 
-    Collective over `comm`; the same on all ranks.
+    Attributes
+    ----------
+    hosts : list of str
+        Names of the nodes.
+    ranks_per_node : int
+    cores_per_node : float
+        Cores that a node may use.  Emulated nodes on one host share its cores.  The environment
+        variable ``A2D_MPI_NODE_CORES`` lowers the number, for nodes whose CPU time is limited (by
+        a cgroup).
+    share : float
+        Cores per rank, at most 1.
+    memory : int
+        Bytes of memory per rank.
+    partners : dict of str to list of int
+        Ranks with which this rank exchanges messages "inside" its node and "between" nodes (one
+        rank of each other node).  A key is missing if it has no ranks.  Ranks are in the order of
+        a ring, from the rank after this one on.
 
     Raises
     ------
     CollectiveError
         If nodes have different numbers of ranks.
     """
-    where = Place(comm)
-    together(comm, lambda: _check(where, where.hosts[0]))
-    return _measure(comm, where, where.hosts[0], dtypes, seconds)[0]
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        own, machine = socket.gethostname(), machine_of_rank()
+        cores = tuple(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (0,)
+        everyone = comm.allgather((own, [(machine, core) for core in cores]))
+        self.hosts = list(dict.fromkeys(host for host, _ in everyone))
+        nodes = [[r for r, x in enumerate(everyone) if x[0] == host] for host in self.hosts]
+        uneven = len({len(ranks) for ranks in nodes}) > 1
+        agree(comm, "calibrate needs the same number of ranks on every node" if uneven else None)
+        self.ranks_per_node = len(nodes[0])
+        limit = float(os.environ.get("A2D_MPI_NODE_CORES") or "inf")
+        all_cores = {core for _, cores in everyone for core in cores}
+        self.cores_per_node = min(len(all_cores) / len(nodes), limit)
+        self.share = min(1.0, self.cores_per_node / self.ranks_per_node)
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self.memory = memory // sharing(comm)
+        node = self.hosts.index(own)
+        local = nodes[node].index(comm.rank)
+        partners = {
+            "inside": nodes[node][local + 1 :] + nodes[node][:local],
+            "between": [x[local] for x in nodes[node + 1 :] + nodes[:node]],
+        }
+        self.partners = {name: ranks for name, ranks in partners.items() if ranks}
 
 
-def _measure(
-    comm: MPI.Intracomm, where: Place, name: str, dtypes: list[str], seconds: float
+def measure(
+    comm: MPI.Intracomm, where: Place, dtypes: list[str], seconds: float, name: str | None = None
 ) -> tuple[Machine, list[str]]:
-    """Measure the machine; also return notes on the errors.  The same on all ranks."""
+    """Measure the machine for some seconds, with the kernels of `dtypes` on the host.
+
+    Collective over `comm`; the same on all ranks.
+
+    Returns
+    -------
+    Machine
+        Its default name is the name of the first node.
+    list of str
+        Notes on the errors.
+    """
+    name = where.hosts[0] if name is None else name
+    together(comm, lambda: Machine(name, None, None, {}))  # raises an error for a bad name now
     kernels, links, notes = {}, {}, []
     with (
         threadpool_limits(1),
@@ -118,6 +167,7 @@ def _measure(
         # A barrier right after a barrier: seconds until the last rank has started.
         start = float(np.median(in_turn({"": comm.Barrier}, 20, comm)[""]))
         work, grid, ring = _tiny(comm, dtypes[0])
+    made = (f"{x}: {make_kernel('auto', HOST, as_dtype(x), 1.0).name}" for x in dtypes)
     machine = Machine(
         name,
         links.get("inside"),
@@ -129,22 +179,11 @@ def _measure(
         start=start,
         copy=copy / where.share,
         merge=merging / where.share,
-        computed_by=_computed_by(dtypes),
+        # Kernels by dtype, and BLAS.
+        computed_by=f"{', '.join(made)}; {blas_name()[:100]}; 1 thread",
     )
     measured = {"step": (Attention2D.method, grid), "hop_overhead": (RingAttention.method, ring)}
     return fit_steps(machine, comm.size, work, measured), notes
-
-
-def _computed_by(dtypes: list[str]) -> str:
-    """Return the text for `computed_by`: kernels by dtype, and BLAS."""
-    kernels = (f"{x}: {make_kernel('auto', HOST, as_dtype(x), 1.0).name}" for x in dtypes)
-    return f"{', '.join(kernels)}; {blas_name()[:100]}; 1 thread"
-
-
-def _check(where: Place, name: str) -> None:
-    Machine(name, None, None, {})  # raises an error if the name is not valid
-    if not where.even:
-        raise ValueError("calibrate needs the same number of ranks on every node")
 
 
 def _kernels(
@@ -173,12 +212,16 @@ def _kernel_calls(
     dtype: str, shape: tuple, poll: Callable | None = None
 ) -> tuple[dict[str, Callable], Sample]:
     """Return the calls of a kernel by phase, and their `Sample` without seconds."""
-    nq, nk, *heads, mask = shape
-    tile = RandomTile(*shape, dtype)
-    kernel = make_kernel("auto", HOST, tile.q.dtype, tile.softmax_scale, poll)
-    tile.forward(kernel)
+    nq, nk, nheads, nheads_kv, headdim, mask = shape
+    rng, storage = np.random.default_rng(0), as_dtype(dtype)
+    q, dout = rng.standard_normal((2, nq, nheads, headdim)).astype(storage)
+    k, v = rng.standard_normal((2, nk, nheads_kv, headdim)).astype(storage)
+    kernel = make_kernel("auto", HOST, storage, headdim**-0.5, poll)
+    calls = kernel_calls(kernel, mask, {"q": q, "k": k, "v": v, "dout": dout})
+    calls["forward"]()
+    area = mask.area(np.arange(nq), np.arange(nk))
     cut = 0 if isinstance(mask, Full) else nq - 1
-    return tile.calls(kernel), Sample(tile.area, nq, nk, cut, (*heads, heads[-1]), 0.0)
+    return calls, Sample(area, nq, nk, cut, (nheads, nheads_kv, headdim, headdim), 0.0)
 
 
 def _link(comm: MPI.Intracomm, where: Place, name: str, seconds: float) -> Link:

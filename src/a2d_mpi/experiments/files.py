@@ -1,4 +1,4 @@
-"""The input of a run, what it has measured, and its checks, in HDF5 files.
+"""Input files, and the checks of results.
 
 Every function raises OSError if a file cannot be read or written, and ValueError if its contents
 are wrong.  The message is one line that names the file, for the user to read.
@@ -9,21 +9,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import h5py
 import numpy as np
 
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.experiments.hdf5 import member, reading, write_file
+from a2d_mpi.experiments.hdf5 import member, reading
 from a2d_mpi.sharding.distribution import Distribution
 
 INPUT_SCHEMA = ("a2d_mpi input", 1)
-RESULT_SCHEMA = ("a2d_mpi result", 1)
-# Seconds are stored in eighths of a microsecond: finer digits are noise of barriers and Python,
-# and would be most of a file, because noise cannot be packed.
-TICKS = 1 << 23
-TIMED_PARTS = ("compute", "merge", "wait", "total")  # as of `AttentionPlan.timings`
 
 
 @dataclass(frozen=True)
@@ -177,83 +172,3 @@ def attributes_of(checks: Mapping[str, Check]) -> dict[str, object]:
         "passed": all(x.passed for x in checks.values()),
         "checks": {name: x.attributes for name, x in checks.items()},
     }
-
-
-@dataclass(eq=False)
-class Result:
-    """Everything that one run has measured.
-
-    Attributes
-    ----------
-    provenance : dict
-        Result of `a2d_mpi.experiments.origin.provenance`.
-    config : dict of str to bool, int, float or str
-        method, rows, cols, mask, seqlen, ...
-    area : (rank,) int64
-        Visible (query, key) pairs.
-    timings : dict of str to (trial, rank) float64
-        Seconds; keys as in `AttentionPlan.timings`: "forward/compute", ...
-    traffic : dict of str to dict of str to (rank,) int64
-        Bytes per call: ``traffic["forward/row"]["sent"]``, "received", "predicted_sent",
-        "predicted_received".
-    checks : dict of str to Check
-        Checks by tensor: "out", "lse", "dq", ...
-    outputs : dict of str to arrays (seqlen, ...)
-        Gathered tensors in the order of the sequence, if they are to be kept.
-    predicted : dict of str to number or str
-        Predictions: "memory" in bytes of a rank, "forward seconds" of the slowest rank, "forward
-        lower bound" of a rank's bytes, ...
-    """
-
-    provenance: dict[str, object]
-    config: dict[str, object]
-    area: np.ndarray
-    timings: dict[str, np.ndarray]
-    traffic: dict[str, dict[str, np.ndarray]]
-    checks: dict[str, Check]
-    outputs: dict[str, np.ndarray] = field(default_factory=dict)
-    predicted: dict[str, object] = field(default_factory=dict)
-
-    @property
-    def passed(self) -> bool:
-        """True if all checks passed."""
-        return all(check.passed for check in self.checks.values())
-
-
-def phases_of(result: Result) -> tuple[str, ...]:
-    """Return the phases that were timed."""
-    return ("forward", "backward") if result.config["backward"] else ("forward",)
-
-
-def tree_of(result: Result) -> dict[str, object]:
-    """Return a result as it stands in files, with its provenance as "origin"."""
-    origin = dict(result.provenance)
-    tree = {
-        "utc_time": origin.pop("utc_time"),
-        "origin": origin,
-        "config": result.config,
-        "area": np.asarray(result.area, np.int64),
-        "timings": {x: np.round(y * TICKS) / TICKS for x, y in result.timings.items()},
-        "traffic": result.traffic,
-        "checks": {name: check.attributes for name, check in result.checks.items()},
-        # HDF5 has no bfloat16; float32 holds its numbers as they are.
-        "outputs": {
-            name: x if x.dtype.kind == "f" else x.astype(np.float32)
-            for name, x in result.outputs.items()
-        },
-        "predicted": result.predicted,
-    }
-    optional = ("outputs", "predicted")
-    return {name: x for name, x in tree.items() if name not in optional or x}
-
-
-def write_result(path: str | os.PathLike[str], result: Result) -> None:
-    """Write a result file.  If writing fails, an existing file is left as it was.
-
-    Raises
-    ------
-    OSError
-        If it cannot be written (no room, ...).
-    """
-    run = tree_of(result)
-    write_file(path, RESULT_SCHEMA, {**run.pop("origin"), **run})

@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -17,24 +18,18 @@ from a2d_mpi.comm.agreement import agree
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import flops
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.files import (
-    RESULT_SCHEMA,
-    InputInfo,
-    Result,
-    inspect_input,
-    phases_of,
-    read_shard,
-    write_result,
-)
+from a2d_mpi.experiments.files import InputInfo, inspect_input, read_shard
 from a2d_mpi.experiments.grids import open_grid
-from a2d_mpi.experiments.hdf5 import check_output
-from a2d_mpi.experiments.measure import RESULTS, Measurement, open_device, origin_of, random_rows
+from a2d_mpi.experiments.hdf5 import check_output, write_file
+from a2d_mpi.experiments.measure import RESULTS, Measurement, open_device, random_rows
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
 from a2d_mpi.experiments.origin import sha256
 from a2d_mpi.experiments.streams import aligned, progress
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning.workload import Workload
+
+RESULT_SCHEMA = ("a2d_mpi result", 2)
 
 
 def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
@@ -78,19 +73,19 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             together(comm, trace.write, on=0)
         for _ in progress(range(args.trials), comm.rank, desc="trials"):
             measured.trial()
-    config = {"mask": args.mask, "input": str(args.input)}
-    outputs = measured.outputs() if args.save_outputs else {}
-    origin = origin_of(comm, device) | (digests or {})
-    result = measured.result(args, config, origin, outputs=outputs)
+    outputs = {"outputs": measured.outputs()} if args.save_outputs else {}
+    result = measured.result(args, {"mask": args.mask, "input": str(args.input)}, **outputs)
+    if comm.rank == 0:
+        result["origin"] |= digests or {}
     try:
         if args.output:
-            together(comm, lambda: write_result(args.output, result), on=0)
+            together(comm, lambda: write_file(args.output, RESULT_SCHEMA, result), on=0)
     finally:  # print the results even if they cannot be written
         if comm.rank == 0:
-            _report(result, plan)
+            _report(result, measured)
     if comm.rank == 0 and args.output:
         print(f"written to {args.output}", flush=True)
-    passed = comm.bcast(comm.rank == 0 and result.passed)
+    passed = comm.bcast(result.get("passed"))
     plan.free()
     grid.free()
     return 0 if passed else FAILED_CHECK
@@ -111,7 +106,7 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
     config = replace(info.config, **lengths, dtype=args.dtype, wire=wire)
     config.check_room(ranks)
     if args.mask_file:
-        from a2d_mpi.experiments.mask_file import read_mask
+        from a2d_mpi.experiments.user_files import read_mask
 
         args.mask = f"file:{args.mask_file}"  # the name in reports and results
         return info, config, read_mask(args.mask_file, config.seqlen)
@@ -142,40 +137,41 @@ def _refuse_nan(comm: MPI.Intracomm, tensors: Mapping[str, np.ndarray]) -> None:
     agree(comm, "; ".join(wrong) + ": nothing can be checked" if wrong else None)
 
 
-def _report(result: Result, plan: AttentionPlan) -> None:
+def _report(result: Mapping[str, Any], measured: Measurement) -> None:
     """Print the short tables."""
-    c = result.config
+    c, plan, area = result["config"], measured.plan, result["area"]
     ranks = " x ".join(str(c[x]) for x in ("rows", "cols", "heads") if x != "heads" or c[x] > 1)
     wire = f" ({c['wire']} on the wire)" * (c["wire"] != "none")
     values = f", headdim_v {c['headdim_v']}" * (c["headdim_v"] != c["headdim"])
     print(
         f"{c['method']} on {ranks} ranks, {c['mask']} mask, {c['distribution']} distribution, "
-        f"{c['dtype']}{wire}, {result.provenance['device']}\n"
+        f"{c['dtype']}{wire}, {result['origin']['device']}\n"
         f"seqlen {c['seqlen']}, nheads {c['nheads']}, nheads_kv {c['nheads_kv']}, "
         f"headdim {c['headdim']}{values}; {c['trials']} trial{'s' * (c['trials'] != 1)}; "
-        f"tile area max/mean {result.area.max() / result.area.mean():.3f}\n"
+        f"tile area max/mean {area.max() / area.mean():.3f}\n"
     )
     rows = [["milliseconds", "min", "median", "max", "over trials and ranks"]]
-    for name, seconds in result.timings.items():
-        rows.append([name, *(f"{1e3 * f(seconds):.2f}" for f in (np.min, np.median, np.max)), ""])
+    for phase, parts in result["timings"].items():
+        for part, seconds in parts.items():
+            numbers = (f"{1e3 * f(seconds):.2f}" for f in (np.min, np.median, np.max))
+            rows.append([f"{phase}/{part}", *numbers, ""])
     print(aligned(rows))
-    for phase in phases_of(result):
+    for phase, parts in result["timings"].items():
         heads = plan.nheads // plan.grid.heads  # heads of a context-parallel group
-        area, backward = int(result.area.sum()), phase == "backward"
-        work = flops(area, heads, plan.headdim, backward, plan.headdim_v)
-        slowest = np.median(result.timings[f"{phase}/total"].max(axis=1))
-        print(
-            f"{phase}: {work / slowest / 1e9:.1f} GFLOP/s of all ranks, in the time of the slowest"
-        )
-    if result.traffic:
-        columns = ("sent", "predicted_sent", "received", "predicted_received")
-        rows = [["bytes of one rank", "sent", "predicted", "received", "predicted", "(largest)"]]
-        for name, x in result.traffic.items():
-            rows.append([name, *(str(x[col].max()) for col in columns), ""])
+        backward = phase == "backward"
+        work = flops(int(area.sum()), heads, plan.headdim, backward, plan.headdim_v)
+        speed = work / np.median(parts["total"].max(axis=1)) / 1e9
+        print(f"{phase}: {speed:.1f} GFLOP/s of all ranks, in the time of the slowest")
+    columns = ("sent", "predicted_sent", "received", "predicted_received")
+    rows = [["bytes of one rank", "sent", "predicted", "received", "predicted", "(largest)"]]
+    for phase, channels in result["traffic"].items():
+        for name, x in channels.items():
+            rows.append([f"{phase}/{name}", *(str(x[col].max()) for col in columns), ""])
+    if len(rows) > 1:
         print(f"\n{aligned(rows)}")
     # "as given": the error against the tensors before rounding, with a narrow format on the wire.
     rows = [["checked", "error", "bound", "rows", "as given" * bool(wire), ""]]
-    for name, x in result.checks.items():
+    for name, x in measured.checks.items():
         given = "" if x.as_given is None else f"{x.as_given:.2e}"
         rows.append([name, f"{x.error:.2e}", f"{x.bound:.2e}", str(x.rows), given, x.verdict])
     print(f"\n{aligned(rows, left=(0, 5))}")

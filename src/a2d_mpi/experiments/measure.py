@@ -7,7 +7,7 @@
     run.check(rows=16)  # against float64, before anything is timed
     for _ in range(trials):
         run.trial()
-    result = run.result(args, config, origin)  # on rank 0
+    result = run.result(args, config)  # on rank 0
 
 All methods are collective over the plan's ranks.
 """
@@ -27,11 +27,15 @@ from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.experiments.check import check_attention, digests, worse
-from a2d_mpi.experiments.files import TIMED_PARTS, Check, Result
+from a2d_mpi.experiments.files import Check, attributes_of
 from a2d_mpi.experiments.origin import provenance
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 TENSORS = ("q", "k", "v", "dout")
+TIMED_PARTS = ("compute", "merge", "wait", "total")  # as of `AttentionPlan.timings`
+# Seconds are stored in eighths of a microsecond: finer digits are noise of barriers and Python,
+# and would be most of a file, because noise cannot be packed.
+TICKS = 1 << 23
 
 
 def open_device(comm: MPI.Intracomm, name: str) -> Device:
@@ -189,18 +193,16 @@ class Measurement:
 
     def outputs(self) -> dict[str, np.ndarray]:
         """Gather the results in the order of the sequence on rank 0; empty on other ranks."""
-        tensors, plan = self._results(self.tensors), self.plan
-        outputs = {name: plan.gather(x) for name, x in tensors.items()}
-        return outputs if plan.grid.comm.rank == 0 else {}
+        gathered = {x: self.plan.gather(y) for x, y in self._results(self.tensors).items()}
+        if self.plan.grid.comm.rank != 0:
+            return {}
+        # HDF5 has no bfloat16; float32 holds its numbers as they are.
+        return {x: y if y.dtype.kind == "f" else y.astype("f4") for x, y in gathered.items()}
 
     def result(
-        self,
-        args: argparse.Namespace,
-        config: Mapping[str, object],
-        origin: Mapping[str, object],
-        **others: Any,
-    ) -> Result | None:
-        """Check the trials, and return the result on rank 0, None on other ranks.
+        self, args: argparse.Namespace, config: Mapping[str, object], **others: object
+    ) -> dict[str, Any]:
+        """Check the trials, and return what stands in files on rank 0, an empty dict on others.
 
         All trials must have had the same results.  Neither the inputs nor the first results may
         have changed in memory.  The counted bytes must be the predicted ones.
@@ -211,41 +213,44 @@ class Measurement:
             Options of the measurement: trials, warmup, check, seed, threads.
         config : mapping
             Config that is neither in the plan nor in `args`: mask, ...
-        origin : mapping
-            Result of `origin_of`.
         **others
-            Further fields of the `Result`.
+            More that stands in the file.
+
+        Returns
+        -------
+        dict
+            As docs/benchmarks.md describes.
         """
         comm, plan = self.plan.grid.comm, self.plan
         if self._result_bits:
             changed = _differing(self._on_host(self._given), self._given_bits)
             for name, number in (("repeat", self._differ), ("inputs", changed)):
                 self.checks[name] = Check(float(comm.allreduce(number)), 0.0, comm.size)
-        counted = plan.traffic.bytes
-        gathered = comm.gather((self.seconds, counted, plan.area(), gethostname()))
+        origin = origin_of(comm, self.device)
+        gathered = comm.gather((self.seconds, plan.traffic.bytes, plan.area()))
         if gathered is None:
-            return None
-        seconds, counted, area, hosts = zip(*gathered)
-        timings = {name: np.array([x[name] for x in seconds]).T for name in self.seconds}
-        traffic, off = _traffic(
-            plan, self.phases, counted, max(1, len(self.seconds["forward/total"]))
-        )
+            return {}
+        seconds, counted, area = zip(*gathered)
+        trials = max(1, len(self.seconds["forward/total"]))
+        traffic, off = _traffic(plan, self.phases, counted, trials)
         self.checks["traffic"] = Check(float(off), 0.0, comm.size)
-        return Result(
-            provenance={**origin, "hostnames": list(hosts)},
-            config={
-                **_config(plan),
-                **{x: getattr(args, x) for x in ("check", "trials", "warmup", "seed", "threads")},
-                "backward": len(self.phases) > 1,
-                "device": self.device.name,
-                **config,
-            },
-            area=np.array(area),
-            timings=timings,
-            traffic=traffic,
-            checks=self.checks,
+        timings: dict[str, dict[str, np.ndarray]] = {phase: {} for phase in self.phases}
+        for name in self.seconds:
+            phase, part = name.split("/")
+            of_ranks = np.array([x[name] for x in seconds]).T  # (trials, ranks)
+            timings[phase][part] = np.round(of_ranks * TICKS) / TICKS
+        options = {x: getattr(args, x) for x in ("check", "trials", "warmup", "seed", "threads")}
+        phases = {"backward": len(self.phases) > 1, "device": self.device.name}
+        return {
+            "utc_time": origin.pop("utc_time"),
+            "origin": origin,
+            "config": {**_config(plan), **options, **phases, **config},
+            "area": np.array(area, np.int64),
+            "timings": timings,
+            "traffic": traffic,
+            **attributes_of(self.checks),
             **others,
-        )
+        }
 
 
 def _differing(tensors: Mapping[str, np.ndarray], bits: Mapping[str, bytes]) -> int:
@@ -273,23 +278,21 @@ def _config(plan: AttentionPlan) -> dict[str, object]:
 
 def _traffic(
     plan: AttentionPlan, phases: Sequence[str], counted: Sequence[Mapping], trials: int
-) -> tuple[dict[str, dict[str, np.ndarray]], int]:
-    """Return the measured and predicted bytes of a call, as in `Result`, and their difference.
+) -> tuple[dict[str, dict[str, dict[str, np.ndarray]]], int]:
+    """Return the measured and predicted bytes of a call by phase and communicator.
 
-    `counted` has, for every rank, the bytes of all trials by phase and communicator.  The
-    difference is the largest one over all trials.
+    `counted` has, for every rank, the bytes of all trials by phase and communicator.  The second
+    result is the largest difference over all trials.
     """
     predicted = [plan.predicted_traffic(rank) for rank in range(len(counted))]
-    keys = {key for x in (*counted, *predicted) for key in x if key[0] in phases}
-    traffic, off = {}, 0
-    for key in sorted(keys):
+    traffic, off = {phase: {} for phase in phases}, 0
+    for key in sorted({key for x in (*counted, *predicted) for key in x if key[0] in phases}):
         # (ranks, 2): sent, received
         sums, formula = (np.array([x.get(key, (0, 0)) for x in y]) for y in (counted, predicted))
         off = max(off, np.abs(sums - trials * formula).max())
-        both = {"": sums // trials, "predicted_": formula}
-        traffic["/".join(key)] = {
+        traffic[key[0]][key[1]] = {
             kind + direction: x[:, i]
-            for kind, x in both.items()
+            for kind, x in (("", sums // trials), ("predicted_", formula))
             for i, direction in enumerate(("sent", "received"))
         }
     return traffic, off

@@ -1,8 +1,7 @@
-"""The ranks of a program: their share of their nodes, and jobs that go on without lost ones."""
+"""The ranks of a program: the memory that they share, and jobs that go on without lost ones."""
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 import time
@@ -25,56 +24,15 @@ _NO_ULFM = (
 )
 
 
-class Place:
-    """The nodes of all ranks, and the place of this rank.  Collective over `comm`.
+def machine_of_rank() -> str:
+    """Return a text that is the same for all ranks of a machine, also in namespaces with names."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else socket.gethostname()
 
-    Attributes
-    ----------
-    hosts : list of str
-        Names of the nodes.
-    even : bool
-        Whether all nodes have equally many ranks.  If not, `partners` is empty.
-    ranks_per_node : int
-    cores_per_node : float
-        Cores that a node may use.  Emulated nodes on one host share its cores.  The environment
-        variable ``A2D_MPI_NODE_CORES`` lowers the number, for nodes whose CPU time is limited (by
-        a cgroup).
-    share : float
-        Cores per rank, at most 1.
-    memory, sharing : int
-        Bytes of memory per rank, and the number of ranks that share the memory of this host.
-    partners : dict of str to list of int
-        Ranks with which this rank exchanges messages "inside" its node and "between" nodes (one
-        rank of each other node).  A key is missing if it has no ranks.  Ranks are in the order of
-        a ring, from the rank after this one on.
-    """
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        boot = Path("/proc/sys/kernel/random/boot_id")
-        own = (
-            socket.gethostname(),
-            boot.read_text() if boot.exists() else socket.gethostname(),
-            tuple(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (0,),
-            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        )
-        everyone = comm.allgather(own)
-        self.hosts = list(dict.fromkeys(host for host, *_ in everyone))
-        nodes = [[r for r, x in enumerate(everyone) if x[0] == host] for host in self.hosts]
-        self.even = len({len(ranks) for ranks in nodes}) == 1
-        self.ranks_per_node = len(nodes[0])
-        cores = {(boot, core) for _, boot, usable, _ in everyone for core in usable}
-        limit = float(os.environ.get("A2D_MPI_NODE_CORES") or "inf")
-        self.cores_per_node = min(len(cores) / len(nodes), limit)
-        self.sharing = sum(x[1] == own[1] for x in everyone)
-        self.memory = own[3] // self.sharing
-        self.share = min(1.0, self.cores_per_node / self.ranks_per_node)
-        node = self.hosts.index(own[0])
-        local = nodes[node].index(comm.rank)
-        self.partners = {}
-        if self.even and self.ranks_per_node > 1:
-            self.partners["inside"] = nodes[node][local + 1 :] + nodes[node][:local]
-        if self.even and len(nodes) > 1:
-            self.partners["between"] = [x[local] for x in nodes[node + 1 :] + nodes[:node]]
+def sharing(comm: MPI.Intracomm) -> int:
+    """Return the number of ranks that share the memory of this rank's machine.  Collective."""
+    return comm.allgather(machine := machine_of_rank()).count(machine)
 
 
 def check_room(comm: MPI.Intracomm, what: str, nbytes: int, ranks: int | None = None) -> None:
@@ -97,8 +55,8 @@ def check_room(comm: MPI.Intracomm, what: str, nbytes: int, ranks: int | None = 
     CollectiveError
         On all ranks, if the memory does not suffice.
     """
-    sharing = min(Place(comm).sharing, comm.size if ranks is None else ranks)
-    together(comm, lambda: check_memory(what, nbytes, sharing))
+    number = min(sharing(comm), comm.size if ranks is None else ranks)
+    together(comm, lambda: check_memory(what, nbytes, number))
 
 
 def check_survive(comm: MPI.Intracomm, survive: bool) -> None:

@@ -1,10 +1,10 @@
-"""Files of results of one run or of many, and their summaries for tables and plots; no MPI.
+"""Files of many runs, and their summaries for tables and plots; no MPI.
 
 Every function raises OSError if a file cannot be read or written, and ValueError if its contents
 are wrong.  The message is one line that names the file, for the user to read.
 
-In files of many runs the group ``origins`` has the different origins of the runs, and the group
-``origin`` of a run is a link.
+The group ``origins`` of a file has the different origins of its runs, and the group ``origin`` of
+a run is a link.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.files import RESULT_SCHEMA, Check, Result, phases_of, tree_of
-from a2d_mpi.experiments.hdf5 import Tree, fill, flat, key_of, load, new_file, read_file
+from a2d_mpi.experiments.hdf5 import Tree, fill, key_of, load, new_file, read_file
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.streams import aligned
 from a2d_mpi.planning.layouts import known_as
@@ -38,60 +39,36 @@ FAMILIES = tuple(
 )
 
 
-def read_result(path: str | os.PathLike[str]) -> Result:
-    """Read a file of `write_result`, including the outputs.
+def all_passed(run: Mapping[str, Any]) -> bool:
+    """Return whether all checks of a run in a file passed."""
+    return all(x["passed"] for x in run["checks"].values())
 
-    Raises
-    ------
-    OSError
-        If the file cannot be read, or lacks something.
-    ValueError
-        If the schema is wrong.
+
+def read_measured(path: str | os.PathLike[str], *phases: Sequence[str]) -> list[Summary]:
+    """Read a benchmark, and summarise each of its runs for each of `phases`.
+
+    Those that a run has count, and equal ones count once.  Default: all phases together.
     """
 
-    def build(root: Tree) -> Result:
-        root["origin"] = {x: y for x, y in root.items() if not isinstance(y, (Tree, np.ndarray))}
-        return _result(root)
-
-    return read_file(path, RESULT_SCHEMA, build)
-
-
-def add_results(
-    path: str | os.PathLike[str], settings: Mapping[str, object], results: Mapping[str, Result]
-) -> None:
-    """Add results by name to a file, or make the file; if writing fails, nothing changes."""
-    runs = {name: tree_of(result) for name, result in results.items()}
-    extend_file(path, BENCHMARK_SCHEMA, {"settings": settings, "runs": runs})
-
-
-def read_benchmark(path: str | os.PathLike[str]) -> dict[str, Result]:
-    """Read all results of a file, by name."""
-
-    def build(tree: Tree) -> dict[str, Result]:
-        return {name: _result(run) for name, run in tree["runs"].items()}
+    def build(tree: Tree) -> list[Summary]:
+        found = []
+        for run in tree["runs"].values():
+            given = [tuple(x for x in each if x in run["timings"]) for each in phases or (PHASES,)]
+            found += [summarise(run, each) for each in dict.fromkeys(given)]
+        return found
 
     return read_file(path, BENCHMARK_SCHEMA, build)
 
 
-def _result(run: Tree) -> Result:
-    """Return the result of a tree that was read."""
-    return Result(
-        provenance={**run["origin"], "utc_time": run["utc_time"]},
-        config=run["config"],
-        area=run["area"],
-        timings=flat(run["timings"]),
-        traffic={
-            f"{phase}/{channel}": counts
-            for phase, channels in run["traffic"].items()
-            for channel, counts in channels.items()
-        },
-        checks={
-            name: Check(x["error"], x["bound"], x["rows"], x.get("as_given"))
-            for name, x in run["checks"].items()
-        },
-        outputs=flat(run.get("outputs", {})),
-        predicted=run.get("predicted", {}),
-    )
+def flat(tree: Mapping[str, object]) -> dict[str, np.ndarray]:
+    """Return all arrays of a tree by their paths."""
+    arrays: dict[str, np.ndarray] = {}
+    for name, x in tree.items():
+        if isinstance(x, Mapping):
+            arrays |= {f"{name}/{path}": y for path, y in flat(x).items()}
+        elif isinstance(x, np.ndarray):
+            arrays[name] = x
+    return arrays
 
 
 def extend_file(path: str | os.PathLike[str], schema: tuple[str, int], tree: Mapping) -> None:
@@ -208,38 +185,32 @@ class Summary:
         return f"{self.method} {self.shape}{sliced}" + " in turn" * (not self.overlap)
 
 
-def summarise(result: Result, phases: Sequence[str] | None = None) -> Summary:
-    """Combine the numbers of some phases of a result; default: all that were timed."""
-    phases = phases or phases_of(result)
-    seconds, parts = 0.0, dict.fromkeys(PARTS, 0.0)
+def summarise(run: Mapping[str, Any], phases: Sequence[str] = ()) -> Summary:
+    """Combine the numbers of some phases of a run in a benchmark file; default: all it has."""
+    phases = phases or list(run["timings"])
+    seconds, parts, moved = 0.0, dict.fromkeys(PARTS, 0.0), []
     for phase in phases:
-        total = result.timings[f"{phase}/total"]
+        timings = run["timings"][phase]
+        total = timings["total"]  # (trials, ranks)
         slowest = total.max(axis=1)  # the trial whose slowest rank took the (lower) median
         trial = int(np.argsort(slowest, kind="stable")[(len(slowest) - 1) // 2])
         rank = int(total[trial].argmax())
-        own = {x: result.timings[f"{phase}/{x}"][trial, rank] for x in PARTS[:-1]}
+        own = {x: timings[x][trial, rank] for x in PARTS[:-1]}
         own["other"] = max(0.0, total[trial, rank] - sum(own.values()))
         parts = {x: parts[x] + float(own[x]) for x in PARTS}
         seconds += float(total[trial, rank])
-    moved = [x for key, x in result.traffic.items() if key.split("/")[0] in phases]
+        moved += run["traffic"].get(phase, {}).values()
     received, formula = (
         int(sum((x[kind] for x in moved), np.zeros(1, np.int64)).max())
         for kind in ("received", "predicted_received")
     )
-    return Summary(
-        str(result.config["name"]),
-        result.config,
-        "both" if len(phases) > 1 else phases[0],
-        seconds,
-        parts,
-        received,
-        formula,
-        *(
-            sum(float(result.predicted.get(f"{phase} {what}", np.nan)) for phase in phases)
-            for what in ("lower bound", "seconds")
-        ),
-        result.passed,
+    bound, predicted = (
+        sum(float(run.get("predicted", {}).get(f"{phase} {what}", np.nan)) for phase in phases)
+        for what in ("lower bound", "seconds")
     )
+    config, phase = run["config"], "both" if len(phases) > 1 else phases[0]
+    numbers = seconds, parts, received, formula, bound, predicted
+    return Summary(config["name"], config, phase, *numbers, all_passed(run))
 
 
 def table(summaries: Sequence[Summary]) -> str:
@@ -311,15 +282,6 @@ def print_study(files: Sequence[Path], read: Callable[[Path], list[Summary]]) ->
     print(f"\nmodel, all files: {_errors(off)}")
     print(f"picks within {100 * (CLOSE - 1):.0f} % of the fastest: {good} of {picks}")
     return 0 if passed else FAILED_CHECK
-
-
-def read_measured(path: Path) -> list[Summary]:
-    """Read the summaries of a benchmark: of each plan its forward pass, and all its phases."""
-    return [
-        summarise(result, phases)
-        for result in read_benchmark(path).values()
-        for phases in dict.fromkeys([("forward",), phases_of(result)])
-    ]
 
 
 def _is_whole(x: Summary) -> bool:

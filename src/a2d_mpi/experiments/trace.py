@@ -22,8 +22,9 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from a2d_mpi.core.atomic import check_writable, write_whole
 from a2d_mpi.planning.accounts import nbytes, pairs_of
@@ -39,49 +40,11 @@ if TYPE_CHECKING:  # figures of traces need no MPI
 
 COMPUTE, COMMUNICATION = THREADS = "compute", "communication"
 _BEGIN = '{"traceEvents": ['  # first characters of every file
-
-
-class Arrow(NamedTuple):
-    """One end of an arrow: a message that a rank sends or receives.
-
-    Attributes
-    ----------
-    key : hashable
-        Equal on both ranks, and different for every message of the section.
-    kind : str
-        Kind of the rows.
-    sent : bool
-        True: sent; False: received.
-    args : dict
-        "bytes", "from", "to", "phase" and "channel".
-    """
-
-    key: object
-    kind: str
-    sent: bool
-    args: dict[str, object]
-
-
-class Slice(NamedTuple):
-    """An activity of a rank from `begin` to `end`, in seconds since the section began.
-
-    Messages that are sent start at `begin`, messages that are received arrive at `end`.
-    """
-
-    thread: str
-    name: str
-    category: str
-    begin: float
-    end: float
-    args: dict[str, object]
-    arrows: Sequence[Arrow] = ()
-
-
-Section = Sequence[list[Slice]]  # slices of all ranks, by world rank
+Event = dict[str, object]
 
 
 class Trace:
-    """A recorder of plan calls on all ranks, one section after the other; rank 0 keeps them.
+    """A recorder of plan calls on all ranks, one section after the other.
 
     Parameters
     ----------
@@ -91,16 +54,20 @@ class Trace:
 
     Attributes
     ----------
-    sections : list of Section
-        On rank 0; empty on other ranks.
+    events : list of dict
+        On rank 0, the events of all ranks in the Trace Event Format, with at least "ph", "ts",
+        "pid", "tid", "name", "args".  Times are in microseconds, rounded to nanoseconds.
     """
 
     def __init__(self, comm: MPI.Intracomm, path: Path) -> None:
-        self._comm, self._path, self.sections = comm, path, []
+        self._comm, self._path, self._end = comm, path, 0.0
+        self.events: list[Event] = [] if comm.rank else [*_names(comm.size)]
 
     @contextmanager
     def calls(self, plan: AttentionPlan, name: str) -> Iterator[None]:
         """Record the calls of a plan in a ``with`` statement as one section.  Collective.
+
+        A section begins when the section before it has ended on all ranks.
 
         Parameters
         ----------
@@ -110,12 +77,13 @@ class Trace:
             Name of the plan in the trace.
         """
         self._comm.Barrier()
-        zero = time.perf_counter()
+        zero = time.perf_counter() - self._end
         with plan.recording() as calls:
             yield
-        section = self._comm.gather(measured(plan, calls, zero, name))
-        if section is not None:
-            self.sections.append(section)
+        events = _events(plan, calls, zero, name, self._end)
+        ends = ((x["ts"] + x.get("dur", 0)) / 1e6 for x in events)
+        self._end = self._comm.allreduce(max(ends, default=self._end), max)
+        self.events += chain.from_iterable(self._comm.gather(events) or [])
 
     def write(self) -> None:
         """Write the file.  Local, for rank 0.
@@ -125,67 +93,78 @@ class Trace:
         OSError
             If the file cannot be written; an existing file is left as it was.
         """
-        lines = ",\n".join(json.dumps(x) for x in events_of(self.sections))
-        text = f'{_BEGIN}\n{lines}\n],\n"displayTimeUnit": "ms"}}\n'
-        write_whole(self._path, text.encode())
+        numbers: dict[object, int] = {}  # viewers know arrows by numbers
+        for x in self.events:
+            if "id" in x:
+                x["id"] = numbers.setdefault(x["id"], len(numbers))
+        lines = ",\n".join(map(json.dumps, self.events))
+        write_whole(self._path, f'{_BEGIN}\n{lines}\n],\n"displayTimeUnit": "ms"}}\n'.encode())
 
 
-def measured(
-    plan: AttentionPlan, calls: Sequence[Recorded], zero: float, name: str
-) -> list[Slice]:
-    """Make the slices of this rank from recorded calls.
+def _events(
+    plan: AttentionPlan, calls: Sequence[Recorded], zero: float, name: str, section: float
+) -> list[Event]:
+    """Return the events of this rank in a section, with times from `zero` on."""
+    rank, place = plan.grid.comm.rank, plan.layout.world_ranks().tolist()
+    events: list[Event] = []
 
-    Parameters
-    ----------
-    plan : AttentionPlan
-    calls : sequence of Recorded
-    zero : float
-        Begin of the section, by `time.perf_counter`.
-    name : str
-        Name of the plan.
-    """
-    rank, place, slices = plan.grid.comm.rank, plan.layout.world_ranks().tolist(), []
+    def add(
+        thread: str, label: str, category: str, begin: float, end: float, args: dict,
+        arrows: Sequence[Event] = (),
+    ) -> None:  # fmt: skip
+        """Add an activity of this rank, and the ends of arrows in it."""
+        where = {"pid": place[rank], "tid": _tid(place[rank], thread)}
+        start, stop = (round(1e9 * (x - zero)) for x in (begin, end))
+        times = {"ts": start / 1000, "dur": (stop - start) / 1000}
+        event = {"ph": "X", "name": label, "cat": category}
+        events.append({**event, **times, **where, "args": args})
+        for arrow in arrows:
+            # Just before the end of a wait: viewers look for the activity around it.
+            now = start if arrow["ph"] == "s" else max(start, stop - 1)
+            events.append({**arrow, "ts": now / 1000, **where})
+
     for number, call in enumerate(calls):
         programs = write(plan.method, call.phase, plan.layout, plan.problem, rank, plan.overlap)
         labels: dict[int, tuple[str, dict]] = {len(call.spans) - 1: (f"{name} {call.phase}", {})}
-        posted: dict[tuple[int, int, int], Arrow] = {}  # by slice, program and message
         for program, times in zip(programs, call.programs):
-            blocks, of = _blocks(program), (program.slice, program.number)
+            blocks, posted = _blocks(program), {}
+            of = section, number, program.slice, program.number
             for step, (begin, first), (end, last) in zip(program.steps, times, times[1:]):
                 args = next(blocks) if isinstance(step, Attend | Differentiate) else {}
                 for span in range(first, last):  # one, or none
                     labels[span] = type(step).__name__.lower(), args
                 if isinstance(step, Message):
-                    x = _arrow(program, step, place, call.phase)
-                    x = posted[(*of, step.index)] = x._replace(key=(number, *of, *x.key))
-                    label, arrows = ("send", [x]) if x.sent else ("receive", [])
-                    post = COMMUNICATION, f"{label} {x.kind}", "post", begin, end
-                    slices.append(Slice(*post, x.args, arrows))
+                    x = posted[step.index] = _arrow(program, step, place, call.phase, of)
+                    sent = x["ph"] == "s"
+                    label = f"{'send' if sent else 'receive'} {x['name']}"
+                    add(COMMUNICATION, label, "post", begin, end, x["args"], [x] * sent)
                 elif isinstance(step, Wait):
-                    messages = [posted[(*of, x)] for x in step.messages]
-                    slices.append(_wait(messages, begin, end))
+                    found = [posted[x] for x in step.messages]
+                    moved = sum(x["args"]["bytes"] for x in found)
+                    args = {"messages": len(found), "bytes": moved}
+                    received = [x for x in found if x["ph"] == "f"]
+                    add(COMMUNICATION, "wait", "wait", begin, end, args, received)
         for i, (part, begin, end) in enumerate(call.spans):
             label, args = labels.get(i, (part, {}))
-            slices.append(Slice(COMPUTE, label, part, begin, end, args))
-    return [x._replace(begin=x.begin - zero, end=x.end - zero) for x in slices]
+            add(COMPUTE, label, part, begin, end, args)
+    # Viewers nest an activity in those before it.
+    return sorted(events, key=lambda x: (x["ts"], -x.get("dur", 0)))
 
 
-def _arrow(program: Program, step: Message, place: list[int], phase: str) -> Arrow:
-    """Make the arrow of a step that posts a message."""
+def _arrow(program: Program, step: Message, place: list[int], phase: str, of: tuple) -> Event:
+    """Make the end of an arrow, without its time: a message that this rank sends or receives.
+
+    The id is equal on both ranks, and different for every message.
+    """
     source, to = (place[program.ranks[x]] for x in (program.rank, step.peer))
     sent, kind = isinstance(step, Send), program.arrays[step.rows.array].kind
     if not sent:
         source, to = to, source
     args = {"bytes": nbytes(program, step.rows), "from": source, "to": to}
     args |= {"phase": phase, "channel": step.channel}
-    return Arrow((source, to, kind, step.tag, step.turn), kind, sent, args)
-
-
-def _wait(messages: list[Arrow], begin: float, end: float) -> Slice:
-    """Make the slice of a wait for messages."""
-    args = {"messages": len(messages), "bytes": sum(x.args["bytes"] for x in messages)}
-    received = [x for x in messages if not x.sent]
-    return Slice(COMMUNICATION, "wait", "wait", begin, end, args, received)
+    event = {"ph": "s"} if sent else {"ph": "f", "bp": "e"}
+    event["id"] = *of, source, to, kind, step.tag, step.turn
+    return {**event, "name": kind, "cat": "message", "args": args}
 
 
 def _blocks(program: Program) -> Iterator[dict[str, object]]:
@@ -196,51 +175,15 @@ def _blocks(program: Program) -> Iterator[dict[str, object]]:
         yield {"rows": call.queries.count, "columns": call.keys.count, "pairs": count}
 
 
-def events_of(sections: Sequence[Section]) -> list[dict[str, object]]:
-    """Convert sections to events; times become microseconds, rounded to nanoseconds.
-
-    Parameters
-    ----------
-    sections : sequence of Section
-        Each section begins when the section before it has ended on all ranks.
-
-    Returns
-    -------
-    list of dict
-        Events of the Trace Event Format, with at least "ph", "ts", "pid", "tid", "name", "args".
-    """
-    events, start, numbers = [], 0, {}
-    for rank in range(len(sections[0]) if sections else 0):
-        events += _names(rank)
-    for i, section in enumerate(sections):
-        last = start
-        for rank, slices in enumerate(section):
-            # Viewers nest a slice in the slices before it.
-            for piece in sorted(slices, key=lambda piece: (piece.begin, -piece.end)):
-                begin, end = start + round(1e9 * piece.begin), start + round(1e9 * piece.end)
-                last, where = max(last, end), {"pid": rank, "tid": _tid(rank, piece.thread)}
-                times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
-                event = {"ph": "X", "name": piece.name, "cat": piece.category}
-                events.append({**event, **times, **where, "args": piece.args})
-                for arrow in piece.arrows:
-                    # Just before the end of a wait: viewers look for the slice around it.
-                    now = begin if arrow.sent else max(begin, end - 1)
-                    event = {"ph": "s"} if arrow.sent else {"ph": "f", "bp": "e"}
-                    event["id"] = numbers.setdefault((i, arrow.key), len(numbers))
-                    event |= {"name": arrow.kind, "cat": "message", "ts": now / 1000}
-                    events.append({**event, **where, "args": arrow.args})
-        start = last
-    return events
-
-
-def _names(rank: int) -> Iterator[dict[str, object]]:
-    """Yield the events that name a rank and its threads, and order them."""
-    named = [("process", THREADS[0], f"rank {rank}"), *(("thread", x, x) for x in THREADS)]
-    for what, thread, name in named:
-        where = {"ts": 0, "pid": rank, "tid": _tid(rank, thread)}
-        yield {"ph": "M", "name": f"{what}_name", **where, "args": {"name": name}}
-        order = {"sort_index": where["tid"]}
-        yield {"ph": "M", "name": f"{what}_sort_index", **where, "args": order}
+def _names(ranks: int) -> Iterator[Event]:
+    """Yield the events that name all ranks and their threads, and order them."""
+    threads = [("thread", x, x) for x in THREADS]
+    for rank in range(ranks):
+        for what, thread, name in [("process", THREADS[0], f"rank {rank}"), *threads]:
+            where = {"ph": "M", "ts": 0, "pid": rank, "tid": _tid(rank, thread)}
+            yield {**where, "name": f"{what}_name", "args": {"name": name}}
+            order = {"sort_index": where["tid"]}
+            yield {**where, "name": f"{what}_sort_index", "args": order}
 
 
 def _tid(rank: int, thread: str) -> int:

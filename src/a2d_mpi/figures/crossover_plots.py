@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.results import read_benchmark, summarise
+from a2d_mpi.experiments.results import read_measured
 from a2d_mpi.figures.pictures import WIDTH, finish, plain_ticks, style
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning.machine import Machine
@@ -65,7 +65,7 @@ def measured(folder: Path) -> list[Point]:
     points = []
     for path in sorted(folder.glob("*/*.h5")):
         bandwidth = read_machine(path.with_suffix(".toml")).links(RANKS)[1].bandwidth
-        results = [summarise(x) for x in read_benchmark(path).values()]
+        results = read_measured(path)
         seconds = {}
         for label, plan in PLANS.items():
             runs = [x for x in results if (x.picked if plan is None else _is(x.config, *plan))]

@@ -21,8 +21,7 @@ from a2d_mpi.experiments.results import (
     Summary,
     best_of_families,
     in_order,
-    read_benchmark,
-    summarise,
+    read_measured,
 )
 from a2d_mpi.experiments.trace import read_trace
 from a2d_mpi.figures.crossover_plots import draw_crossover, read_crossover
@@ -96,10 +95,9 @@ class Choice:
     """
 
     def __init__(self, args) -> None:
-        results = read_benchmark(args.results)
-        if not results:
+        self.all = read_measured(args.results)
+        if not self.all:
             raise ValueError(f"{args.results} has no result to plot")
-        self.all = [summarise(result) for result in results.values()]
         counts = Counter(name for name, _ in {(x.workload, x.ranks) for x in self.all})
         of_each = Counter(x.workload for x in self.all)
         usual = max(counts, key=lambda x: (counts[x], of_each[x], x))

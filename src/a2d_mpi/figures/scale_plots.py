@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from a2d_mpi.experiments.plan import read_summaries
 from a2d_mpi.experiments.results import Summary, in_order
-from a2d_mpi.experiments.simulate import read_summaries
 from a2d_mpi.figures.pictures import (
     WIDTH,
     finish,

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from a2d_mpi.experiments.candidates import read_problem
+from a2d_mpi.experiments.plan import read_problem
 from a2d_mpi.experiments.sweep import mask_of, plans_for
 from a2d_mpi.figures.pictures import (
     SETTINGS,

@@ -1,4 +1,4 @@
-"""Transformers whose sequence is spread over the ranks: a GPT, and a pretrained encoder.
+"""A GPT whose sequence is spread over the ranks.
 
 Every rank holds the activations of its own tokens and a copy of all weights.  Only attention and
 the sums of gradients communicate.

@@ -13,7 +13,12 @@ from importlib import import_module
 from a2d_mpi.core.sizes import parse_count
 from a2d_mpi.masks.mask import Causal, Full, Mask
 
-_LONGCA = "a2d_mpi.masks.longca"
+# Patterns of `a2d_mpi.masks.longca`, by the names of its functions.
+_OF_LONGCA = (
+    "full_document", "causal_document", "share_question", "causal_blockwise", "prefix_lm_causal",
+    "prefix_lm_document", "sliding_window", "sliding_window_causal", "global_sliding_window",
+    "block_causal_document", "full_document_long", "causal_document_long",
+)  # fmt: skip
 
 # A pattern's function by its name, or the module of the function, which is imported when the
 # pattern is first used.  The function takes the length of the sequence and the arguments of the
@@ -21,18 +26,7 @@ _LONGCA = "a2d_mpi.masks.longca"
 PATTERNS: dict[str, Callable[..., Mask] | str] = {
     "full": lambda seqlen: Full(),
     "causal": lambda seqlen: Causal(),
-    "full_document": _LONGCA,
-    "causal_document": _LONGCA,
-    "share_question": _LONGCA,
-    "causal_blockwise": _LONGCA,
-    "prefix_lm_causal": _LONGCA,
-    "prefix_lm_document": _LONGCA,
-    "sliding_window": _LONGCA,
-    "sliding_window_causal": _LONGCA,
-    "global_sliding_window": _LONGCA,
-    "block_causal_document": _LONGCA,
-    "full_document_long": _LONGCA,
-    "causal_document_long": _LONGCA,
+    **dict.fromkeys(_OF_LONGCA, "a2d_mpi.masks.longca"),
 }
 
 

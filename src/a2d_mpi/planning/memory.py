@@ -226,5 +226,5 @@ def _visible(program: Program, step: KernelCall) -> tuple[int, bool]:
     if type(program.mask) is Causal:
         return 1, program.extremes(step.queries)[1] < program.extremes(step.keys)[1]
     queries, keys = program.tokens(step.queries), np.sort(program.tokens(step.keys))
-    intervals = program.intervals(queries, keys)
+    intervals = program.mask.intervals(queries, keys)
     return len(intervals), not queries_per_key(intervals, len(keys)).all()

@@ -40,7 +40,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from a2d_mpi.core.atomic import read_regular, replacing
+from a2d_mpi.core.atomic import read_regular, write_whole
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.planning.machine import KernelModel, Link, Machine
 
@@ -121,10 +121,7 @@ def write_machine(path: str | os.PathLike[str], machine: Machine, comment: str =
     OSError
         If the file cannot be written.
     """
-    with replacing(path) as (target, temporary):
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(to_toml(machine, comment))
-        os.replace(temporary, target)
+    write_whole(path, to_toml(machine, comment).encode())
 
 
 def parse_size(text: str | float, name: str = "") -> int:

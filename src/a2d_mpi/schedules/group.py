@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.masks.intervals import Runs
@@ -72,9 +72,8 @@ class Group:
 
     def encodes(self, array: TokenArray) -> bool:
         """Return True if messages hold the tensors of an array in a narrow format."""
-        if self.config.wire is None:
-            return False
-        return self.row_bytes(replace(array, wire=True)) != self.row_bytes(array)
+        sums = array.accumulated
+        return any(self.config.rounds(x, x in sums) for x in KINDS[array.kind])
 
     def distribution(self, of_keys: bool) -> Distribution:
         """Return the distribution of the keys, or of the queries."""
@@ -88,6 +87,6 @@ class Group:
     def required(self, of_keys: bool, owner: int, others: Collection[int]) -> Runs:
         """Return the places of an owner's tokens that other shards require.
 
-        See `a2d_mpi.sharding.visibility.Visibility.required`.
+        See `a2d_mpi.sharding.visibility.Visibility`.
         """
         return self.problem.visibility.required(of_keys, owner, others)

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from a2d_mpi.masks.intervals import Intervals, Runs, common, cut
+from a2d_mpi.masks.intervals import Runs, common, cut
 from a2d_mpi.masks.mask import Causal, Full
-from a2d_mpi.masks.stairs import intervals_of
 from a2d_mpi.schedules import steps
 from a2d_mpi.schedules.group import Group
 from a2d_mpi.schedules.steps import KINDS, KINDS_OF_KEYS, SUMS, Message, Rows, Step, TokenArray
@@ -66,7 +65,6 @@ class Program:
         self.number = self.slice = self.messages = self.body = 0
         self.first = self.last = True
         self._turns: Counter[tuple] = Counter()  # messages so far, by what `Message.turn` counts
-        self._lengths = [group.distribution(of_keys).seqlen for of_keys in (False, True)]
         # Results of the methods below, which programs ask for many times.
         self._by_token: dict[str, list[list[range]]] = {}
         self._token_runs: dict[Rows, list[range]] = {}
@@ -284,12 +282,8 @@ class Program:
             return True
         if type(self.mask) is Causal:
             return self.extremes(queries)[1] >= self.extremes(keys)[0]
-        runs = self.token_runs(queries), self.token_runs(keys)
-        return sees(self.mask, *self._lengths, *runs)
-
-    def intervals(self, queries: np.ndarray, keys: np.ndarray) -> Intervals:
-        """Return the visible keys of tokens, see `a2d_mpi.masks.stairs.intervals_of`."""
-        return intervals_of(self.mask, *self._lengths, queries, keys)
+        problem, runs = self.group.problem, (self.token_runs(queries), self.token_runs(keys))
+        return sees(self.mask, problem.queries.seqlen, problem.keys.seqlen, *runs)
 
     def in_order(self, rows: Rows) -> bool:
         """Return True if rows are in the order of tokens."""

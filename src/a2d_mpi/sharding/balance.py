@@ -17,7 +17,7 @@ import numpy as np
 
 from a2d_mpi.masks.intervals import merged
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.masks.stairs import cut, stairs_of
+from a2d_mpi.masks.stairs import Stairs, stairs_of
 from a2d_mpi.sharding.progressions import shares
 
 # Runs are halved until the largest area is at most EVEN_AREA times the mean area.
@@ -134,6 +134,42 @@ def visible_pairs(mask: Mask, bounds: np.ndarray) -> np.ndarray:
         np.cumsum(x.reshape(runs, -1), axis=1)[:, : runs + 1] for x in (number, total)
     )
     return np.rint(np.diff(number * bounds - total, axis=1)).astype(np.int64)
+
+
+def cut(stairs: Stairs, queries: np.ndarray, keys: np.ndarray) -> Stairs:
+    """Cut runs at bounds of queries, and where an end of the interval arrives at a bound of keys.
+
+    Parameters
+    ----------
+    stairs : Stairs
+    queries, keys : (n,), (m,) int64
+        Bounds in ascending order.
+    """
+    first, last, begin, end, step_begin, step_end = stairs
+    cuts = [first]
+    for start, step, bounds in (
+        (first, 1, queries),
+        (begin, step_begin, keys),
+        (end, step_end, keys),
+    ):
+        least = np.searchsorted(bounds, start, side="right")
+        number = np.searchsorted(bounds, start + step * (last - first)) - least
+        number = np.maximum(number, 0)
+        run = np.repeat(np.arange(len(first)), number)
+        bound = np.arange(len(run)) + np.repeat(least - np.cumsum(number) + number, number)
+        cuts.append(first[run] + bounds[bound] - start[run])
+    new = np.sort(np.concatenate(cuts), kind="stable")  # faster than np.unique, which hashes
+    new = new[np.diff(new, prepend=-1) > 0]
+    run = np.searchsorted(first, new, side="right") - 1
+    moved = new - first[run]
+    return Stairs(
+        new,
+        np.minimum(last[run], np.append(new[1:], last[-1:])),
+        begin[run] + step_begin[run] * moved,
+        end[run] + step_end[run] * moved,
+        step_begin[run],
+        step_end[run],
+    )
 
 
 @lru_cache(maxsize=64)  # a search takes a second or two

@@ -89,6 +89,9 @@ class ContextParallel:
         The same on all ranks, not in a wrapper.  If it will be trained, in training mode.
     seqlen : int
         N, tokens of the sequence.
+    longest : int, optional
+        Most tokens of a document.  A model with learned positions needs no more of them.  Default:
+        `seqlen`.
     method : str
         One of `a2d_mpi.schedules.METHODS`.
     probe : bool
@@ -116,16 +119,19 @@ class ContextParallel:
         model: torch.nn.Module,
         *,
         seqlen: int,
+        longest: int | None = None,
         method: str = "attention2d",
         probe: bool = True,
         **options: Any,
     ) -> None:
         self.grid, self.model, self.seqlen, self.method = grid, model, seqlen, method
+        self.longest = min(longest or seqlen, seqlen)
         self.layers: dict[torch.nn.Module, Kind] = {}
         call = Call(grid.comm)
         with call.checks(text=lambda x: f"{type(model).__name__}: {x}"):
-            self.layers = layers_of(model, seqlen)
-        call.agree({"seqlen": seqlen, "layers": [*self.layers.values()]})
+            self.layers = layers_of(model, self.longest)
+        sizes = {"seqlen": seqlen, "longest": self.longest}
+        call.agree(sizes | {"layers": [*self.layers.values()]})
         self._numbers: dict[bytes, int] = {}  # of plans, by their documents
         self._sets: dict[int, Plans] = {}
         self._bases: dict[tuple[str | None, Kind], AttentionPlan] = {}
@@ -138,7 +144,8 @@ class ContextParallel:
             self._probe()
         self._options, self._training = options, model.training
         self._before = model.config._attn_implementation
-        self._plans_of(None)
+        whole = self.longest == seqlen
+        self._plans_of(None if whole else np.append(np.arange(0, seqlen, self.longest), seqlen))
         model.set_attn_implementation(self._name)
         self._handle = model.register_forward_pre_hook(begin, with_kwargs=True)
 
@@ -250,8 +257,8 @@ class ContextParallel:
 
     def _probe(self) -> None:
         """Compare all layers with the model's own attention for a few tokens.  Collective."""
-        n = min(self.seqlen, PROBED * self.grid.comm.size)
-        positions = torch.from_numpy(np.linspace(0, self.seqlen - 1, n).round().astype(np.int64))
+        n = min(self.longest, PROBED * self.grid.comm.size)
+        positions = torch.from_numpy(np.linspace(0, self.longest - 1, n).round().astype(np.int64))
         self._current = next(_numbers)
         plans = self._sets[self._current] = self._make(n, None, {})
         tokens = next(iter(plans.values())).tokens
@@ -297,7 +304,7 @@ class ContextParallel:
         cu_seqlens : (documents + 1,) integers, optional
             First token of each document, and the end of the last one.  Documents do not see each
             other, and each one is computed as if it were alone: its positions begin with 0.
-            Tokens after the last document are padding.
+            Tokens after the last document are padding, which counts as a document.
         root : int, optional
             The rank of ``grid.comm`` that passes the other arguments.  Default: all do.
 
@@ -359,6 +366,10 @@ class ContextParallel:
             raise ValueError(f"labels must be {len(ids)} numbers, got {len(labels)}")
         if cu_seqlens is not None:
             Documents(cu_seqlens).check(self.seqlen)
+        ends = [] if cu_seqlens is None else cu_seqlens
+        most = np.diff([0, *ends, self.seqlen]).max()
+        if most > self.longest:
+            raise ValueError(f"documents must have at most {self.longest} tokens, got {most}")
 
     def loss(
         self, logits: torch.Tensor, batch: Batch, averaged_over: int | None = None
