@@ -54,12 +54,12 @@ from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
 from a2d_mpi.experiments.train_gpt import model_of
 from a2d_mpi.gpt import apart
+from a2d_mpi.gpt.cache import step_traffic
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.cost import STEP_PARTS, cache_bytes, predict_step, training_bytes
 from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
-from a2d_mpi.gpt.steps import step_traffic
 from a2d_mpi.gpt.text import VOCAB, Batch
 from a2d_mpi.gpt.training import Training
 from a2d_mpi.masks.mask import Mask

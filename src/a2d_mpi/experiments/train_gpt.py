@@ -31,7 +31,7 @@ from a2d_mpi.experiments.results import TRAINING_SCHEMA as SCHEMA
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.gpt.config import LINEAR, POSITIONS, PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import training_bytes
-from a2d_mpi.gpt.gradients import total
+from a2d_mpi.gpt.exchange import total
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
 from a2d_mpi.gpt.training import Training, learning_rate
@@ -222,7 +222,7 @@ class Trainer:
         Collective.
         """
         comm, args, state = self._comm, self._args, self.state
-        if state.step and (changes := differences(state.settings, self.settings)):
+        if state.ranges and (changes := differences(state.ranges[-1], self.settings)):
             self._say(f"{changes}: from now on rounding differs from an uninterrupted run")
         try:
             with progress(range(state.step, args.steps), comm.rank, desc="steps") as shown:

@@ -24,7 +24,7 @@ from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.ranks import check_room
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.train_gpt import agree_on_text, say_losses, write_training
-from a2d_mpi.gpt.gradients import total
+from a2d_mpi.gpt.exchange import total
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning.workload import Workload
