@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 
 import numpy as np
 from mpi4py import MPI
-from threadpoolctl import threadpool_limits
 
 from a2d_mpi import Causal, Documents, LinearAttention, ProcessGrid
 from a2d_mpi.attention.methods import make_plan
@@ -126,8 +125,7 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             return trainer.finish(held)
 
     # No warnings: each step checks that its numbers are finite.
-    finite = np.errstate(over="ignore", invalid="ignore")
-    with threadpool_limits(args.threads), finite:
+    with np.errstate(over="ignore", invalid="ignore"):
         code = surviving("train.py", grid, work, args.survive, args.method)
     if code is not None:
         if trainer.rank == 0 and code == 0:
@@ -325,11 +323,7 @@ def agree_on_text(comm: MPI.Intracomm, text: Text) -> None:
 
 
 def write_training(
-    comm: MPI.Intracomm,
-    args: argparse.Namespace,
-    device: Device,
-    text: Text,
-    tree: Mapping[str, object],
+    comm: MPI.Intracomm, args: argparse.Namespace, device: Device, text: Text, tree: Mapping
 ) -> None:
     """Write the file of a training program: `tree`, the text and the origin.  Collective."""
     of_text = {"name": args.text.name, "sha256": text.sha256, **text.sizes()}
