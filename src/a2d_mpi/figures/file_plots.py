@@ -1,22 +1,63 @@
-"""Figures of files of one thing: speeds of kernels, a training, a trace; no MPI import."""
+"""Figures of files of one thing: kernels, a training, a trace, computing over transfers; no MPI.
+
+The last one says when 2-D attention matters.  The folder crossover of `jobs/run.py study` has one
+workload on emulated clusters whose links differ, with a profile beside each file of results.  The
+same plans on real machines are simulated for many lengths of the sequence.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Mapping
 from itertools import cycle
+from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.experiments.results import kernel_speeds
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.experiments.results import kernel_speeds, read_measured
 from a2d_mpi.experiments.trace import COMMUNICATION
-from a2d_mpi.figures.pictures import COLOURS, WIDTH, finish, timeline
+from a2d_mpi.figures.pictures import (
+    COLOURS,
+    WIDTH,
+    finish,
+    in_short,
+    plain_ticks,
+    style,
+    timeline,
+)
+from a2d_mpi.masks.mask import Causal
+from a2d_mpi.planning.model import slowest_seconds
+from a2d_mpi.planning.planner import best_candidate, candidate
+from a2d_mpi.planning.profile import read_machine
+from a2d_mpi.planning.workload import Workload
 
 # CPUs of which /proc/cpuinfo has only numbers.
 CPUS = {"EPYC (family 25, model 1)": "Zen 3", "EPYC (family 25, model 17)": "Zen 4"}
-NAME = 40  # characters of a file of a training that are shown
 SMOOTH = 50  # steps whose mean is drawn
 _SHOWN = ("compute", "merge", "wait")  # categories of slices of a trace
+
+RANKS = 16
+PICK = "the planner's pick"
+# The method and the shape of each plan, and its look; the ring is the line at 1.
+PLANS = {
+    "ring": ("ring", Layout(16, 1)),
+    "square grid 4 x 4": ("attention2d", Layout(4, 4)),
+    "USP, ring of 4 x 4 head ranks": ("ring", Layout(4, 1, 4)),
+}
+STYLES = {
+    "square grid 4 x 4": style("attention2d"),
+    "USP, ring of 4 x 4 head ranks": style("ring + heads"),
+    PICK: {"color": "black", "marker": "*"},
+}
+MACHINES = {"H100": ("h100-64x1", "-"), "A100": ("a100-4-1nic", "--")}  # one NIC for each GPU
+# Below 32K tokens kernels wait for their launches, and the ratio rises again.
+TOKENS = [1 << i for i in range(15, 23)]
+MARKED = {1 << i for i in (15, 17, 18, 20, 22)}
+
+# The ratio of computing to the transfers of the ring, and the seconds of each plan.
+Point = tuple[float, dict[str, float]]
 
 
 def draw_kernels(plt, entries: Mapping[str, Mapping]):
@@ -83,9 +124,7 @@ def draw_losses(plt, run: Mapping):
         "right", functions=(lambda x: x / math.log(2), lambda x: x * math.log(2))
     )
     bits.set_ylabel("bits per byte")
-    name = str(run["text"]["name"])
-    name = name if len(name) <= NAME else name[: NAME - 3] + "..."
-    return finish(figure, f"{name}, {steps} steps of {seqlen} tokens")
+    return finish(figure, f"{run['text']['name']}, {steps} steps of {seqlen} tokens")
 
 
 def draw_trace(plt, events: list[dict]):
@@ -112,3 +151,67 @@ def draw_trace(plt, events: list[dict]):
     axes.yaxis.set_major_locator(plt.MaxNLocator(8, integer=True))
     names = ", ".join(dict.fromkeys(x["name"] for x in calls))
     return finish(figure, f"{names}, {ranks} ranks")
+
+
+def read_crossover(args: argparse.Namespace) -> dict[str, list[Point]]:
+    """Collect the measured and the simulated points, by their source.
+
+    Raises
+    ------
+    ValueError
+        If there is no file of results, no profile beside one, or one lacks a plan.
+    """
+    sources: dict[str, list[Point]] = {"measured": []}
+    for path in sorted(Path(args.results).glob("*/*.h5")):
+        bandwidth = read_machine(path.with_suffix(".toml")).links(RANKS)[1].bandwidth
+        results = read_measured(path)
+        runs = {(x.method, x.layout.shape): x for x in reversed(results)}
+        plans = {label: runs.get((x, y.shape)) for label, (x, y) in PLANS.items()}
+        plans[PICK] = next((x for x in results if x.picked), None)
+        for label, x in plans.items():
+            if x is None:
+                raise ValueError(f"{path} has no {label}")
+        ratio = plans["ring"].parts["compute"] / (plans["ring"].received / bandwidth)
+        sources["measured"].append((ratio, {label: x.seconds for label, x in plans.items()}))
+    if not sources["measured"]:
+        raise ValueError(f"{args.results} has no file */*.h5")
+    sources["measured"].sort(key=lambda point: point[0])
+    for name, (profile, _) in MACHINES.items():
+        path = Path(__file__).parents[3] / f"data/machines/{profile}.toml"
+        machine = read_machine(path).with_ranks_per_node(1)
+        sources[name] = []
+        for tokens in TOKENS:  # 8 heads of 128, causal, with gradients
+            work = Workload(tokens, 8, 128, mask=Causal(), backward=True)
+            plans = {label: candidate(machine, *x, work) for label, x in PLANS.items()}
+            plans[PICK] = best_candidate(machine, RANKS, work)
+            transfers = plans["ring"].received / machine.links(RANKS)[1].bandwidth
+            seconds = {label: slowest_seconds(x.phases) for label, x in plans.items()}
+            sources[name].append((plans["ring"].split["compute"] / transfers, seconds))
+    return sources
+
+
+def draw_crossover(plt, sources: dict[str, list[Point]]):
+    """Draw how much faster than the ring each plan is, by the ratio."""
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.55 * WIDTH))
+    for plan, look in STYLES.items():
+        for source, points in sources.items():
+            gains = zip(*((ratio, x["ring"] / x[plan]) for ratio, x in points))
+            if source == "measured":
+                axes.plot(*gains, linestyle=":", linewidth=0.5, markersize=5, label=plan, **look)
+            else:
+                axes.plot(*gains, MACHINES[source][1], color=look["color"])
+    for name, (_, line) in MACHINES.items():
+        axes.plot([], [], line, color="#777777", label=f"simulated, {name}")
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlabel="time of computing / time of the ring's transfers")
+    axes.set_ylabel("time of the ring / time of the plan")
+    axes.grid(axis="y", linewidth=0.3)
+    plain_ticks(axes.xaxis)
+    plain_ticks(axes.yaxis, range(1, 7))
+    for place, name in enumerate(MACHINES):  # where each machine stands
+        tops = axes.secondary_xaxis(1.02 + 0.2 * place)
+        marks = {x: in_short(n) for n, (x, _) in zip(TOKENS, sources[name]) if n in MARKED}
+        tops.set_xticks(list(marks), list(marks.values()))
+        tops.minorticks_off()
+        tops.set_xlabel(f"tokens on 16 {name}", labelpad=2)
+    return finish(figure, "causal, with gradients, 16 nodes; points: measured with 8K tokens")

@@ -159,29 +159,6 @@ def nodes_of(machine: str) -> str:
     return re.sub(r"^\d+ nodes", "nodes", machine)
 
 
-def deepest(pairs: np.ndarray) -> tuple[int, int, int]:
-    """Find a True of a matrix that is farthest from any False.
-
-    Returns
-    -------
-    row, column, distance : int
-    """
-    distance = 0
-    while pairs.any():
-        rows, columns = np.nonzero(pairs)
-        distance, middle = distance + 1, len(rows) // 2
-        wide = np.pad(pairs, 1)
-        pairs = pairs & wide[2:, 1:-1] & wide[:-2, 1:-1] & wide[1:-1, 2:] & wide[1:-1, :-2]
-    return int(rows[middle]), int(columns[middle]), distance
-
-
-def contrast(colour: str) -> str:
-    """Choose black or white for text on a colour."""
-    from matplotlib.colors import to_rgb
-
-    return "white" if sum(to_rgb(colour)) < 1.3 else "black"
-
-
 def finish(figure, title: str = ""):
     """Put title and legend above, in as many columns as there is room for; returns the figure."""
     handles = {}  # by label: of all panels, each once
