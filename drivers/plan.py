@@ -34,11 +34,11 @@ def rank(parser: Parser) -> Callable:
       memory         of a rank
       the end        what the plan loses against the first plan
     """
-    from a2d_mpi.experiments.candidates import add_problem, plan
+    from a2d_mpi.experiments import plan
     from a2d_mpi.experiments.sweep import PLANNED
     from a2d_mpi.gpt.config import PRESETS
 
-    add_problem(parser, PLANNED, needs_heads=False)
+    plan.add_problem(parser, PLANNED, needs_heads=False)
     add = parser.add_argument_group("plans and table").add_argument
     text = f"also predict training steps of a model, with its heads: {', '.join(PRESETS)}"
     add("--gpt", choices=PRESETS, metavar="MODEL", help=text)
@@ -47,7 +47,7 @@ def rank(parser: Parser) -> Callable:
     text = "best: simulate plans until the fastest is certain; all: simulate every plan"
     add("--simulate", choices=("best", "all"), default="best", help=text)
     add("--top", type=whole(0), metavar="N", default=20, help="number of plans to print; 0: all")
-    return plan
+    return plan.rank
 
 
 def simulate(parser: Parser) -> Callable:
@@ -70,7 +70,7 @@ def simulate(parser: Parser) -> Callable:
     It needs SimGrid and a compiler: apt-get install g++ libsimgrid-dev (Debian, Ubuntu).  Python
     needs nothing of it.
     """
-    from a2d_mpi.experiments.simulate import RANKS, simulate_all
+    from a2d_mpi.experiments.plan import RANKS, simulate_all
     from a2d_mpi.experiments.sweep import add_plans, add_workloads
 
     group = parser.add_argument_group("machines")

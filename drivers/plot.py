@@ -135,7 +135,7 @@ def schedule(parser: Parser) -> Callable:
     predicted time of every rank by part, phase by phase.  Ranks are counted as MPI counts them:
     neighbours share nodes, whose ranks have shades of one colour.
     """
-    from a2d_mpi.experiments.candidates import add_problem
+    from a2d_mpi.experiments.plan import add_problem
     from a2d_mpi.experiments.sweep import add_plans
     from a2d_mpi.figures import schedule_plots
 
@@ -175,8 +175,8 @@ def scale(parser: Parser) -> Callable:
     The table has the columns of "study", with simulated times.  The wait is the mean over all
     ranks.  Plans that do not fit in the memory of the ranks are left out.
     """
+    from a2d_mpi.experiments.plan import read_summaries
     from a2d_mpi.experiments.results import print_study
-    from a2d_mpi.experiments.simulate import read_summaries
 
     parser.add_argument("files", type=path, nargs="+", help="HDF5 files of plan.py simulate")
     return lambda args: print_study(args.files, read_summaries)

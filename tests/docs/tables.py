@@ -21,8 +21,8 @@ import h5py
 import numpy as np
 
 from a2d_mpi.experiments.hdf5 import read_file
+from a2d_mpi.experiments.plan import read_summaries
 from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, STEPS_SCHEMA, step_seconds, summarise
-from a2d_mpi.experiments.simulate import read_summaries
 from a2d_mpi.planning.profile import read_machine
 
 ROOT = Path(__file__).parents[2]

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from helpers import ROOT, deeper, runs_on
 
+from a2d_mpi import Causal, Full, IntervalMask
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.figures import schedule_plots
 from a2d_mpi.figures.mask_plots import deepest, tiling
-from a2d_mpi.masks.mask import Causal, Full, IntervalMask
 from a2d_mpi.masks.patterns import PATTERNS, make_mask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.model import predict

@@ -105,8 +105,8 @@ def test_version():
 
 
 def test_interrupted_program_of_one_process():
-    sabotage = "import a2d_mpi.experiments.candidates as t, signal\n"
-    sabotage += "t.plan = lambda _: signal.raise_signal(signal.SIGINT)"
+    sabotage = "import a2d_mpi.experiments.plan as t, signal\n"
+    sabotage += "t.rank = lambda _: signal.raise_signal(signal.SIGINT)"
     done = drive("plan.py", 0, *first_examples()["plan.py rank"][2], sabotage=sabotage, code=130)
     assert done.stderr == "plan.py: interrupted\n"
 

@@ -72,7 +72,7 @@ bench.py decode --output {other} | another kind of file
 calibrate.py --output {text} | another kind of file
 calibrate.py --output /nowhere/here.toml --seconds 1 | cannot write
 calibrate.py --output {new} --seconds 1 --dtypes int8 | --dtypes must be one of float16
-bench.py --output {new} --plans ring:3 | --plans must be METHOD[:RxC[xU]][@order][/RxC][*F[xB]], al
+bench.py --output {new} --plans ring:3 | 'ring:3': must be METHOD[:RxC[xU]][@order][/RxC][*F[xB
 bench.py --output {new} --plans ring:1x2 | 'ring:1x2': a ring must be 2x1x1
 bench.py --output {new} --plans star | no method 'star'
 bench.py --output {new} --plans attention2d:2x2 | 'attention2d:2x2': 2x2x1 does not have 2 ranks
@@ -100,8 +100,8 @@ bench.py train --output {new} --preset tiny --seqlen 2G | 2147483648 tokens (--s
 bench.py train --output {new} --preset tiny --seqlen 64K | 65536 tokens (--seqlen): arrays of the
 bench.py decode --contexts 2G | of 2147483648 tokens (--contexts) on one rank
 bench.py decode --requests 65536 | the cache of 65536 requests (--requests) of
-bench.py decode --ranks 3 | at most 2, got [3]
-bench.py decode --ranks 1 --apart 1+2 | at most 2 together
+bench.py decode --ranks 3 | at most 2 ranks, and --apart at least 1+1, got 3
+bench.py decode --ranks 1 --apart 1+2 | at most 2 ranks, and --apart at least 1+1, got 1,1+2
 train.py gpt {text} --folder {new} --rows 3 | 3
 train.py gpt {text} --folder {new} --profile {profile} --rows 2 | --profile chooses --rows
 train.py gpt {text} --folder {new} --profile {text} | text
@@ -141,7 +141,7 @@ plan.py --ranks 4 --seqlen 8K --profile {h100} --gpt gpt3-125m --nheads 4 | --gp
 plan.py {plan} --seqlen 99999999999G | seqlen must be at most 2147483648, got 1073741823989
 plan.py {plan} --nheads 99999999999 | nheads must be at most 65536
 plan.py {plan} --nheads-kv 5 | nheads_kv must divide nheads
-plan.py {plan} --dtype float64 | no kernel for float64: give --dtype bfloat16 or --dtype float16
+plan.py {plan} --dtype float64 | kernels for ['bfloat16', 'float16'], but not for float64
 plan.py {plan} --profile /nowhere.toml | /nowhere.toml
 plan.py {plan} --profile {tmp}/alone.toml | has no link.between, which 64 ranks need, 1 per node
 plot.py masks {png} --masks sparse | --masks must be one of full, causal

@@ -45,7 +45,7 @@ def test_imports_run_one_way(tmp_path):
 
 NO_MPI = """core.atomic core.dtypes core.merge core.reference core.sizes devices kernels
     schedules.attention2d sharding.pairs planning.calibration planning.cost planning.memory
-    planning.model planning.planner experiments.candidates experiments.options experiments.results
+    planning.model planning.planner experiments.options experiments.plan experiments.results
     experiments.sweep figures.plots figures.schedule_plots"""
 
 
@@ -68,7 +68,7 @@ except ImportError:
 
 # What few runs need, and what other drivers share.
 UNUSED = """
-benchmark check_wire imports mask_file programs ranks results sweep
+benchmark check_wire programs ranks results sweep user_files
 """
 
 

@@ -8,7 +8,7 @@ import pytest
 from helpers import SAMPLE, drive_each, read_run
 
 from a2d_mpi import Documents, IntervalMask
-from a2d_mpi.experiments.mask_file import read_mask
+from a2d_mpi.experiments.user_files import read_mask
 
 N = 40
 TOKENS = np.arange(N)

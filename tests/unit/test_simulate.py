@@ -12,7 +12,7 @@ from helpers import parser_of
 from machines import machine
 
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments import simulate as job
+from a2d_mpi.experiments import plan as job
 from a2d_mpi.experiments.results import print_study
 from a2d_mpi.figures.plots import AT_SCALE, plot, read_scale
 from a2d_mpi.masks.mask import Causal

@@ -106,7 +106,7 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
     config = replace(info.config, **lengths, dtype=args.dtype, wire=wire)
     config.check_room(ranks)
     if args.mask_file:
-        from a2d_mpi.experiments.mask_file import read_mask
+        from a2d_mpi.experiments.user_files import read_mask
 
         args.mask = f"file:{args.mask_file}"  # the name in reports and results
         return info, config, read_mask(args.mask_file, config.seqlen)

@@ -167,7 +167,7 @@ def masks(text: str) -> list[str]:
 
 def _imported(text: str) -> Path:
     """Run a file of --import, which few runs have."""
-    from a2d_mpi.experiments.imports import import_file
+    from a2d_mpi.experiments.user_files import import_file
 
     return import_file(path(text))
 

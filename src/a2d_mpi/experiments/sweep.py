@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
 import numpy as np
 
-from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.config import WIRES, AttentionConfig
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.options import (
-    HEADDIM,
-    HEADS,
     OPTIONS,
     BadOption,
     Parser,
@@ -114,28 +112,30 @@ def add_workloads(parser: Parser) -> None:
     """Add the options of a sweep, see `cases_of`."""
     group = parser.add_argument_group("workloads (every combination is run)")
     add_options(group, "seqlens", default="2048")
-    for name, kind, default in (
-        ("nheads", HEADS, "8"), ("nheads-kv", HEADS, None), ("headdim", HEADDIM, "64")
-    ):  # fmt: skip
-        add_options(group, name, type=listed(kind), metavar="N,...", default=default)
+    for name, default in (("nheads", "8"), ("nheads-kv", None), ("headdim", "64")):
+        kind = listed(OPTIONS[name]["type"])
+        add_options(group, name, type=kind, metavar="N,...", default=default)
     add_options(group, "headdim-v", "masks", "dtypes", "backward")
-    formats = OPTIONS["wire"]["choices"]
+    formats = "none", *WIRES
     text = f"formats of tensors in messages, from {', '.join(formats)}: see docs/wire.md"
-    kind = listed(one_of(formats))
-    add_options(group, "wire", type=kind, choices=None, metavar="FORMAT,...", help=text)
+    kind = {"type": listed(one_of(formats)), "metavar": "FORMAT,..."}
+    group.add_argument("--wire", default="none", help=text, **kind)
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
     """Return all combinations of the sizes in a driver's options, without duplicates."""
-    heads_kv = args.nheads_kv or [None]  # None: as many KV heads as query heads
-    wires = [None if x == "none" else x for x in args.wire]
-    sizes = product(
-        args.dtypes, wires, args.headdim, args.nheads, heads_kv, args.seqlens, args.masks
-    )
     common = {"headdim_v": args.headdim_v, "backward": args.backward}
     cases = (
         Case(seqlen, nheads, headdim, kv, dtype=dtype, wire=wire, mask=mask, **common)
-        for dtype, wire, headdim, nheads, kv, seqlen, mask in sizes
+        for dtype, wire, headdim, nheads, kv, seqlen, mask in product(
+            args.dtypes,
+            [None if x == "none" else x for x in args.wire],
+            args.headdim,
+            args.nheads,
+            args.nheads_kv or [None],  # None: as many KV heads as query heads
+            args.seqlens,
+            args.masks,
+        )
     )
     return list(dict.fromkeys(cases))
 
@@ -238,31 +238,26 @@ def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
     """
     match = _SPEC.fullmatch(spec.strip())
     if not match:
-        raise ValueError(
-            f"--plans must be METHOD[:RxC[xU]][@order][/RxC][*F[xB]], all or auto, got {spec!r}"
-        )
-    name, rows, cols, heads, order, *block, cut = match.groups()
-    try:
-        method = method_name(name)
-    except ValueError as error:
-        raise ValueError(f"--plans {spec!r}: {error}, all or auto") from None
-    heads = int(heads or 1)
-    shapes = _shapes(method, ranks // max(1, heads))
+        raise ValueError("must be METHOD[:RxC[xU]][@order][/RxC][*F[xB]], all or auto")
+    name, rows, cols, heads, order, height, width, cut = match.groups()
+    method, heads = method_name(name), int(heads or 1)
+    group = ranks // max(1, heads)
+    shapes = [(x, group // x) for x in range(1, group + 1) if group % x == 0]
+    rules = METHODS[method]  # if it knows nodes, these decide, and any shape may suit
+    if group > 1 and not rules.knows_nodes:
+        shapes = [x for x in shapes if rules.suits(Layout(*x))]
     if rows is None:
         # If the method has no shape, the default is refused below.
         rows, cols = min(shapes, key=lambda x: (abs(x[0] - x[1]), x), default=(ranks, 1))
-    try:
-        block = int(block[0] or 1), int(block[1] or 1)
-        number = None if cut is None else slices(cut)
-        layout = Layout(int(rows), int(cols), heads, order or "rcu", block, slices=number)
-    except ValueError as error:
-        raise ValueError(f"--plans {spec!r}: {error}") from None
+    block = int(height or 1), int(width or 1)
+    number = None if cut is None else slices(cut)
+    layout = Layout(int(rows), int(cols), heads, order or "rcu", block, slices=number)
     if layout.size != ranks:
-        raise ValueError(f"--plans {spec!r}: {layout.shape} does not have {ranks} ranks")
+        raise ValueError(f"{layout.shape} does not have {ranks} ranks")
     if (layout.rows, layout.cols) not in shapes:
         others = " or ".join(f"{r}x{c}x{heads}" for r, c in shapes)
         others = f"must be {others}" if others else f"is impossible on {ranks} ranks"
-        raise ValueError(f"--plans {spec!r}: a {method} {others}")
+        raise ValueError(f"a {method} {others}")
     return method, layout
 
 
@@ -300,38 +295,35 @@ def plans_for(
                 machine.kernel(case.dtype, phase)  # raises an error if the profile has none
             machine.links(ranks)
         for spec in specs:
-            if best := _AUTO.fullmatch(spec):
-                if machine is None:
-                    raise ValueError("auto needs --profile")
-                if ranks > PLANNED:
-                    raise ValueError(
-                        f"--plans {spec}: auto plans at most {PLANNED} ranks, got {ranks}"
-                    )
-                number = None if best[1] == "each" else int(best[1] or 1)
-                fit = best_candidates(machine, ranks, work, number, methods=tuple(METHODS))
-                chosen = [(x.method, x.layout) for x in fit]
-            elif spec == "all":
-                node = ranks if machine is None else machine.ranks_per_node
-                chosen = [(x, y) for x in METHODS for y in layouts(x, ranks, work, node)]
-            else:
-                method, layout = parse_plan(spec, ranks)
-                try:
-                    slices_of(layout.slices, case, layout)
-                except ValueError as error:
-                    raise ValueError(f"--plans {spec!r}: {error}") from None
-                if machine is not None and METHODS[method].knows_nodes:
-                    layout = layout.on_nodes(np.arange(ranks) // machine.ranks_per_node)
-                chosen = [(method, layout)]
+            try:
+                chosen = _chosen(spec, ranks, work, machine)
+            except ValueError as error:
+                raise ValueError(f"--plans {spec!r}: {error}") from None
             for place, (method, layout) in enumerate(chosen):
-                picked = best is not None and place == 0
+                picked = place == 0 and _AUTO.fullmatch(spec) is not None
                 new = Configuration(case, method, layout, overlap, picked)
-                old = by_name.setdefault(new.name, new)
-                by_name[new.name] = replace(old, picked=old.picked or new.picked)
+                if picked or new.name not in by_name:
+                    by_name[new.name] = new
     return list(by_name.values())
 
 
-def _shapes(method: str, ranks: int) -> list[tuple[int, int]]:
-    """Return the shapes (rows, columns) of a method's context-parallel groups of `ranks` ranks."""
-    shapes = [(rows, ranks // rows) for rows in range(1, ranks + 1) if ranks % rows == 0]
-    rules = METHODS[method]  # if it knows nodes, these decide, and any shape may suit
-    return [x for x in shapes if ranks == 1 or rules.knows_nodes or rules.suits(Layout(*x))]
+def _chosen(
+    spec: str, ranks: int, work: Workload, machine: Machine | None
+) -> list[tuple[str, Layout]]:
+    """Return the methods and layouts of one of the plans that `plans_for` takes."""
+    if best := _AUTO.fullmatch(spec):
+        if machine is None:
+            raise ValueError("auto needs --profile")
+        if ranks > PLANNED:
+            raise ValueError(f"auto plans at most {PLANNED} ranks, got {ranks}")
+        number = None if best[1] == "each" else int(best[1] or 1)
+        found = best_candidates(machine, ranks, work, number, methods=tuple(METHODS))
+        return [(x.method, x.layout) for x in found]
+    if spec == "all":
+        node = ranks if machine is None else machine.ranks_per_node
+        return [(x, y) for x in METHODS for y in layouts(x, ranks, work, node)]
+    method, layout = parse_plan(spec, ranks)
+    slices_of(layout.slices, work, layout)  # raises an error if they do not divide the heads
+    if machine is not None and METHODS[method].knows_nodes:
+        layout = layout.on_nodes(np.arange(ranks) // machine.ranks_per_node)
+    return [(method, layout)]

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from a2d_mpi.experiments.hdf5 import read_file
+from a2d_mpi.experiments.plan import read_summaries
 from a2d_mpi.experiments.results import (
     BENCHMARK_SCHEMA,
     PARTS,
@@ -23,7 +24,6 @@ from a2d_mpi.experiments.results import (
     in_order,
     read_measured,
 )
-from a2d_mpi.experiments.simulate import read_summaries
 from a2d_mpi.experiments.trace import read_trace
 from a2d_mpi.figures.file_plots import (
     draw_crossover,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.candidates import read_problem
+from a2d_mpi.experiments.plan import read_problem
 from a2d_mpi.experiments.sweep import plans_for
 from a2d_mpi.figures.pictures import (
     SETTINGS,
@@ -25,7 +25,7 @@ from a2d_mpi.figures.pictures import (
     timeline,
     workload_title,
 )
-from a2d_mpi.masks.mask import IntervalMask
+from a2d_mpi.masks.arrays import IntervalMask
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.machine import Machine

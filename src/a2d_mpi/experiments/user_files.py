@@ -1,17 +1,53 @@
-"""Masks in HDF5 files."""
+"""Files of users: masks in HDF5, and Python files of --import with masks, methods and kernels."""
 
 from __future__ import annotations
 
 import os
+import sys
+import traceback
+from argparse import ArgumentTypeError
+from functools import cache
+from pathlib import Path
+from types import ModuleType
 
 import h5py
 import numpy as np
 
+from a2d_mpi.core.atomic import read_regular
 from a2d_mpi.experiments.hdf5 import member, plain, reading
+from a2d_mpi.masks.arrays import IntervalMask
 from a2d_mpi.masks.documents import Documents
-from a2d_mpi.masks.mask import IntervalMask
 
-SCHEMA = ("a2d_mpi mask", 1)
+MASK_SCHEMA = ("a2d_mpi mask", 1)
+
+
+def import_file(path: Path) -> Path:
+    """Run a user's Python file, once in a process, and return its path.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read, or is not a regular file.
+    ArgumentTypeError
+        If the file raises an exception; the message has the line.
+    """
+    _run_file(str(path), read_regular(path))
+    return path
+
+
+@cache
+def _run_file(name: str, source: bytes) -> None:
+    module = ModuleType(f"imported {name}")
+    module.__file__ = name
+    sys.modules[module.__name__] = module  # where dataclasses and pickle look for it
+    try:
+        exec(compile(source, name, "exec"), vars(module))
+    except (Exception, SystemExit) as error:
+        calls = traceback.extract_tb(error.__traceback__)
+        lines = [x.lineno for x in calls if x.filename == name]
+        line = lines[-1] if lines else getattr(error, "lineno", 1)  # a SyntaxError has a lineno
+        what = str(error).partition("\n")[0]
+        raise ArgumentTypeError(f"{name}, line {line}: {type(error).__name__}: {what}") from None
 
 
 def read_mask(path: str | os.PathLike[str], seqlen: int) -> IntervalMask | Documents:
@@ -34,7 +70,7 @@ def read_mask(path: str | os.PathLike[str], seqlen: int) -> IntervalMask | Docum
     ValueError
         If datasets are missing, have a wrong type or shape, or do not fit the sequence.
     """
-    with reading(path, SCHEMA, needs_schema=False) as file:
+    with reading(path, MASK_SCHEMA, needs_schema=False) as file:
         members = {name: member(file, name) for name in ("begin", "end", "cu_seqlens")}
         datasets = {name: x[()] for name, x in members.items() if isinstance(x, h5py.Dataset)}
         attributes = plain(file.attrs)

@@ -1,0 +1,308 @@
+"""The programs of drivers/plan.py: candidates for a problem, plans on networks; no MPI import.
+
+A file of `simulate_all`::
+
+    /       attributes: schema, schema_version, and the origin of the latest simulations
+    /runs   a table: arrays of one length, where NaN and "" mean that a simulation has no value
+
+====================================  ==========================================================
+``name``                              plan, network and machine
+``method``, ``mask``, ...             plan and workload, as in a benchmark's config
+``machine``, ``network``, ...         where it was simulated
+``<phase> simulated``, ``predicted``  seconds of the slowest rank
+``<phase> simulated wait``, ...       mean wait of all ranks
+``memory``, ``room``                  peak bytes of a rank; bytes that a rank may use
+``coarse``                            seconds within which ends of messages were one event
+====================================  ==========================================================
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from a2d_mpi.core.sizes import misfit
+from a2d_mpi.experiments.hdf5 import check_output, read_file, write_file
+from a2d_mpi.experiments.options import Parser, add_options, whole
+from a2d_mpi.experiments.origin import provenance
+from a2d_mpi.experiments.results import Summary, flat
+from a2d_mpi.experiments.streams import aligned, progress
+from a2d_mpi.experiments.sweep import SIZES, Case, Configuration, cases_of, plans_for
+from a2d_mpi.gpt.config import PRESETS, GPTConfig
+from a2d_mpi.gpt.cost import STEP_PARTS, predict_step
+from a2d_mpi.planning.candidate import Candidate
+from a2d_mpi.planning.machine import Machine
+from a2d_mpi.planning.memory import most_memory
+from a2d_mpi.planning.model import predict
+from a2d_mpi.planning.network import Network, parse_network
+from a2d_mpi.planning.planner import candidates, duration, why_not
+from a2d_mpi.planning.profile import read_machine
+from a2d_mpi.planning.simgrid import replayer, simulate
+from a2d_mpi.planning.simulator import PARTS
+from a2d_mpi.planning.workload import Workload
+from a2d_mpi.schedules import METHODS, problem_of
+
+# Share of ranks that may be idle, and most ranks for that: the search takes long for more.
+IDLE, IDLE_RANKS = 0.1, 256
+SCHEMA = ("a2d_mpi simulation", 2)
+RANKS = 4096  # most ranks that are simulated
+
+
+def add_problem(parser: Parser, ranks: int, needs_heads: bool = True) -> None:
+    """Add the options of a problem on at most `ranks` ranks of a machine; see `read_problem`."""
+    group = parser.add_argument_group("machine")
+    add_options(group, "profile", required=True)
+    text = f"ranks, at most {ranks}"
+    group.add_argument("--ranks", type=whole(1, ranks), metavar="N", required=True, help=text)
+    group = parser.add_argument_group("problem")
+    add_options(group, "seqlen", required=True)
+    add_options(group, "nheads", required=needs_heads)
+    add_options(group, "nheads-kv", "headdim", "headdim-v", "dtype", "wire", "mask", "backward")
+    add_options(group, "overlap")
+    parser.set_defaults(headdim=128, dtype="bfloat16")
+
+
+def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
+    """Return the machine and the workload of the options of `add_problem`.
+
+    Raises
+    ------
+    ValueError
+        If an option is wrong.
+    OSError
+        If the profile cannot be read.
+    """
+    if args.nheads is None:
+        raise ValueError("give --nheads, or --gpt with the heads of a model")
+    machine = read_machine(args.profile)
+    given = {x: getattr(args, x) for x in (*SIZES, "mask", "backward")}
+    return machine, Case(**given, wire=None if args.wire == "none" else args.wire)
+
+
+def rank(args: argparse.Namespace) -> int:
+    """Print the table; return the exit code."""
+    if args.gpt:
+        if args.nheads or args.nheads_kv or args.headdim_v:
+            raise ValueError("--gpt sets --nheads, --nheads-kv and --headdim-v: leave these out")
+        vars(args).update(PRESETS[args.gpt].heads, backward=True)
+    machine, case = read_problem(args)
+    work = case.work(args.overlap)
+    plans = candidates(
+        machine,
+        args.ranks,
+        work,
+        machine.memory,
+        tuple(METHODS),
+        number=None if args.simulate == "all" else 1,
+        idle=IDLE if args.ranks <= IDLE_RANKS else 0.0,
+        progress=partial(progress, desc="plans", delay=2),
+    )
+    _print(plans, args, machine, work)
+    if not plans[0].fits:
+        raise ValueError(f"no plan fits in {_bytes(machine.memory)} per rank")
+    return 0
+
+
+def _print(
+    plans: list[Candidate], args: argparse.Namespace, machine: Machine, work: Workload
+) -> None:
+    """Print the table, and say which plans are not in it."""
+    ranks, memory, shown = args.ranks, machine.memory, plans[: args.top or None]
+    room = f"{_bytes(memory)} per rank" if memory else "no limit: the profile has no memory"
+    reserved = f" ({_bytes(machine.reserved)} reserved)" * bool(machine.reserved)
+    print(f"{machine.name}: {ranks} ranks, {machine.ranks_per_node} per node, {room}{reserved}")
+    if machine.computed_by:
+        print(f"kernels: {machine.computed_by}")
+    fitting = [plan for plan in plans if plan.fits]
+    bounds, others = sum(not x.phases for x in fitting), len(plans) - len(fitting)
+    print(
+        f"{len(fitting)} plans fit"
+        + f"; {bounds} of them are not simulated: they take at least (>=) as long as the first"
+        * (bounds > 0)
+        + f"; {others} plans do not fit" * (others > 0)
+    )
+    head = ("method", "grid", "order", "total", *PARTS, "received", "by a node", "x bound")
+    rows = [[*head, "memory", ""], *(_row(plan, ranks, plans[0]) for plan in shown)]
+    print("\n" + aligned(rows, left=(0, 1, 2, len(rows[0]) - 1)))
+    if len(shown) < len(plans):
+        print(f"... {len(plans) - len(shown)} more plans: use --top 0")
+    for heads in (x for x in range(2, ranks + 1) if ranks % x == 0):
+        if why := misfit(work.nheads, work.nheads_kv, heads):
+            print(f"no plan with {heads} ranks that share the heads: {why}")
+    if args.gpt:
+        _print_steps(shown, machine, PRESETS[args.gpt], args)
+
+
+def _print_steps(
+    plans: list[Candidate], machine: Machine, config: GPTConfig, args: argparse.Namespace
+) -> None:
+    """Print the training steps of a model by these plans."""
+    again = ", all but attention computed again" * args.recompute
+    print(
+        f"\ntraining steps of {args.gpt}{again}: {config.layers} layers of width {config.width}, "
+        f"{config.parameters} parameters on every rank\n"
+    )
+    rows = [["method", "grid", "total", *STEP_PARTS, "tokens/s", "memory"]]
+    for plan in (x for x in plans if x.phases):
+        step = predict_step(machine, plan, config, args.seqlen, args.dtype, args.recompute)
+        seconds = map(duration, (step.total, *step.seconds.values()))
+        rate = f"{args.seqlen / step.total:.4g}"
+        rows.append([plan.method, plan.layout.shape, *seconds, rate, _bytes(step.memory)])
+    print(aligned(rows, left=(0, 1)))
+
+
+def _row(plan: Candidate, ranks: int, best: Candidate) -> list[str]:
+    """Return the cells of a plan: its numbers, or their bounds if it was not simulated."""
+    cells, used = [plan.method, plan.layout.shape, plan.layout.numbering], plan.layout.size
+    if plan.phases:
+        cells += map(duration, (plan.seconds, *plan.split.values()))
+        over_bound = f"{plan.over_bound:.2f}" if math.isfinite(plan.over_bound) else "-"
+        cells += _bytes(plan.received), _bytes(plan.crossing), over_bound, _bytes(plan.memory)
+    else:
+        cells += [f">= {duration(plan.bound)}", *["-"] * 7, f">= {_bytes(plan.memory)}"]
+    idle = f"{used} of {ranks} ranks, {1 - used / ranks:.0%} idle" if used < ranks else ""
+    sliced = f"{plan.layout.sliced} slices" * (plan.layout.sliced != "1x1")
+    notes = plan.layout.distribution, sliced, plan.known_as, idle, why_not(plan, best)
+    return [*cells, "; ".join(filter(None, notes))]
+
+
+def _bytes(n: int) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n >= size:
+            return f"{n / size:.3g} {unit}"
+    return f"{n} B"
+
+
+def _simulated(
+    what: Configuration, machine: Machine, network: Network, coarse: float
+) -> dict[str, object]:
+    """Run the simulation of a plan; return the attributes of its entry.
+
+    `coarse` is a share of the predicted time of the shortest phase.
+    """
+    work = what.case.work(what.overlap)
+    problem = problem_of(what.method, what.layout, work, work.mask)
+    plan = machine, what.method, what.layout, work
+    predicted = predict(*plan)
+    coarse *= min(float(x.total.max()) for x in predicted.values())
+    simulated = simulate(*plan, network=network, coarse=coarse)
+    entry = {
+        **what.attributes,
+        "machine": machine.name,
+        "network": network.name,
+        "distribution": problem.queries.name,
+        "memory": most_memory(what.method, what.layout, problem, work.backward),
+        "room": float((machine.memory or np.inf) - machine.reserved),
+        "coarse": coarse,
+    }
+    for name, phases in (("predicted", predicted), ("simulated", simulated)):
+        for phase, parts in phases.items():
+            entry[f"{phase} {name}"] = float(parts.total.max())
+            entry[f"{phase} {name} wait"] = float(parts.wait.mean())
+    return entry
+
+
+def simulate_all(args: argparse.Namespace) -> int:
+    """Run the simulations that a file lacks, one after the other; return the exit code."""
+    networks = [parse_network(x) for x in args.networks]
+    replayer()  # raises an error now if SimGrid is not installed
+    there = check_output(args.output, SCHEMA, args.resume)
+    done = read_simulations(args.output) if there else {}
+    origin, before = provenance("none", ["simulated"]), 0
+    for what, machine, network in _plans(args, networks):
+        name = f"{what.name}-{network.name}-{machine.name}".replace("/", "_")
+        entry = done.get(name)
+        if entry is None:
+            entry = _simulated(what, machine, network, args.coarse)
+            both = (f"{x} {seconds(entry, x):.4g} s" for x in ("predicted", "simulated"))
+            print(f"{name}: {', '.join(both)}", flush=True)
+        else:
+            before += 1
+            if entry["picked"] or not what.picked:
+                continue
+            entry["picked"] = True  # an earlier run named this plan, now the planner picks it
+        done[name] = entry
+        write_file(args.output, SCHEMA, {**origin, "runs": _table(done)})
+    if before:
+        print(f"{before} simulations were in {args.output} already")
+    print(f"written to {args.output}")
+    return 0
+
+
+def _plans(
+    args: argparse.Namespace, networks: list[Network]
+) -> Iterator[tuple[Configuration, Machine, Network]]:
+    """Yield each plan with its machine and network; the planner runs lazily."""
+    for path, ranks, case in product(args.profile, args.ranks, cases_of(args)):
+        machine = read_machine(path)
+        if args.links_alone:
+            machine = machine.links_alone()
+        for what in plans_for(case, args.plans, ranks, machine=machine):
+            yield from ((what, machine, network) for network in networks)
+
+
+def read_simulations(path: str | Path) -> dict[str, dict[str, object]]:
+    """Read the attributes of all entries of a file, by name.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read.
+    ValueError
+        If its schema is wrong.
+    """
+    simulations = {}
+    table = flat(read_file(path, SCHEMA)["runs"])
+    columns = [np.char.decode(x) if x.dtype.kind == "S" else x for x in table.values()]
+    for values in zip(*(x.tolist() for x in columns)):
+        row = {x: y for x, y in zip(table, values) if y == y and y != ""}  # NaN is not itself
+        simulations[row.pop("name")] = row
+    return simulations
+
+
+def _table(rows: Mapping[str, Mapping[str, object]]) -> dict[str, np.ndarray]:
+    """Return the columns of a table; bytes in place of text, because HDF5 packs only these."""
+    table = {"name": np.char.encode(list(rows))}
+    for name, x in {x: y for row in rows.values() for x, y in row.items()}.items():
+        is_text = isinstance(x, str)
+        column = np.array([row.get(name, "" if is_text else np.nan) for row in rows.values()])
+        table[name] = np.char.encode(column, errors="backslashreplace") if is_text else column
+    return table
+
+
+def read_summaries(path: str | Path) -> list[Summary]:
+    """Read the summaries of all simulations in a file whose plans fit in memory.
+
+    Raises
+    ------
+    OSError, ValueError
+        As `read_simulations`.
+    """
+    return [
+        Summary(
+            name,
+            # The name of a plan is method, shape and order, and then the name of the workload.
+            {**x, "workload": name.split("-", 3)[3]},
+            "both" if x["backward"] else "forward",
+            seconds(x, "simulated"),
+            {"wait": seconds(x, "simulated", " wait")},
+            predicted=seconds(x, "predicted"),
+        )
+        for name, x in read_simulations(path).items()
+        if x["memory"] <= x["room"]
+    ]
+
+
+def seconds(entry: Mapping[str, object], kind: str, part: str = "") -> float:
+    """Sum the "simulated" or "predicted" seconds of an entry over its phases; NaN without any.
+
+    With the `part` " wait", sum the waits.
+    """
+    phases = ("forward", "backward") if entry["backward"] else ("forward",)
+    return sum(float(entry.get(f"{phase} {kind}{part}", np.nan)) for phase in phases)
