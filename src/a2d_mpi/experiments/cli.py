@@ -101,22 +101,18 @@ def arguments(
         On all ranks, after --help.
     """
 
-    def parse() -> argparse.Namespace:
+    def parse() -> dict[str, object]:
         try:
-            return parser.parse_args()
+            return vars(parser.parse_args())
         except SystemExit:  # --help or --version is printed
-            return argparse.Namespace(help=True)
+            return {}
 
-    args = together(comm, parse)
-    given = {"help": False, **vars(args)}
-    agree(
-        comm,
-        None,
-        {f"--{name.replace('_', '-')}": x for name, x in given.items() if name not in apart},
-    )
-    if given["help"]:
+    given = together(comm, parse)
+    same = {f"--{name.replace('_', '-')}": x for name, x in given.items() if name not in apart}
+    agree(comm, None, {"--help": not given, **same})
+    if not given:
         raise SystemExit(0)
-    return args
+    return argparse.Namespace(**given)
 
 
 def run(

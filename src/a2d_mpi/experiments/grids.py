@@ -30,16 +30,6 @@ def add_grid(parser: Parser) -> argparse._ArgumentGroup:
     return group
 
 
-def _check_options(args: argparse.Namespace) -> None:
-    """Refuse options of a grid that contradict each other."""
-    shape = args.rows, args.cols, args.head_ranks, args.order, args.rank_block
-    if args.profile and shape != (None, None, 1, "rcu", (1, 1)):
-        raise ValueError(
-            "--profile chooses --rows, --cols, --head-ranks, --order and --rank-block: "
-            "leave these out"
-        )
-
-
 def grid_shape(
     ranks: int, rows: int | None = None, cols: int | None = None, heads: int = 1
 ) -> tuple[int, int]:
@@ -55,15 +45,20 @@ def grid_shape(
 
 def open_grid(comm: MPI.Intracomm, args: argparse.Namespace, work: Workload) -> ProcessGrid:
     """Make the grid of the options of `add_grid`; the grid refuses sizes that do not fit."""
-    together(comm, lambda: _check_options(args))
+    given = args.rows, args.cols, args.head_ranks, args.order, args.rank_block
     if args.profile:
         from a2d_mpi.planning.planner import best_candidate
         from a2d_mpi.planning.profile import read_machine
 
         def choose() -> Layout:
+            if given != (None, None, 1, "rcu", (1, 1)):
+                raise ValueError(
+                    "--profile chooses --rows, --cols, --head-ranks, --order and --rank-block: "
+                    "leave these out"
+                )
             machine = read_machine(args.profile)
             return best_candidate(machine, comm.size, work, methods=(args.method,)).layout
 
         return ProcessGrid.from_layout(comm, comm.bcast(together(comm, choose, on=0)))
-    shape = grid_shape(comm.size, args.rows, args.cols, args.head_ranks)
-    return ProcessGrid(comm, *shape, args.head_ranks, args.order, args.rank_block)
+    rows, cols, heads, *order = given
+    return ProcessGrid(comm, *grid_shape(comm.size, rows, cols, heads), heads, *order)

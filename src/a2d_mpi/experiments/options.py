@@ -6,6 +6,7 @@ import argparse
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -33,18 +34,12 @@ class BadOption(ValueError, argparse.ArgumentTypeError):
     """An error in the text of an option; the parser shows its message unchanged."""
 
 
-def whole(least: int, most: int = 1 << 31) -> Callable[[str], int]:
-    """Make a type of options: whole numbers from `least` to `most`."""
-    return _bounded(int, "a whole number", least, most)
-
-
-def real(least: float, most: float) -> Callable[[str], float]:
+def number(
+    kind: Callable[[str], T], what: str, least: T = 1, most: T = 1 << 31
+) -> Callable[[str], T]:
     """Make a type of options: numbers from `least` to `most`."""
-    return _bounded(float, "a number", least, most)
 
-
-def _bounded(kind: Callable[[str], T], what: str, least: T, most: T) -> Callable[[str], T]:
-    def number(text: str) -> T:
+    def parse(text: str) -> T:
         try:
             value = kind(text)
         except ValueError:
@@ -54,12 +49,23 @@ def _bounded(kind: Callable[[str], T], what: str, least: T, most: T) -> Callable
             raise BadOption(f"must be {bound}, got {str(value)[:40]}")
         return value
 
-    return number
+    return parse
 
 
-def tokens(least: int = 1, most: int = LARGEST["seqlen"]) -> Callable[[str], int]:
-    """Make a type of options: numbers of tokens, "65536" or "64K"."""
-    return _bounded(parse_count, "a number of tokens, as 65536 or 64K", least, most)
+whole = partial(number, int, "a whole number")
+real = partial(number, float, "a number")
+tokens = partial(number, parse_count, "a number of tokens, as 65536 or 64K")
+
+
+def form(what: str, pattern: str, make: Callable[..., T]) -> Callable[[str], T]:
+    """Make a type of options: texts like `pattern`, of whose groups `make` makes the value."""
+
+    def parse(text: str) -> T:
+        if not (match := re.fullmatch(rf"\s*{pattern}\s*", text)):
+            raise BadOption(f"must be {what}, got {text[:40]!r}")
+        return make(*match.groups())
+
+    return parse
 
 
 def listed(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
@@ -93,12 +99,10 @@ def escaped(text: str) -> bytes:
         raise BadOption(f"must be text with Python's escapes, got {text[:40]!r}") from None
 
 
-def check_text(text: str, none: bool = True) -> str:
-    """Parse an option that is sample, full or rows:N, or with `none` also none."""
-    words = ("none",) * none + ("sample", "full")
-    if text not in words and not re.fullmatch(r"rows:[1-9]\d{0,8}", text):
-        raise BadOption(f"must be {', '.join(words)} or rows:N, got {text[:40]!r}")
-    return text
+def check_text(*others: str) -> Callable[[str], str]:
+    """Make a type of options: sample, full or rows:N, or one of `others`."""
+    words = *others, "sample", "full"
+    return form(f"{', '.join(words)} or rows:N", rf"({'|'.join(words)}|rows:[1-9]\d{{0,8}})", str)
 
 
 def checked_rows(text: str) -> int | None:
@@ -110,36 +114,21 @@ def checked_rows(text: str) -> int | None:
 
 def pair(between: str, what: str) -> Callable[[str], tuple[int, int]]:
     """Make a type of options: two whole numbers with a sign between them, "2x3"."""
-
-    def numbers(text: str) -> tuple[int, int]:
-        match = re.fullmatch(rf"\s*(\d{{1,9}}){re.escape(between)}(\d{{1,9}})\s*", text)
-        if not match:
-            raise BadOption(f"must be {what}, got {text[:40]!r}")
-        return int(match[1]), int(match[2])
-
-    return numbers
+    digits = r"(\d{1,9})"
+    return form(what, digits + re.escape(between) + digits, lambda *x: tuple(map(int, x)))
 
 
-def slices(text: str) -> tuple[int, int]:
-    """Parse numbers of slices, "4" or "2x4": in the forward and in the backward pass."""
-    match = re.fullmatch(r"\s*([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?\s*", text)
-    if not match:
-        raise BadOption(f"must be like 4 or 2x4, got {text[:40]!r}")
-    return int(match[1]), int(match[2] or match[1])
+# Numbers of slices, "4" or "2x4": in the forward and in the backward pass.
+slices = form(
+    "like 4 or 2x4",
+    r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?",
+    lambda forward, backward: (int(forward), int(backward or forward)),
+)
 
 
 def method_name(text: str) -> str:
-    """Parse the name of a method in `a2d_mpi.schedules.METHODS`; underscores become blanks.
-
-    Raises
-    ------
-    BadOption
-        If there is no method of this name.
-    """
-    name = text.replace("_", " ").strip()
-    if name not in METHODS:
-        raise BadOption(f"no method {text[:40]!r}: must be one of {', '.join(METHODS)}")
-    return name
+    """Parse the name of a method in `a2d_mpi.schedules.METHODS`; underscores become blanks."""
+    return one_of(METHODS)(text.replace("_", " ").strip())
 
 
 def mask_text(text: str) -> str:
@@ -172,8 +161,8 @@ def _imported(text: str) -> Path:
     return import_file(path(text))
 
 
-SEED = whole(0, (1 << 63) - 1)  # as HDF5 keeps it
 HEADS, HEADDIM = (whole(1, LARGEST[x]) for x in ("nheads", "headdim"))
+SEED = whole(0, (1 << 63) - 1)  # as HDF5 keeps it
 
 MASK_HELP = f"NAME[:ARGUMENTS], see docs/masks.md; NAME is one of {', '.join(PATTERNS)}"
 CHECK_HELP = (
@@ -234,7 +223,8 @@ OPTIONS: dict[str, dict[str, object]] = {
     "trials": {"type": whole(1, 10**6), "metavar": "N", "default": 5, "help": "timed runs"},
     "warmup": {"type": whole(0, 10**6), "metavar": "N", "default": 1,
                "help": "runs before the timed runs"},
-    "check": {"type": check_text, "metavar": "ROWS", "default": "sample", "help": CHECK_HELP},
+    "check": {"type": check_text("none"), "metavar": "ROWS", "default": "sample",
+              "help": CHECK_HELP},
     "seed": {"type": SEED, "metavar": "N", "default": 0, "help": "seed of all random numbers"},
     "device": {"choices": ("cpu", "gpu"), "default": "cpu",
                "help": "where to compute; ranks may share a GPU"},
@@ -294,6 +284,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(
         self, prog: str, description: str, comm: MPI.Intracomm | None = None, **others: object
     ) -> None:
+        self._comm = comm
         self._imports = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         self._imports.error = self.error
         text = "Python file to run first, which registers masks, methods or kernels of your own"
@@ -309,7 +300,6 @@ class Parser(argparse.ArgumentParser):
         )
         version = f"%(prog)s of a2d_mpi {__version__}"
         self.add_argument("--version", action="version", version=version)
-        self._comm = comm
 
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
