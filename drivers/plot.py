@@ -16,7 +16,6 @@ import argparse
 from collections.abc import Callable
 
 from a2d_mpi.experiments.options import (
-    SEED,
     Parser,
     add_options,
     listed,
@@ -26,12 +25,6 @@ from a2d_mpi.experiments.options import (
     whole,
 )
 from a2d_mpi.experiments.programs import Commands, run_serial
-
-# Plans of the table of masks.
-PARTITIONS = [
-    *(f"attention2d/{name}" for name in ("contiguous", "zigzag", "balanced")),
-    "ring/balanced",
-]
 
 
 def results(parser: Parser) -> Callable:
@@ -189,49 +182,9 @@ def scale(parser: Parser) -> Callable:
     return lambda args: print_study(args.files, read_summaries)
 
 
-def partitions(parser: Parser) -> Callable:
-    """Compare grids and the ring under many masks: bytes and balance.
-
-        python drivers/plot.py partitions --ranks 16 --seqlen 128K --masks all
-        python drivers/plot.py partitions --output table.csv --picture table.png
-
-    For each mask and plan, METHOD or METHOD/DISTRIBUTION, the grid of any shape whose busiest rank
-    moves the fewest bytes in a forward pass.  Entries of the table in --output are not computed
-    again.  --picture draws the whole table.
-    """
-    from a2d_mpi.experiments.mask_table import plan_text, print_table
-
-    group = parser.add_argument_group("masks and plans")
-    add = group.add_argument
-    add_options(group, "masks", default="all")
-    add("--ranks", type=whole(2, 1024), metavar="N", default=16, help="ranks")
-    add_options(group, "seqlen", type=tokens(most=1 << 22), default="128K")
-    text = "METHOD or METHOD/DISTRIBUTION"
-    add("--plans", type=listed(plan_text), metavar="PLAN,...", default=",".join(PARTITIONS),
-        help=text)  # fmt: skip
-    text = "seeds of masks that are drawn and name no seed: 0,1,2"
-    add("--seeds", type=listed(SEED), metavar="N,...", default="0", help=text)
-    group = parser.add_argument_group("output")
-    add_options(group, "output", help="CSV file with the table, which is completed")
-    group.add_argument("--picture", type=path, metavar="FILE", help="PNG, SVG or PDF file")
-
-    def table(args: argparse.Namespace) -> int:
-        if args.picture:
-            from a2d_mpi.figures.mask_plots import draw_table
-            from a2d_mpi.figures.pictures import check_picture, save
-
-            check_picture(args.picture)
-        known = print_table(args)
-        if args.picture:
-            save(draw_table(known), args.picture)
-        return 0
-
-    return table
-
-
 def build_parser() -> Commands:
     """Build the parser of this driver's options."""
-    return Commands("plot.py", __doc__, results, grid, masks, schedule, study, scale, partitions)
+    return Commands("plot.py", __doc__, results, grid, masks, schedule, study, scale)
 
 
 if __name__ == "__main__":

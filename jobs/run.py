@@ -102,8 +102,6 @@ use_env any plot numba,plot
 mkdir -p {folder}/{{partitions,scale}}
 python drivers/plot.py grid {folder}/grid.png --rows 2 --cols 3
 python drivers/plot.py masks {folder}/masks.png --distribution balanced
-python drivers/plot.py partitions --ranks 16 --seeds 0,1,2,3,4,5,6,7,8,9
-    --output data/results/masks.csv --picture {folder}/mask_table.png
 {plot_schedule}/schedules.png --plans attention2d:4x4,ring,double_ring:4x4
     --profile {a100} --ranks 16 --seqlen 32K --nheads 32 --nheads-kv 8 --mask causal
 {plot_schedule}/slices.png --plans attention2d:2x2*1,attention2d:2x2*4

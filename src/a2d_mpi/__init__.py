@@ -27,6 +27,7 @@ _PUBLIC = {
     "a2d_mpi.experiments.autotune": ["autotune"],
     "a2d_mpi.kernels.protocol": ["register_kernel"],
     "a2d_mpi.linear.plan": ["LinearAttention"],
+    "a2d_mpi.masks.arrays": ["IntervalMask"],
     "a2d_mpi.masks.check": ["check_mask"],
     "a2d_mpi.masks.documents": [
         "BlockCausalDocuments",
@@ -35,7 +36,7 @@ _PUBLIC = {
         "PrefixLMDocuments",
         "SharedQuestion",
     ],
-    "a2d_mpi.masks.mask": ["Causal", "Full", "Intersection", "IntervalMask", "Mask"],
+    "a2d_mpi.masks.mask": ["Causal", "Full", "Intersection", "Mask"],
     "a2d_mpi.masks.patterns": ["make_mask", "register_mask"],
     "a2d_mpi.masks.windows": ["BlockCausal", "GlobalSlidingWindow", "PrefixLM", "SlidingWindow"],
     "a2d_mpi.schedules": ["register_method"],

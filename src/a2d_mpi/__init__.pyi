@@ -13,6 +13,7 @@ from a2d_mpi.devices.merging import merge
 from a2d_mpi.experiments.autotune import autotune
 from a2d_mpi.kernels.protocol import register_kernel
 from a2d_mpi.linear.plan import LinearAttention
+from a2d_mpi.masks.arrays import IntervalMask
 from a2d_mpi.masks.check import check_mask
 from a2d_mpi.masks.documents import (
     BlockCausalDocuments,
@@ -21,7 +22,7 @@ from a2d_mpi.masks.documents import (
     PrefixLMDocuments,
     SharedQuestion,
 )
-from a2d_mpi.masks.mask import Causal, Full, Intersection, IntervalMask, Mask
+from a2d_mpi.masks.mask import Causal, Full, Intersection, Mask
 from a2d_mpi.masks.patterns import make_mask, register_mask
 from a2d_mpi.masks.windows import BlockCausal, GlobalSlidingWindow, PrefixLM, SlidingWindow
 from a2d_mpi.schedules import register_method

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from helpers import ROOT, deeper, runs_on
 
+from a2d_mpi import Causal, Full, IntervalMask
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.figures import schedule_panels
-from a2d_mpi.masks.mask import Causal, Full, IntervalMask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.profile import read_machine

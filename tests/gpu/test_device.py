@@ -19,8 +19,8 @@ from refused import GOOD, assert_raises
 from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid
 from a2d_mpi.comm.device_transport import DeviceTransport
 from a2d_mpi.comm.gpus import gpu_aware
-from a2d_mpi.experiments.hdf5 import flat, read_file
-from a2d_mpi.experiments.results import BENCHMARK_SCHEMA
+from a2d_mpi.experiments.hdf5 import read_file
+from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, flat
 
 pytestmark = pytest.mark.grids
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from a2d_mpi.masks.mask import IntervalMask, Mask
+from a2d_mpi import IntervalMask, Mask
 
 
 class Intervals(Mask):

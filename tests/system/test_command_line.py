@@ -34,7 +34,6 @@ SMALL = {
     "plot.py schedule": "--ranks 4 --seqlen 2K --plans ring",
     "plot.py study": "",
     "plot.py scale": "",
-    "plot.py partitions": "--ranks 2 --seqlen 64 --masks causal",
 }
 # These take long, or need SimGrid or PyTorch.  Tests of their own run them.
 NOT_RUN = {"calibrate.py", "plan.py simulate", "train.py llama"}

@@ -100,8 +100,8 @@ bench.py train --output {new} --preset tiny --seqlen 2G | 2147483648 tokens (--s
 bench.py train --output {new} --preset tiny --seqlen 64K | 65536 tokens (--seqlen): arrays of the
 bench.py decode --contexts 2G | of 2147483648 tokens (--contexts) on one rank
 bench.py decode --requests 65536 | the cache of 65536 requests (--requests) of
-bench.py decode --ranks 3 | at most 2, got [3]
-bench.py decode --ranks 1 --apart 1+2 | at most 2 together
+bench.py decode --ranks 3 | at most 2 ranks, and --apart at least 1+1, got 3
+bench.py decode --ranks 1 --apart 1+2 | at most 2 ranks, and --apart at least 1+1, got 1,1+2
 train.py gpt {text} --folder {new} --rows 3 | 3
 train.py gpt {text} --folder {new} --profile {profile} --rows 2 | --profile chooses --rows
 train.py gpt {text} --folder {new} --profile {text} | text
@@ -147,10 +147,6 @@ plan.py {plan} --profile {tmp}/alone.toml | has no link.between, which 64 ranks 
 plot.py masks {png} --masks sparse | --masks must be one of full, causal
 plot.py masks {png} --masks causal_document:0,99 | ends at 99, the sequence at 96
 plot.py masks {png} --rows 3 --cols 3 | must be 1 to 8 ranks, got 3 x 3
-plot.py partitions --ranks 2 --seqlen 64 --masks nosuch | --masks must be one of full, causal
-plot.py partitions --ranks 2 --seqlen 64 --plans ring/even | --plans must be one of contiguous,
-plot.py partitions --ranks 2 --seqlen 64 --output {text} | {text} is not a table of masks
-plot.py partitions --ranks 2 --seqlen 64 --output {tmp}/binary | is not a table of masks: 'utf-8'
 plot.py results {bench} --output {tmp}/folder --what pie | --what must be one of scaling, phases
 plot.py results {bench} --output {tmp}/folder --what scaling,kernels | 'kernels' is none of scaling
 plot.py results {bench} --output {tmp}/folder --what kernels | figures is missing

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from a2d_mpi import Causal, Full, IntervalMask
 from a2d_mpi.comm import transport
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import MAX_MESSAGE, Layout, flops, misfit
-from a2d_mpi.masks.mask import Causal, Full, IntervalMask
 from a2d_mpi.planning import cost
 from a2d_mpi.schedules import problem_of
 from a2d_mpi.schedules.problem import Problem
@@ -25,7 +25,7 @@ def with_counts(counts, nheads=H, nheads_kv=HKV, dtype="float32", headdim=D, mas
     ends = np.cumsum([0, *counts]).tolist()
     runs = tuple((range(a, b),) for a, b in zip(ends, ends[1:]))
     shards = Distribution("balanced", sum(counts), len(counts), listed=runs)
-    return Problem(AttentionConfig(*sizes, dtype=dtype), shards, mask or Full())
+    return Problem(AttentionConfig(*sizes, dtype=dtype), shards, shards, mask or Full())
 
 
 def test_config():

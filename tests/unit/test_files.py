@@ -61,7 +61,7 @@ CASES = [
     "bench.py train --profile p.toml --output p.toml",
     "plan.py simulate --profile text,p.toml --output p.toml",
     "plot.py schedule p.toml --profile p.toml --ranks 4 --seqlen 4 --nheads 2",
-    "plot.py partitions --output new.csv --picture ../NAME/new.csv",
+    "attention.py b.h5 --output new.json --trace ../NAME/new.json",
 ]
 
 
@@ -71,7 +71,7 @@ def test_no_output_is_an_input(folder, case):
     args = parser_of(f"drivers/{program}").parse_args(options)
     with pytest.raises(OSError, match=r"it is the (in|out)put"):
         check_files(args)
-    for name in ("output", "picture"):
+    for name in ("output", "trace"):
         if hasattr(args, name):
             setattr(args, name, f"other {name}")
     check_files(args)

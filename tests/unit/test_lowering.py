@@ -6,6 +6,7 @@ from a2d_mpi import Causal, Full
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules import drafts_of, passes, problem_of
+from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import (
     PARTIALS,
     Attend,
@@ -31,7 +32,7 @@ def written(plan, phase, mask=None, seqlen=601, **options):
     problem, found = problem_of(method, layout, config, mask or Causal()), []
     for rank in range(layout.size):
         ((draft,),) = drafts_of(method, phase, layout, problem, rank)
-        program = draft.empty()
+        program = Program(draft.group, draft.rank, draft.ranks)
         draft.writer(program)
         found.append(program)
     return found

@@ -23,9 +23,9 @@ from a2d_mpi import (
     check_mask,
     make_mask,
 )
+from a2d_mpi.masks.arrays import IntervalMask
 from a2d_mpi.masks.intervals import keys_per_query, queries_per_key
 from a2d_mpi.masks.longca import documents, long_documents
-from a2d_mpi.masks.mask import IntervalMask
 from a2d_mpi.masks.patterns import PATTERNS, parse_mask, split_masks
 from a2d_mpi.sharding.balance import balanced
 from a2d_mpi.sharding.distribution import Distribution

@@ -5,8 +5,8 @@ import pytest
 from dense import plain, slopes
 from helpers import distance
 
+from a2d_mpi import Causal, Full, IntervalMask
 from a2d_mpi.core import reference
-from a2d_mpi.masks.mask import Causal, Full, IntervalMask
 
 SCALE = 0.7
 

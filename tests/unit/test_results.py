@@ -22,11 +22,11 @@ from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.experiments import origin
 from a2d_mpi.experiments.benchmark import measured
 from a2d_mpi.experiments.files import Check, attributes_of, inspect_input, read_shard
-from a2d_mpi.experiments.hdf5 import flat, read_file, write_file
+from a2d_mpi.experiments.hdf5 import read_file, write_file
 from a2d_mpi.experiments.measure import TIMED_PARTS
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.plan import SCHEMA as SIMULATIONS
-from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, extend_file, read_measured
+from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, extend_file, flat, read_measured
 from a2d_mpi.sharding.distribution import FORMULAS, Distribution
 
 SHAPES = {"q": (29, 6, 4), "k": (29, 2, 4), "v": (29, 2, 4), "dout": (29, 6, 4)}

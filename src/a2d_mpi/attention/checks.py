@@ -93,7 +93,7 @@ def check_tensors(
         else:
             of, shape = "shard", (lengths[name in OF_KEYS], *config.shape(name))
             dtype = config.dtype_of(name)
-        devices.append(device_of_tensor(name, tensor))
+        devices.append(device_of(tensor, name))
         if tensor.shape != shape or tensor.dtype != dtype:
             raise ValueError(
                 f"{name} has shape {tensor.shape} and dtype {tensor.dtype}, "
@@ -102,11 +102,3 @@ def check_tensors(
         if not devices[0].owns(tensor):
             raise ValueError(f"{name} is not on the current device")
     return devices[0]
-
-
-def device_of_tensor(name: str, x: Array) -> Device:
-    """Return the device of a tensor; raise ValueError if it is no array of a known one."""
-    try:
-        return device_of(x)
-    except TypeError as error:
-        raise ValueError(f"{name} {error}") from None

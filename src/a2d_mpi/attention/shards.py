@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.attention.checks import device_of_tensor
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array
@@ -80,7 +79,7 @@ def _check_root(root: int, comm: MPI.Intracomm) -> None:
 
 def _check_rows(x: Array, rows: int, what: str) -> None:
     """Refuse anything but a numeric array with this number of rows."""
-    device_of_tensor("x", x)
+    device_of(x)
     if x.dtype.hasobject:
         raise ValueError(f"x has dtype {x.dtype}: objects cannot be sent")
     if x.shape[:1] != (rows,):

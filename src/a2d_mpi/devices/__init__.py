@@ -11,12 +11,12 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
 
 
-def device_of(x: object) -> Device:
-    """Return the device of an array; raise TypeError if `x` is not a NumPy or CuPy array."""
+def device_of(x: object, name: str = "x") -> Device:
+    """Return the device of an array; raise ValueError if `x` is not a NumPy or CuPy array."""
     if type(x).__module__.split(".")[0] == "cupy":
         from a2d_mpi.devices.cuda import Cuda
 
         return Cuda.current()
     if HOST.owns(x) and not isinstance(x, np.ma.MaskedArray):  # its mask would be lost
         return HOST
-    raise TypeError(f"must be a NumPy or CuPy array, got {type(x).__name__}")
+    raise ValueError(f"{name} must be a NumPy or CuPy array, got {type(x).__name__}")

@@ -28,10 +28,8 @@ def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     Raises
     ------
     ValueError
-        If there is no part, the shapes or dtypes of the parts differ, or lse does not belong to
-        out.
-    TypeError
-        If an array is not a NumPy or CuPy array.
+        If there is no part, the shapes or dtypes of the parts differ, lse does not belong to out,
+        or the parts are not NumPy or CuPy arrays.
 
     Notes
     -----

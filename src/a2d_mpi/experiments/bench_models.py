@@ -28,6 +28,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -38,7 +39,7 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
 from a2d_mpi.core.config import PHASES
-from a2d_mpi.core.sizes import Layout, squarest
+from a2d_mpi.core.sizes import squarest
 from a2d_mpi.experiments.benchmark import (
     Run,
     check_step,
@@ -85,155 +86,145 @@ DECODING_PARTS = ("attention", "merge", "other")  # of a step's seconds
 BOUNDS = {"float32": 1e-4, "float64": 1e-10}  # largest errors, relative to the largest value
 BLOCK, UNLIMITED = 16, 1 << 30  # tokens of a block of the cache, and blocks of a rank
 LINEAR = {"lasp2": "gather", "lasp": "ring"}  # plans of linear attention, and their `states`
+# Numbers of attention ranks and FFN ranks.  Without FFN ranks all are alike.
+Split = tuple[int, int]
+Steps = dict[str, tuple[Configuration, bool]]  # by name: a plan, and whether it recomputes
 
 
 def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Measure training steps by the plans that a file lacks; return the exit code."""
     prepared = comm.bcast(together(comm, lambda: _prepare(args, comm.size), on=0))
-    config, plans, machine, done = prepared
-    ways = (False, True) if args.recompute else (False,)
-    model = f"-{config.layers}x{config.width}"
-    named = {c.name + model + "-recompute" * x: (c, x) for c in plans for x in ways}
-    todo = {x: y for x, y in named.items() if x not in done}
+    config, todo, machine = prepared
     if not todo:
         if comm.rank == 0:
             print(f"all runs are in {args.output} already")
         return 0
     n, what = args.seqlen, f"{config.parameters} parameters (--layers, --width), {args.seqlen}"
     nbytes = training_bytes(config, -(-n // comm.size), np.dtype(args.dtype).itemsize)
-    check_room(comm, f"{what} tokens (--seqlen): steps on one rank", len(ways) * nbytes)
+    nbytes *= 1 + args.recompute
+    check_room(comm, f"{what} tokens (--seqlen): steps on one rank", nbytes)
     # The check in float64: weights, gradients, and four N x N matrices for each head.
     nbytes = 8 * (2 * config.parameters + 4 * config.nheads * n * n)
     check_room(comm, f"{what} tokens (--seqlen): arrays of the check", nbytes, 1)
+
+    def write(runs: dict[str, object]) -> None:
+        extend_file(args.output, STEPS_SCHEMA, {"runs": runs})
+
+    columns = ("plan", "step", *STEP_PARTS, "operator", "activations", "error")
+    return measured(comm, columns, _steps(comm, args, config, todo, machine), write)
+
+
+def _prepare(args: argparse.Namespace, ranks: int) -> tuple[GPTConfig, Steps, Machine | None]:
+    """Return sizes, the steps that the file lacks, and the machine; on one rank."""
+    config = model_of(args, vocab=VOCAB, seqlen=args.seqlen)
+    machine = read_machine(args.profile) if args.profile else None
+    sizes = {"seqlen": args.seqlen, "dtype": args.dtype, **config.heads}
+    plans = plans_for(
+        Case(**sizes, mask=args.mask, backward=True), args.plans, ranks, machine=machine
+    )
+    there = check_output(args.output, STEPS_SCHEMA, args.resume)
+    done = read_file(args.output, STEPS_SCHEMA)["runs"] if there else {}
+    ways, model = (False, True)[: 1 + args.recompute], f"-{config.layers}x{config.width}"
+    steps = {c.name + model + "-recompute" * x: (c, x) for c in plans for x in ways}
+    return config, {name: x for name, x in steps.items() if name not in done}, machine
+
+
+def _steps(
+    comm: MPI.Intracomm,
+    args: argparse.Namespace,
+    config: GPTConfig,
+    todo: Steps,
+    machine: Machine | None,
+) -> Iterator[Run]:
+    """Check a first step by each plan, time others in turn, and yield the runs."""
     weights = Parameters(config, initial(config, args.seed, args.dtype))
-    tokens = np.random.default_rng([args.seed, 1]).integers(0, config.vocab, n + 1)
-    batch = Batch(tokens[:-1], tokens[1:], np.arange(n), np.array([0, n]))
-    mask = plans[0].case.work().mask
+    tokens = np.random.default_rng([args.seed, 1]).integers(0, config.vocab, args.seqlen + 1)
+    positions, ends = np.arange(args.seqlen), np.array([0, args.seqlen])
+    batch = Batch(tokens[:-1], tokens[1:], positions, ends)
+    mask = next(iter(todo.values()))[0].case.work().mask
     exact = comm.bcast(_exact_step(weights, batch, mask) if comm.rank == 0 else None)
     moments = np.zeros((2, config.parameters), args.dtype)
     # A learning rate of 0 keeps the weights, so that all plans can use the same ones.
-    trainings = {x: Training(comm, weights, moments, recompute=x) for x in ways}
-    grids: dict[Layout, ProcessGrid] = {}
+    trainings = {x: Training(comm, weights, moments, recompute=x) for _, x in todo.values()}
+    plans: dict[str, AttentionPlan] = {}
+    grids, tensors, times, checks, peaks = {}, {}, {}, {}, {}
+
+    def step(name: str) -> float:
+        """Measure a step, and attention alone; return the loss."""
+        comm.Barrier()
+        loss, parts = trainings[todo[name][1]].step(plans[name], batch, 0.0)
+        _, seconds = _called(plans[name], tensors[name])
+        times[name].append((loss, [*parts.values()], sum(seconds)))
+        return loss
+
     with threadpool_limits(args.threads):
-        runs = {}
         for name, (c, again) in todo.items():
-            plan = plan_of(comm, c, grids, threads=args.threads)
-            runs[name] = _TimedSteps(c, again, plan, trainings[again], batch, exact)
-        steps, total = turns(list(runs.values()), args.trials), args.trials * len(runs)
-        for run in progress(steps, comm.rank, desc="steps", total=total):
-            run.trial()
+            plan = plans[name] = plan_of(comm, c, grids, threads=args.threads)
+            training, tensors[name], times[name] = trainings[again], random_inputs(plan, True), []
+            first = step(name), training.gradients.flat
+            checks[name] = check_step(first, exact, args.dtype, args.seqlen, comm)
+            tracemalloc.start()
+            training.loss(plan, batch, args.seqlen, training.gradients)
+            _, peaks[name] = tracemalloc.get_traced_memory()  # peak bytes
+            tracemalloc.stop()
+        total = args.trials * len(todo)
+        for name in progress(turns(list(todo), args.trials), comm.rank, desc="steps", total=total):
+            step(name)
     origin = origin_of(comm)
-    results = ((name, *run.result(machine, origin)) for name, run in runs.items())
-    columns = ("plan", "step", *STEP_PARTS, "operator", "activations", "error")
-    code = measured(
-        comm, columns, results, lambda x: extend_file(args.output, STEPS_SCHEMA, {"runs": x})
-    )
-    for x in (*trainings.values(), *(run.plan for run in runs.values()), *grids.values()):
+    for name, (c, again) in todo.items():
+        losses, seconds, operator = zip(*times[name])
+        differ = comm.allreduce(sum(x != losses[0] for x in losses))
+        checks[name]["repeat"] = Check(float(differ), 0.0, comm.size)
+        own = seconds[1:], operator[1:], peaks[name]  # the first step is the warm-up
+        seconds, operator, peak = (np.array(x) for x in zip(*(comm.gather(own) or [own])))
+        run = {
+            "origin": origin, **c.attributes, **asdict(config), "parts": list(STEP_PARTS),
+            "recompute": again, "distribution": plans[name].distribution.name,
+            "seconds": seconds.swapaxes(0, 1), "operator": operator.T, "activations": peak,
+        }  # fmt: skip
+        if machine and comm.rank == 0:
+            run |= _predicted(machine, c, config, again)
+        yield name, run, _row(run, checks[name]), checks[name]
+    for x in (*trainings.values(), *plans.values(), *grids.values()):
         x.free()
-    return code
 
 
-def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
-    """Return sizes, plans, machine, and the names of earlier results; on one rank."""
-    config = model_of(args, vocab=VOCAB, seqlen=args.seqlen)
-    machine = read_machine(args.profile) if args.profile else None
-    case = Case(
-        seqlen=args.seqlen, **config.heads, dtype=args.dtype, mask=args.mask, backward=True
-    )
-    plans, done = plans_for(case, args.plans, ranks, machine=machine), set()
-    if check_output(args.output, STEPS_SCHEMA, args.resume):
-        done = set(read_file(args.output, STEPS_SCHEMA)["runs"])
-    return config, plans, machine, done
+def _predicted(
+    machine: Machine, c: Configuration, config: GPTConfig, again: bool
+) -> dict[str, object]:
+    """Return the predictions of a run by their names in files."""
+    plan = candidate(machine, c.method, c.layout, c.case.work())
+    step = predict_step(machine, plan, config, config.seqlen, c.case.dtype, again)
+    predicted = {**step.seconds, "memory": step.memory, "operator": plan.seconds}
+    return {"machine": machine.name, **{f"predicted/{x}": y for x, y in predicted.items()}}
+
+
+def _row(run: Mapping[str, Any], checks: Mapping[str, Check]) -> list[str]:
+    """Return medians of the slowest rank, with predictions in parentheses, and memory."""
+    cells = ["{method} {rows}x{cols}x{heads}".format(**run) + " again" * run["recompute"]]
+    for name, seconds in step_seconds(run).items():
+        predicted = run.get(f"predicted/{name}")
+        cells.append(duration(seconds) + (f" ({duration(predicted)})" if predicted else ""))
+    error = max(checks[x].error for x in ("loss", "gradients"))
+    return [*cells, f"{run['activations'].max() / 1e6:.2f} MB", f"{error:.1e}"]
 
 
 def _exact_step(weights: Parameters, batch: Batch, mask: Mask) -> tuple[float, np.ndarray]:
     """Compute loss and clipped gradient in float64 on this rank, with a textbook's attention."""
     config, n = weights.config, len(batch.tokens)
-    seen, scale = mask.dense(batch.positions, batch.positions), config.headdim**-0.5
-
-    def backward(
-        dout: np.ndarray,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        out: np.ndarray,
-        lse: np.ndarray,
-    ) -> tuple:
-        delta = (dout * out).sum(axis=2)
-        return reference.attention_backward(dout, q, k, v, lse, delta, seen, scale)
-
+    dense = mask.dense(batch.positions, batch.positions), config.headdim**-0.5
     textbook = SimpleNamespace(
         tokens=batch.positions,
-        forward=lambda *qkv: reference.attention(*qkv, seen, scale),
-        backward=backward,
+        forward=lambda *qkv: reference.attention(*qkv, *dense),
+        backward=lambda dout, q, k, v, out, lse: reference.attention_backward(
+            dout, q, k, v, lse, (dout * out).sum(axis=2), *dense
+        ),
     )
     wide = Parameters(config, weights.flat.astype("f8"))
     gradients = Parameters(config, np.zeros(config.parameters))
     loss = GPT(wide, textbook).loss(batch.tokens, batch.targets, n, gradients)
     # Adam clips the gradients that are compared with these.
     return loss, gradients.flat * min(1.0, 1.0 / np.linalg.norm(gradients.flat))
-
-
-class _TimedSteps:
-    """Steps of a model by one plan: the first one is checked, and later ones are timed."""
-
-    def __init__(
-        self,
-        configuration: Configuration,
-        recompute: bool,
-        plan: AttentionPlan,
-        training: Training,
-        batch: Batch,
-        exact: tuple[float, np.ndarray],
-    ) -> None:
-        self._configuration, self._recompute, self.plan = configuration, recompute, plan
-        self._training, self._batch = training, batch
-        self._tensors = random_inputs(plan, True)
-        self._losses: list[float] = []
-        self._seconds: list[tuple[list[float], float]] = []  # of a step, and of attention alone
-        self.trial()
-        case, first = configuration.case, (self._losses[0], training.gradients.flat)
-        self._checks = check_step(first, exact, case.dtype, case.seqlen, plan.grid.comm)
-        tracemalloc.start()
-        training.loss(plan, batch, len(batch.tokens), training.gradients)
-        _, self._activations = tracemalloc.get_traced_memory()  # peak bytes
-        tracemalloc.stop()
-
-    def trial(self) -> None:
-        self.plan.grid.comm.Barrier()
-        loss, parts = self._training.step(self.plan, self._batch, 0.0)
-        self._losses.append(loss)
-        _, seconds = _called(self.plan, self._tensors)
-        self._seconds.append(([*parts.values()], sum(seconds)))
-
-    def result(self, machine: Machine | None, origin: dict[str, object]) -> tuple:
-        """Return the run, its row and its checks on rank 0.  Collective."""
-        c, config, comm = self._configuration, self._training.weights.config, self.plan.grid.comm
-        differ = comm.allreduce(sum(x != self._losses[0] for x in self._losses))
-        checks = self._checks | {"repeat": Check(float(differ), 0.0, comm.size)}
-        gathered = comm.gather((*zip(*self._seconds[1:]), self._activations))
-        if gathered is None:
-            return {}, (), {}
-        seconds, operator, peaks = (np.array(x) for x in zip(*gathered))  # (ranks, trials, ...)
-        run = {
-            "origin": origin, **c.attributes, **asdict(config), "parts": list(STEP_PARTS),
-            "recompute": self._recompute, "distribution": self.plan.distribution.name,
-            "seconds": seconds.swapaxes(0, 1), "operator": operator.T, "activations": peaks,
-        }  # fmt: skip
-        if machine is not None:
-            plan = candidate(machine, c.method, c.layout, c.case.work())
-            step = predict_step(
-                machine, plan, config, config.seqlen, c.case.dtype, self._recompute
-            )
-            run |= {f"predicted/{x}": y for x, y in step.seconds.items()}
-            run |= {"predicted/memory": step.memory, "predicted/operator": plan.seconds}
-            run["machine"] = machine.name
-        cells = [f"{c.method} {c.layout.shape}" + " again" * self._recompute]
-        for name, x in step_seconds(run).items():  # in parentheses: the prediction
-            predicted = run.get(f"predicted/{name}")
-            cells.append(duration(x) + (f" ({duration(predicted)})" if predicted else ""))
-        error = max(checks[x].error for x in ("loss", "gradients"))
-        return run, [*cells, f"{peaks.max() / 1e6:.2f} MB", f"{error:.1e}"], checks
 
 
 def _called(
@@ -251,20 +242,38 @@ def _called(
 
 def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Measure decoding steps of all contexts on all numbers of ranks; return the exit code."""
-    config = together(comm, lambda: _validated(comm, args))
-    what = f"{args.requests} requests (--requests) of {max(args.contexts)} tokens (--contexts)"
-    most = -(-args.requests // min(args.ranks)) * (max(args.contexts) + args.trials + 1) + BLOCK
+    together(comm, lambda: check_output(args.output, DECODING_SCHEMA), on=0)
+    config, splits = together(comm, lambda: _validated(args, comm.size))
+    longest, requests = max(args.contexts), args.requests
+    what = f"the cache of {requests} requests (--requests) of {longest} tokens (--contexts)"
+    most = -(-requests // min(x for x, _ in splits)) * config.seqlen + BLOCK
     # The keys of a request are drawn whole, and checked in float64.
-    keys = 24 * config.nheads_kv * config.headdim * max(args.contexts)
+    keys = 24 * config.nheads_kv * config.headdim * longest
     nbytes = cache_bytes(config, most, 4) + 4 * config.parameters + keys
-    check_room(comm, f"{config.parameters} parameters and the cache of {what} on one rank", nbytes)
+    check_room(comm, f"{config.parameters} parameters and {what} on one rank", nbytes)
     if comm.rank == 0:
-        print(f"{args.requests} requests, {args.layers} layers; milliseconds of a step, medians")
-    names = ("layers", "width", "nheads", "nheads_kv", "headdim", "requests", "trials", "seed")
-    tree = {**origin_of(comm), "config": {x: getattr(args, x) for x in names}}
+        print(f"{requests} requests, {args.layers} layers; milliseconds of a step, medians")
+    tree = {**origin_of(comm), "config": {
+        **{x: getattr(config, x) for x in ("layers", "width", "nheads", "nheads_kv", "headdim")},
+        **{x: getattr(args, x) for x in ("requests", "trials", "seed")},
+    }}  # fmt: skip
     columns = ("ranks", "context", "step", *DECODING_PARTS, "sent bytes", "messages")
-    runs = _decoding_runs(comm, config, args)
+    runs = _decoding_runs(comm, splits, config, args)
     return measured(comm, columns, runs, lambda x: _write(args, DECODING_SCHEMA, tree, x))
+
+
+def _validated(args: argparse.Namespace, ranks: int) -> tuple[GPTConfig, list[Split]]:
+    """Return the sizes of the model, and the numbers of ranks; refuse what does not fit."""
+    numbers = args.ranks or [1 << i for i in range(ranks.bit_length())]
+    splits = [*((x, 0) for x in numbers), *(args.apart or ())]
+    if max(map(sum, splits)) > ranks or any(min(x) < 1 for x in args.apart or ()):
+        raise ValueError(
+            f"--ranks and --apart must be at most {ranks} ranks, and --apart at least 1+1, got "
+            + ",".join(f"{x}+{y}" if y else f"{x}" for x, y in splits)
+        )
+    most = max(args.contexts) + args.trials + 1
+    sizes = args.layers, args.width, args.nheads, most, args.nheads_kv
+    return GPTConfig(256, *sizes, positions="rotary", headdim=args.headdim), splits
 
 
 def _write(args: argparse.Namespace, schema: tuple[str, int], tree: dict, runs: dict) -> None:
@@ -274,11 +283,9 @@ def _write(args: argparse.Namespace, schema: tuple[str, int], tree: dict, runs: 
 
 
 def _decoding_runs(
-    comm: MPI.Intracomm, config: GPTConfig, args: argparse.Namespace
+    comm: MPI.Intracomm, splits: list[Split], config: GPTConfig, args: argparse.Namespace
 ) -> Iterator[Run]:
     """Measure a context after the other on some of the ranks; others yield empty runs."""
-    # Numbers of attention ranks and FFN ranks.  Without FFN ranks all are alike.
-    splits = [*((x, 0) for x in args.ranks), *(args.apart or ())]
     for split, context in product(splits, args.contexts):
         part = comm.Split(0 if comm.rank < sum(split) else MPI.UNDEFINED, comm.rank)
         label, run, row, checks = "+".join(str(x) for x in split if x), {}, (), {}
@@ -289,32 +296,27 @@ def _decoding_runs(
             seconds = 1e3 * run["seconds"]  # (trials, ranks, parts)
             step = np.median(seconds.sum(axis=2).max(axis=1))
             numbers = (f"{x:.2f}" for x in (step, *np.median(seconds.mean(axis=1), axis=0)))
-            traffic = f"{run['sent_bytes']}", f"{run['sent_messages']}"
-            row = label, f"{context}", *numbers, *traffic
+            row = label, f"{context}", *numbers, f"{run['sent_bytes']}", f"{run['sent_messages']}"
         yield f"{label}/{context}", run, row, checks
 
 
 def _decoded(
-    comm: MPI.Intracomm,
-    split: tuple[int, int],
-    config: GPTConfig,
-    args: argparse.Namespace,
-    context: int,
-) -> tuple[dict[str, object], dict[str, Check]]:
+    comm: MPI.Intracomm, split: Split, config: GPTConfig, args: argparse.Namespace, context: int
+) -> tuple[dict[str, Any], dict[str, Check]]:
     """Check and time steps after a context of random keys and values.
 
     What rank 0 returns counts.
     """
-    names, (ranks, ffn_ranks) = list(range(args.requests)), split
-    rooms = [UNLIMITED] * ranks
-    grid = attention_grid(comm, split, (1, ranks, 1)) if ffn_ranks else ProcessGrid(comm, 1, ranks)
-    weights = Parameters(config, initial(config, args.seed, "float32"))
+    names, (ranks, ffn_ranks), steps = list(range(args.requests)), split, args.trials + 1
+    rooms, weights = [UNLIMITED] * ranks, Parameters(config, initial(config, args.seed, "float32"))
     if ffn_ranks:
+        grid = attention_grid(comm, split, (1, ranks, 1))
         weights = Parameters(config, *weights_of_rank(weights, comm.rank, split))
         decoder = open_apart(comm, grid, split, weights, rooms, BLOCK)
         at = comm.rank, (ranks, 1), ffn_ranks
         predicted = step_traffic_apart(config, *at, args.requests, MICRO_BATCHES, 4)
     else:
+        grid = ProcessGrid(comm, 1, ranks)
         decoder = Decoder(grid, weights, rooms, BLOCK)
         predicted = step_traffic(config, ranks, 1, args.requests, 4)
 
@@ -325,7 +327,7 @@ def _decoded(
         return rng.standard_normal(shape, np.float32)
 
     for name in names:
-        decoder.table.admit(name, context + args.trials + 1)
+        decoder.table.admit(name, context + steps)
         owners = np.array(decoder.table.append(name, context))
         for layer in range(config.layers) if grid else ():
             decoder.cache.put(layer, name, *drawn(name, layer)[:, owners == comm.rank])
@@ -333,22 +335,22 @@ def _decoded(
     q = np.random.default_rng(args.seed).standard_normal(shape, np.float32)
     out = decoder.attention.attend(config.layers - 1, names, q) if grid else None
     spent = decoder.attention.seconds if grid else dict.fromkeys(DECODING_PARTS, 0.0)
-    seconds, sent = [], set()
-    for _ in range(args.trials + 1):
-        before, counted = dict(spent), decoder.sent
+    seconds, sent_before = [], decoder.sent
+    for _ in range(steps):
+        before = dict(spent)
         comm.Barrier()
         start = time.perf_counter()
         decoder.step(dict.fromkeys(names, 1))
         total = time.perf_counter() - start
         attention, merge = (spent[x] - before[x] for x in DECODING_PARTS[:2])
         seconds.append([attention, merge, total - attention - merge])
-        sent.add(tuple(b - a for a, b in zip(counted, decoder.sent)))
+    sent = [after - before for before, after in zip(sent_before, decoder.sent)]
     decoder.free()
     if grid:
         grid.free()
-    off = max(abs(a - b) for x in sent for a, b in zip(x, predicted))
+    off = max(abs(x - steps * y) for x, y in zip(sent, predicted))
     checks = {"traffic": Check(float(comm.allreduce(off, op=MPI.MAX)), 0.0, comm.size)}
-    nbytes, messages = (comm.allreduce(x, op=MPI.MAX) for x in max(sent))
+    nbytes, messages = (comm.allreduce(x, op=MPI.MAX) // steps for x in sent)
     of_ranks = comm.gather(seconds[1:]) or [seconds[1:]]  # the first step is the warm-up
     if comm.rank == 0:  # the last request's row in the last layer
         k, v = drawn(names[-1], config.layers - 1)
@@ -362,27 +364,6 @@ def _decoded(
         "seconds": np.array(of_ranks).swapaxes(0, 1),
     }
     return run, checks
-
-
-def _validated(comm: MPI.Intracomm, args: argparse.Namespace) -> GPTConfig:
-    """Refuse options that do not fit, and choose the default number of ranks and headdim."""
-    if args.ranks is None:
-        args.ranks = [1 << i for i in range(comm.size.bit_length())]
-    if max(args.ranks) > comm.size:
-        raise ValueError(f"--ranks must be at most {comm.size}, got {args.ranks}")
-    for x in args.apart or ():
-        if min(x) < 1 or sum(x) > comm.size:
-            raise ValueError(
-                f"--apart must be at least 1+1 ranks and at most {comm.size} together, "
-                f"got {x[0]}+{x[1]}"
-            )
-    if comm.rank == 0:
-        check_output(args.output, DECODING_SCHEMA)
-    most = max(args.contexts) + args.trials + 1
-    sizes = args.layers, args.width, args.nheads, most, args.nheads_kv
-    config = GPTConfig(256, *sizes, positions="rotary", headdim=args.headdim)
-    args.headdim = config.headdim
-    return config
 
 
 def bench_linear(comm: MPI.Intracomm, args: argparse.Namespace) -> int:

@@ -89,24 +89,20 @@ def check_attention(
     else:
         both = zip(exact, _reference(plan, local, rows, seed, plan.compute_dtype, narrow))
     seen: dict[str, list[float]] = {}  # by tensor: maxima over this rank's rows, number of rows
-    for (name, where, value), (_, _, same_precision) in both:
+    for (name, where, value), (_, _, plain) in both:
         computed, finite = local[name][where].astype(np.float64), np.isfinite(value)
         # Only lse may be infinite: -inf for a masked row.
         comparable = (finite | np.isneginf(value) if name == "lse" else finite).all()
-        new = [
-            distance(computed, value) if comparable else math.inf,
-            distance(same_precision, value),
-            float(np.abs(value[finite]).max(initial=0)),
-        ]
-        before = seen.setdefault(name, [0.0, 0.0, 0.0, 0])
-        before[:] = [*map(max, before, new), before[3] + len(computed)]
-
-    def over_ranks(numbers: Mapping[str, float], op: MPI.Op = MPI.MAX) -> dict[str, float]:
-        return {x: comm.allreduce(y, op=op) for x, y in numbers.items()}
-
-    *largest, counts = ({x: y[i] for x, y in seen.items()} for i in range(4))
-    errors, same_precision, largest = map(over_ranks, largest)
-    checked, as_given = over_ranks(counts, MPI.SUM), over_ranks(as_given)
+        error = distance(computed, value) if comparable else math.inf
+        new = error, distance(plain, value), float(np.abs(value[finite]).max(initial=0))
+        *before, number = seen.get(name, (0.0, 0.0, 0.0, 0))
+        seen[name] = [*map(max, before, new), number + len(computed)]
+    of_ranks = comm.allgather((seen, as_given))
+    errors, same_precision, largest = (
+        {x: max(found[x][i] for found, _ in of_ranks) for x in seen} for i in range(3)
+    )
+    checked = {x: sum(found[x][3] for found, _ in of_ranks) for x in seen}
+    as_given = {x: max(given[x] for _, given in of_ranks) for x in as_given}
     sizes = plan.dtype, plan.softmax_scale, _norms(comm, local), largest, same_precision
     bounds = error_bounds(*sizes, narrow and narrow.widening())
     return {x: Check(errors[x], bounds[x], checked[x], as_given.get(x)) for x in errors}
@@ -149,7 +145,7 @@ def _reference(
     def stored(x: np.ndarray) -> np.ndarray:
         return x if double else x.astype(plan.dtype).astype(kind)
 
-    def total(name: str, own: slice, contributions: list[np.ndarray]) -> np.ndarray:
+    def total(name: str, own: np.ndarray, contributions: list[np.ndarray]) -> np.ndarray:
         """Sum over pieces and ranks."""
         if counts:
             counts.add(name, own, contributions)
@@ -161,9 +157,8 @@ def _reference(
         own_delta = (dout.astype(np.float64) * local["out"]).sum(axis=-1)
     for tokens in samples(plan.seqlen, rows, seed):
         names = ("q", "dout", "out") if narrow else ("q", "dout")
-        own, order, q_rows, *others = _share(plan, tokens, local, *names)
-        visible = plan.mask.dense(tokens[order], plan.tokens)
-        where = np.searchsorted(plan.tokens, tokens[order][own])
+        own, where, q_rows, *others = _share(plan, tokens, local, *names)
+        visible = plan.mask.dense(tokens, plan.tokens)
         partial, partial_lse = reference.attention(q_rows, k, v, visible, **options)
         out, lse = _merge(comm, partial, partial_lse, sink)
         out = stored(out)
@@ -191,9 +186,8 @@ def _reference(
     if not backward:
         return
     for tokens in samples(plan.seqlen, rows, seed + 1):
-        own, order, *given = _share(plan, tokens, local, "k", "v")
-        visible = plan.mask.dense(plan.tokens, tokens[order])
-        where = np.searchsorted(plan.tokens, tokens[order][own])
+        own, where, *given = _share(plan, tokens, local, "k", "v")
+        visible = plan.mask.dense(plan.tokens, tokens)
         # One contribution for every query head: an incomplete sum over heads may be sent.
         given = [np.repeat(x, group, axis=1) for x in given]
         parts = [
@@ -347,17 +341,19 @@ def samples(seqlen: int, rows: int | None, seed: int) -> list[np.ndarray]:
 
 def _share(
     plan: AttentionPlan, tokens: np.ndarray, local: Mapping[str, np.ndarray], *names: str
-) -> list:
-    """Gather the rows of named tensors at `tokens` on all ranks.
+) -> list[np.ndarray]:
+    """Return the rows of named tensors at `tokens`, in float64, on all ranks.
 
-    Return the slice of the gathered rows that this rank owns, the order of the gathered rows
-    within `tokens`, and the gathered rows of each tensor.
+    Before them come those of the tokens that this rank owns, and their rows in its shard.
     """
     own = np.flatnonzero(np.isin(tokens, plan.tokens, assume_unique=True))
     where = np.searchsorted(plan.tokens, tokens[own])
-    shares = plan.grid.comm.allgather([own, *(local[x][where] for x in names if x in local)])
-    start = sum(len(share[0]) for share in shares[: plan.grid.comm.rank])
-    return [slice(start, start + len(own)), *(np.concatenate(x) for x in zip(*shares))]
+    found: list[np.ndarray] = [own, where]
+    for x in (local[name] for name in names if name in local):
+        rows = np.zeros((len(tokens), *x.shape[1:]))
+        rows[own] = x[where]
+        found.append(_sum(plan.grid.comm, rows))
+    return found
 
 
 def _sum(comm: MPI.Intracomm, x: np.ndarray) -> np.ndarray:

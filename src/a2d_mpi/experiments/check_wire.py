@@ -54,7 +54,7 @@ class WireErrors:
         names = (x for x in ROUNDED if x in tensors and self._plan.config.rounds(x))
         return {x: reference.rounded(tensors[x], self._plan.config.wire) for x in names}
 
-    def add(self, name: str, own: slice, contributions: Sequence[np.ndarray]) -> None:
+    def add(self, name: str, own: np.ndarray, contributions: Sequence[np.ndarray]) -> None:
         """Count this rank's contributions to some rows, of which it owns `own`.  Collective."""
         u, f = self._format.error, self._format.floor
         sizes = sum(

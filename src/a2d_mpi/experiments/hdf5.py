@@ -105,17 +105,6 @@ def load(group: h5py.Group) -> Tree:
     return tree
 
 
-def flat(tree: Mapping[str, object]) -> dict[str, np.ndarray]:
-    """Return all arrays of a tree by their paths."""
-    arrays: dict[str, np.ndarray] = {}
-    for name, x in tree.items():
-        if isinstance(x, Mapping):
-            arrays |= {f"{name}/{path}": y for path, y in flat(x).items()}
-        elif isinstance(x, np.ndarray):
-            arrays[name] = x
-    return arrays
-
-
 def write_file(path: str | os.PathLike[str], schema: tuple[str, int], tree: Mapping) -> None:
     """Write a new file; if writing fails, an existing file is left as it was.
 

@@ -318,7 +318,7 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} (see --help)")
 
 
-WRITTEN = ("output", "picture", "trace")  # options that name files to write
+WRITTEN = ("output", "trace")  # options that name files to write
 
 
 def files_written(args: argparse.Namespace) -> list[Path]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.hdf5 import Tree, fill, flat, key_of, load, new_file, read_file
+from a2d_mpi.experiments.hdf5 import Tree, fill, key_of, load, new_file, read_file
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.streams import aligned
 from a2d_mpi.planning.layouts import known_as
@@ -58,6 +58,17 @@ def read_measured(path: str | os.PathLike[str], *phases: Sequence[str]) -> list[
         return found
 
     return read_file(path, BENCHMARK_SCHEMA, build)
+
+
+def flat(tree: Mapping[str, object]) -> dict[str, np.ndarray]:
+    """Return all arrays of a tree by their paths."""
+    arrays: dict[str, np.ndarray] = {}
+    for name, x in tree.items():
+        if isinstance(x, Mapping):
+            arrays |= {f"{name}/{path}": y for path, y in flat(x).items()}
+        elif isinstance(x, np.ndarray):
+            arrays[name] = x
+    return arrays
 
 
 def extend_file(path: str | os.PathLike[str], schema: tuple[str, int], tree: Mapping) -> None:

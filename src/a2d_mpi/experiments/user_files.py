@@ -15,8 +15,8 @@ import numpy as np
 
 from a2d_mpi.core.atomic import read_regular
 from a2d_mpi.experiments.hdf5 import member, plain, reading
+from a2d_mpi.masks.arrays import IntervalMask
 from a2d_mpi.masks.documents import Documents
-from a2d_mpi.masks.mask import IntervalMask
 
 MASK_SCHEMA = ("a2d_mpi mask", 1)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.mask_table import Table
 from a2d_mpi.figures.pictures import (
     COLOURS,
     SETTINGS,
@@ -19,10 +18,9 @@ from a2d_mpi.figures.pictures import (
     finish,
     pyplot,
     save,
-    style,
 )
 from a2d_mpi.figures.schedule_panels import who_computes
-from a2d_mpi.masks.patterns import PATTERNS, make_mask
+from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import default_distribution
 
@@ -32,8 +30,6 @@ MASKS = 32  # of one picture
 _SEEN, _HIDDEN = "#444444", "#F4F4F4"
 ROOM = 20  # a rank's number is shown in areas that are wider than 2 / ROOM of the picture
 _COLUMNS = 3  # masks beside each other
-# Markers of a method with different distributions: how they are filled.
-_FILLED = {"contiguous": "none", "zigzag": "left", "balanced": "full"}
 
 
 @dataclass(frozen=True)
@@ -130,45 +126,3 @@ def draw(tilings: list[Tiling], rows: int, cols: int):
         figure, "left: visible pairs; right: the rank that computes each pair; "
         "number: the largest rank's pairs / mean",
     )  # fmt: skip
-
-
-def draw_table(table: Table):
-    """Draw bytes and balance of all plans by mask: the medians and ranges of all seeds."""
-    plt = pyplot(**SETTINGS)
-    from matplotlib.ticker import FuncFormatter
-
-    ranks = sorted({key[0] for key in table})
-    masks = [x for x in PATTERNS if any(_pattern(key) == x for key in table)]
-    plans = list(dict.fromkeys(key[3] for key in table))
-    units = {"moved": "bytes of the largest rank / bytes of q",
-             "uneven": "visible pairs of the largest rank / mean"}  # fmt: skip
-    figure, grid = plt.subplots(
-        len(ranks), 2, figsize=(WIDTH, 0.6 + 2.6 * len(ranks)), sharey=True, squeeze=False
-    )
-    for row, number in zip(grid, ranks):
-        row[0].set_xscale("symlog", linthresh=0.01)  # equal documents move nothing
-        row[0].xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-        for axes, (what, unit) in zip(row, units.items()):
-            for i, plan in enumerate(plans):
-                values: dict[int, list[float]] = {}  # of all seeds, by mask
-                for key, x in table.items():
-                    if (key[0], key[3]) == (number, plan):
-                        values.setdefault(masks.index(_pattern(key)), []).append(getattr(x, what))
-                method, _, distribution = plan.partition("/")
-                look = style(method) | {"fillstyle": _FILLED.get(distribution, "full")}
-                heights = np.array([*values]) + 0.7 * ((i + 0.5) / len(plans) - 0.5)
-                least, most = zip(*((min(x), max(x)) for x in values.values()))
-                axes.hlines(heights, least, most, color=look["color"], linewidth=0.8)
-                axes.plot([np.median(x) for x in values.values()], heights, linestyle="none",
-                          markeredgewidth=0.6, label=plan, **look)  # fmt: skip
-            axes.set(title=f"{number} ranks", xlabel=unit, ylim=(len(masks) - 0.5, -0.5))
-            axes.grid(axis="x", linewidth=0.3)
-            for y in range(1, len(masks)):
-                axes.axhline(y - 0.5, color="#DDDDDD", linewidth=0.5)
-        row[0].set_yticks(range(len(masks)), masks)
-    return finish(figure, "point: median of the seeds; line: their range")
-
-
-def _pattern(key: tuple[int, int, str, str]) -> str:
-    """Read the name of a mask, without its arguments, off a key of the table."""
-    return key[2].partition(":")[0]

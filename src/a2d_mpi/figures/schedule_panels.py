@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.masks.mask import IntervalMask, Mask
+from a2d_mpi.masks.arrays import IntervalMask
+from a2d_mpi.masks.mask import Mask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.model import predict

@@ -8,8 +8,9 @@ from functools import lru_cache
 import numpy as np
 
 from a2d_mpi.core.config import DISTRIBUTIONS
+from a2d_mpi.masks.arrays import IntervalMask
 from a2d_mpi.masks.intervals import tidy
-from a2d_mpi.masks.mask import Aligned, IntervalMask, Mask
+from a2d_mpi.masks.mask import Aligned, Mask
 from a2d_mpi.masks.stairs import stairs_of
 
 _REPEATED = 64  # queries that are passed again, in another order
@@ -37,7 +38,7 @@ def check_visible(mask: Mask, seqlen: int, seqlen_kv: int) -> None:
     except TypeError as error:  # from the hash: `Mask.checked` catches all others
         raise ValueError(
             f"{type(mask).__name__} cannot be hashed ({error}): make it a frozen dataclass of "
-            "numbers, or derive it from a2d_mpi.masks.mask.ArrayMask if it holds arrays"
+            "numbers, or derive it from a2d_mpi.masks.arrays.ArrayMask if it holds arrays"
         ) from None
 
 

@@ -12,8 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
+from a2d_mpi.masks.arrays import ArrayMask
 from a2d_mpi.masks.intervals import EVERYTHING, Interval
-from a2d_mpi.masks.mask import ArrayMask, Causal, Full, Mask
+from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.masks.windows import BlockCausal, SlidingWindow
 
 

@@ -145,7 +145,7 @@ def lower_bound(problem: Problem, area: float, tokens: float, backward: bool = F
     costs = (sum(map(problem.config.nbytes, x)) for x in (queries, keys))
     less, more = sorted(costs)
     shared = tokens
-    if causal := type(problem.mask) is Causal and problem.other_keys is None:
+    if causal := type(problem.mask) is Causal and problem.keys == problem.queries:
         ratio = more / less
         least = 0.5 + math.sqrt(max(0.0, 0.25 + (4 * area - ratio) / (4 * ratio - 2)))
         shared = min(least, tokens)

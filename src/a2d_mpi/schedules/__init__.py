@@ -150,7 +150,7 @@ def problem_of(
         `visible` returns invalid intervals.
     """
     n, m = config.seqlen, config.seqlen_kv
-    chosen, keys, aligned = METHODS[method], None, mask.aligned(n, m)
+    chosen, aligned = METHODS[method], mask.aligned(n, m)
     if type(aligned) not in (Causal, Full):
         from a2d_mpi.masks.check import check_visible
 
@@ -159,11 +159,11 @@ def problem_of(
     if name is None:
         name, why = default_distribution(method, layout, config, mask)
     sizes = *chosen.tiles(layout), layout.heads
-    shards = distribute(name, mask if n == m else Full(), n, *sizes, why)
+    keys = queries = distribute(name, mask if n == m else Full(), n, *sizes, why)
     if n != m or distribution_kv not in (None, name):
         keys = distribute(distribution_kv or name, Full(), m, *sizes)
     plain = AttentionConfig(**config.arguments)  # without the fields of a subclass
-    return Problem(plain, shards, aligned, keys)
+    return Problem(plain, queries, keys, aligned)
 
 
 @dataclass(frozen=True)
@@ -196,26 +196,17 @@ class Draft:
     first: bool = True
     last: bool = True
 
-    def empty(self) -> Program:
-        """Return the program without steps."""
+    def write(self) -> Program:
+        """Write the program: the steps of the method, completed by all passes."""
         program = Program(self.group, self.rank, self.ranks)
         program.number, program.first, program.last = self.number, self.first, self.last
-        return program
-
-    def complete(self, program: Program) -> Program:
-        """Apply all passes to the steps that the method has written."""
+        self.writer(program)
         program = lowered(program, self.overlap)
         if self.first and self.last:
             return program
         from a2d_mpi.schedules.pipeline import with_shared_keys
 
         return with_shared_keys(program)
-
-    def write(self) -> Program:
-        """Write the program."""
-        program = self.empty()
-        self.writer(program)
-        return self.complete(program)
 
 
 def write(

@@ -87,6 +87,6 @@ class Group:
     def required(self, of_keys: bool, owner: int, others: Collection[int]) -> Runs:
         """Return the places of an owner's tokens that other shards require.
 
-        See `a2d_mpi.sharding.visibility.Visibility.required`.
+        See `a2d_mpi.sharding.visibility.Visibility`.
         """
         return self.problem.visibility.required(of_keys, owner, others)

@@ -67,7 +67,7 @@ def _kinds(p: Program, together: str, *apart: str) -> tuple[str, ...]:
 
     Slices that share KV heads take them once, and put their gradients once.
     """
-    if p.first and p.last and p.group.problem.other_keys is None:
+    if p.first and p.last and p.group.problem.keys == p.group.problem.queries:
         return (together,)
     return tuple(x for x in apart if (x != "kv" or p.first) and (x != "dkv" or p.last))
 

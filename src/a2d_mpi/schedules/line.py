@@ -172,7 +172,6 @@ class Line:
         self._back = back or self._trees
         self._near, self._chunks = near, chunks
         self._unsent: list[tuple[int, Rows]] = []
-        self._needs: dict[tuple[int, tuple[int, ...]], Runs] = {}
         self._place = {x: i for i, x in enumerate(ranks)}
         for channel in (name, f"{name} node")[: 1 + bool(near)]:
             p.channels[channel] = tuple(sorted(ranks))
@@ -195,7 +194,7 @@ class Line:
     def held(self, owner: int) -> Runs:
         """Return the places of an owner's rows that this rank gets, for itself and below it."""
         below = chain.from_iterable(self._trees.branches.get(owner, {}).values())
-        return self._needed(owner, (self.p.rank, *below))
+        return self._required(owner, (self.p.rank, *below))
 
     def arrive(self, owner: int) -> Iterator[Rows]:
         """Wait for an owner's rows, chunk by chunk; pass them on, and yield them."""
@@ -266,7 +265,7 @@ class Line:
         p, kind = self.p, self.p.arrays[array].kind
         branches = self._back.branches.get(owner, {})
         for child in sorted(branches, key=self._place.__getitem__):
-            places = self._needed(owner, branches[child])
+            places = self._required(owner, branches[child])
             part = p.array(f"{self.name} {kind} of {owner} from {child}", kind, [(owner, places)])
             p.wait(self._receive(child, owner, part, places))
             p.combine(p.rows(part), p.rows(array, owner, places))
@@ -275,7 +274,7 @@ class Line:
         # Ranks that pass the rows on come first.  In a star the previous rank needs them first.
         branches, place = self._trees.branches.get(owner, {}), self._place
         for child in sorted(branches, key=lambda x: (len(branches[x]) == 1, -place[x])):
-            for places in self._chunks(self._needed(owner, branches[child])):
+            for places in self._chunks(self._required(owner, branches[child])):
                 self._send(child, owner, self.p.rows(array, owner, places))
 
     def _send(self, peer: int, owner: int, rows: Rows) -> None:
@@ -288,9 +287,3 @@ class Line:
 
     def _channel(self, peer: int) -> str:
         return f"{self.name} node" if peer in self._near else self.name
-
-    def _needed(self, owner: int, ranks: tuple[int, ...]) -> Runs:
-        """Return the places of an owner's rows that any of these ranks requires."""
-        if (owner, ranks) not in self._needs:
-            self._needs[owner, ranks] = self._required(owner, ranks)
-        return self._needs[owner, ranks]

@@ -102,22 +102,17 @@ class Distribution:
 
     def runs(self, shard: int) -> tuple[range, ...]:
         """Return the runs of tokens of `shard`, in order; runs may be empty."""
-        cached = self._cached_runs
-        if shard not in cached:
-            cached[shard] = self._compute_runs(shard)
-        return cached[shard]
+        if not 0 <= shard < self.nshards:
+            raise ValueError(f"shard {shard} is not in [0, {self.nshards})")
+        return self._runs[shard]
 
     @cached_property
-    def _cached_runs(self) -> dict[int, tuple[range, ...]]:
-        """Runs by shard; the planner asks for all shards many times."""
-        return {}
+    def _runs(self) -> tuple[tuple[range, ...], ...]:
+        """Runs of every shard; the planner asks for all shards many times."""
+        return self.listed or tuple(map(self._of_formula, range(self.nshards)))
 
-    def _compute_runs(self, shard: int) -> tuple[range, ...]:
+    def _of_formula(self, shard: int) -> tuple[range, ...]:
         n, p = self.seqlen, self.nshards
-        if not 0 <= shard < p:
-            raise ValueError(f"shard {shard} is not in [0, {p})")
-        if self.listed is not None:
-            return self.listed[shard]
         if self.name == "contiguous":
             return (range(n * shard // p, n * (shard + 1) // p),)
         if self.name == "striped":
@@ -138,8 +133,8 @@ class Distribution:
         return concatenated(self.runs(shard))
 
     def count(self, shard: int) -> int:
-        """Return the number of tokens of `shard`, without listing them."""
-        return sum(map(len, self.runs(shard)))
+        """Return the number of tokens of `shard`."""
+        return self.counts[shard]
 
     def places(self, shard: int, tokens: Runs) -> Runs:
         """Return the places in the shard at which its tokens lie in `tokens`."""
@@ -164,7 +159,7 @@ class Distribution:
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """Number of tokens of every shard."""
-        return tuple(self.count(p) for p in range(self.nshards))
+        return tuple(sum(map(len, runs)) for runs in self._runs)
 
     def slices(self, shard: int) -> Iterator[tuple[slice, slice]]:
         """Yield pairs (slice of the shard, slice of the sequence), one for each run of tokens."""

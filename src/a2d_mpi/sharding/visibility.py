@@ -7,7 +7,7 @@ traffic follows the mask.
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 
@@ -20,44 +20,30 @@ from a2d_mpi.sharding.progressions import concatenated
 _TOGETHER = 1 << 18  # pairs of stairs and runs of keys that are processed together
 
 
-@lru_cache(maxsize=8)
-def visibility(mask: Mask, queries: Distribution, keys: Distribution) -> Visibility:
-    """Return the visibility between all shards.  The programs of all ranks share the result."""
-    return Visibility(mask, queries, keys)
-
-
 class Visibility:
     """Visibility between all shards of queries and all shards of keys.
+
+    Programs ask for the same rows again and again, so all answers are kept.
 
     Parameters
     ----------
     mask : Mask
     queries, keys : Distribution
         Distributions with the same number of shards.
+
+    Attributes
+    ----------
+    required : callable
+        ``required(of_keys, owner, others)`` returns the places in the owner's shard of the tokens
+        that other shards require: with `of_keys` its keys that their queries see, otherwise its
+        queries that see their keys.  `others` is a hashable collection of shards, each once; the
+        hash of a range or a frozenset is fastest.
     """
 
     def __init__(self, mask: Mask, queries: Distribution, keys: Distribution) -> None:
         self._mask, self._shards = mask, (queries, keys)
-        self._of_shard: dict[tuple[bool, int], Runs] = {}
-        self._of_shards: dict[tuple[bool, Collection[int]], Runs] = {}
-        self._required: dict[tuple[bool, int, Collection[int]], Runs] = {}
-
-    def required(self, of_keys: bool, owner: int, others: Collection[int]) -> Runs:
-        """Return the places in the owner's shard of the tokens that other shards require.
-
-        Parameters
-        ----------
-        of_keys : bool
-            True: the keys of the owner that queries of the other shards see.  False: the queries
-            of the owner that see keys of the other shards.
-        owner : int
-        others : hashable collection of int
-            The other shards, each once.  The hash of a range or a frozenset is fastest.
-        """
-        key = of_keys, owner, others
-        if (places := self._required.get(key)) is None:
-            places = self._required[key] = self._places(*key)
-        return places
+        self.required = cache(self._places)
+        self._of_shards, self._of_shard = cache(self._tokens_of_all), cache(self._tokens)
 
     def _places(self, of_keys: bool, owner: int, others: Collection[int]) -> Runs:
         shards = self._shards[of_keys]
@@ -66,21 +52,17 @@ class Visibility:
         if type(self._mask) is Full:
             count = shards.counts[owner]
             return ((0, count),) if count else ()
-        key = of_keys, others
-        if key not in self._of_shards:
-            several = [x for p in others for x in self._tokens(of_keys, p)]
-            self._of_shards[key] = union([several])
-        return shards.places(owner, self._of_shards[key])
+        return shards.places(owner, self._of_shards(of_keys, others))
+
+    def _tokens_of_all(self, of_keys: bool, others: Collection[int]) -> Runs:
+        return union(self._of_shard(of_keys, other) for other in others)
 
     def _tokens(self, of_keys: bool, other: int) -> Runs:
         """Return the keys that queries of a shard see, or the queries that see its keys."""
-        key = of_keys, other
-        if key not in self._of_shard:
-            n, m = (x.seqlen for x in self._shards)
-            own = [r for r in self._shards[not of_keys].runs(other) if r]
-            find = _keys_seen if of_keys else _queries_seeing
-            self._of_shard[key] = find(self._mask, n, m, _bounds(own))
-        return self._of_shard[key]
+        n, m = (x.seqlen for x in self._shards)
+        own = [r for r in self._shards[not of_keys].runs(other) if r]
+        find = _keys_seen if of_keys else _queries_seeing
+        return find(self._mask, n, m, _bounds(own))
 
 
 def sees(mask: Mask, n: int, m: int, queries: list[range], keys: list[range]) -> bool:
