@@ -22,7 +22,7 @@ from a2d_mpi.experiments.benchmark import in_turn, random_inputs
 from a2d_mpi.experiments.calibrate import Place, measure
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.measure import Measurement, open_device
-from a2d_mpi.experiments.streams import aligned
+from a2d_mpi.experiments.options import aligned
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.planner import best_candidates, duration
 from a2d_mpi.planning.workload import Workload

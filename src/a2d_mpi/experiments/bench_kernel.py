@@ -26,10 +26,9 @@ from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.measure import open_device
-from a2d_mpi.experiments.options import SAMPLE, form
+from a2d_mpi.experiments.options import SAMPLE, form, progress
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, extend_file, kernel_speeds
-from a2d_mpi.experiments.streams import progress
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.kernels.protocol import Kernel
 from a2d_mpi.masks.intervals import Intervals

@@ -31,9 +31,9 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.bench_kernel import kernel_calls
 from a2d_mpi.experiments.benchmark import in_turn, seconds_of
 from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.options import progress
 from a2d_mpi.experiments.origin import blas_name
 from a2d_mpi.experiments.ranks import machine_of_rank, sharing
-from a2d_mpi.experiments.streams import progress
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning.calibration import Sample, fit_kernel, fit_link, fit_steps, steadiness

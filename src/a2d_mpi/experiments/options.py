@@ -1,15 +1,18 @@
-"""Options and exit codes of all programs; no MPI import, unlike in `a2d_mpi.experiments.cli`."""
+"""Options of all programs, their exit codes, and what they print; no MPI import."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+from tqdm import tqdm
 
 from a2d_mpi import __version__
 from a2d_mpi.core.atomic import same_file
@@ -347,3 +350,34 @@ def check_files(args: argparse.Namespace) -> None:
             if same_file(target, other):
                 what = "input" if other in read else "output"
                 raise OSError(f"cannot write {target}: it is the {what} {other}")
+
+
+def open_streams() -> None:
+    """Print paths that are not UTF-8 with escapes."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it is closed
+        stream.reconfigure(errors="backslashreplace")
+
+
+def reason(error: Exception) -> str:
+    """Return an error as one line for the user, with the name of its file if it has one."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
+def progress(items: Iterable | None = None, rank: int = 0, **options: object) -> tqdm:
+    """Show a progress bar on stderr of the first rank, and only if stderr is a terminal."""
+    return tqdm(items, disable=rank != 0 or None, leave=False, **options)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> str:
+    """Format a table with two blanks between columns; columns not in `left` are right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(
+            text.ljust(width) if i in left else text.rjust(width)
+            for i, (text, width) in enumerate(zip(row, widths))
+        )
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
