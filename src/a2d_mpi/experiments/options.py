@@ -339,11 +339,9 @@ def check_files(args: argparse.Namespace) -> None:
     OSError
         If an output is an input or another output.
     """
-    written, read = files_written(args), []
-    for name, given in vars(args).items() if written else ():
-        paths = given if isinstance(given, list) else [given]
-        if name not in (*WRITTEN, "folder"):  # of checkpoints or figures
-            read += [x for x in paths if isinstance(x, Path)]
+    written, others = files_written(args), (*WRITTEN, "folder")  # of checkpoints or figures
+    values = [x for name, x in vars(args).items() if name not in others]
+    read = [y for x in values for y in (x if isinstance(x, list) else [x]) if isinstance(y, Path)]
     read += [inside for x in read if x.is_dir() for inside in x.iterdir()]
     for i, target in enumerate(written):
         for other in [*read, *written[:i]]:
@@ -373,11 +371,5 @@ def progress(items: Iterable | None = None, rank: int = 0, **options: object) ->
 def aligned(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> str:
     """Format a table with two blanks between columns; columns not in `left` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(
-            text.ljust(width) if i in left else text.rjust(width)
-            for i, (text, width) in enumerate(zip(row, widths))
-        )
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
+    line = "  ".join(f"{{:{'<' if i in left else '>'}{n}}}" for i, n in enumerate(widths))
+    return "\n".join(line.format(*row).rstrip() for row in rows)
