@@ -46,10 +46,9 @@ from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.files import Check
 from a2d_mpi.experiments.hdf5 import check_output, read_file, write_file
 from a2d_mpi.experiments.measure import origin_of, random_rows
-from a2d_mpi.experiments.options import SAMPLE
+from a2d_mpi.experiments.options import SAMPLE, progress
 from a2d_mpi.experiments.ranks import check_room
 from a2d_mpi.experiments.results import LINEAR_SCHEMA, STEPS_SCHEMA, extend_file, step_seconds
-from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
 from a2d_mpi.experiments.train_gpt import model_of
 from a2d_mpi.gpt import apart

@@ -21,8 +21,7 @@ import numpy as np
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.hdf5 import Tree, fill, key_of, load, new_file, read_file
-from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.streams import aligned
+from a2d_mpi.experiments.options import FAILED_CHECK, aligned
 from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS

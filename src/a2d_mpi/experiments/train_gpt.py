@@ -19,15 +19,13 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments import options
 from a2d_mpi.experiments.checkpoint import State, differences, resumed, save
-from a2d_mpi.experiments.cli import holding, together
-from a2d_mpi.experiments.grids import open_grid
+from a2d_mpi.experiments.cli import holding, open_grid, together
 from a2d_mpi.experiments.hdf5 import check_output, write_file
 from a2d_mpi.experiments.measure import open_device, origin_of
-from a2d_mpi.experiments.options import Parser, add_options, path, real, tokens, whole
+from a2d_mpi.experiments.options import Parser, add_options, path, progress, real, tokens, whole
 from a2d_mpi.experiments.origin import blas_name, cpu_name
 from a2d_mpi.experiments.ranks import check_room, check_survive, surviving
 from a2d_mpi.experiments.results import TRAINING_SCHEMA as SCHEMA
-from a2d_mpi.experiments.streams import progress
 from a2d_mpi.gpt.config import LINEAR, POSITIONS, PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import training_bytes
 from a2d_mpi.gpt.exchange import total
