@@ -8,8 +8,7 @@ Exit code 0: all checks passed.  1: a check failed.  2: bad input, or the output
 
 from mpi4py import MPI
 
-from a2d_mpi.experiments.cli import Parser, run
-from a2d_mpi.experiments.grids import add_grid
+from a2d_mpi.experiments.cli import Parser, add_grid, run
 from a2d_mpi.experiments.job import attention
 from a2d_mpi.experiments.options import CHECK_HELP, add_engine, add_options, path
 

@@ -11,7 +11,6 @@ Exit code 0: all checks passed.  1: a check failed.  2: bad input, or the output
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 
 from mpi4py import MPI
 
@@ -58,7 +57,7 @@ def attention(parser: Parser) -> Callable:
     group = parser.add_argument_group("measurement and checks")
     add_options(group, "trials")
     add_options(group, "warmup", help="runs before the timed runs; at least one is made")
-    add_options(group, "check", type=partial(check_text, none=False))
+    add_options(group, "check", type=check_text())
     add_options(group, "seed")
     group = parser.add_argument_group("output")
     add_options(group, "output", required=True)

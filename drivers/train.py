@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 from mpi4py import MPI
 
-from a2d_mpi.experiments.cli import Parser, run, together
-from a2d_mpi.experiments.grids import add_grid
+from a2d_mpi.experiments.cli import Parser, add_grid, run, together
 from a2d_mpi.experiments.options import add_engine, add_options, path, real, whole
 from a2d_mpi.experiments.programs import Commands
 from a2d_mpi.experiments.train_gpt import add_model, add_sizes, add_training, train

@@ -10,7 +10,7 @@ import pytest
 from helpers import DRIVERS, ROOT, drive, drive_each, parser_of, parsers_of
 
 import a2d_mpi
-from a2d_mpi.experiments.streams import progress
+from a2d_mpi.experiments.options import progress
 
 PROGRAMS = sorted(x.name for x in DRIVERS.glob("*.py"))
 # A command of a driver, which may go on in the next line.

@@ -74,7 +74,7 @@ calibrate.py --output /nowhere/here.toml --seconds 1 | cannot write
 calibrate.py --output {new} --seconds 1 --dtypes int8 | --dtypes must be one of float16
 bench.py --output {new} --plans ring:3 | 'ring:3': must be METHOD[:RxC[xU]][@order][/RxC][*F[xB
 bench.py --output {new} --plans ring:1x2 | 'ring:1x2': a ring must be 2x1x1
-bench.py --output {new} --plans star | no method 'star'
+bench.py --output {new} --plans star | 'star': must be one of attention2d,
 bench.py --output {new} --plans attention2d:2x2 | 'attention2d:2x2': 2x2x1 does not have 2 ranks
 bench.py --output {new} --plans attention2d:1x1x2 --nheads 3 | 2 does not divide 3 heads
 bench.py --output {new} --plans attention2d@xyz | order must be a permutation

@@ -18,11 +18,11 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.atomic import read_regular, write_whole
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments.benchmark import random_inputs
+from a2d_mpi.experiments.benchmark import in_turn, random_inputs
 from a2d_mpi.experiments.calibrate import Place, measure
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.measure import Measurement, open_device
-from a2d_mpi.experiments.streams import aligned
+from a2d_mpi.experiments.options import aligned
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.planner import best_candidates, duration
 from a2d_mpi.planning.workload import Workload
@@ -123,8 +123,7 @@ def autotune(
         On all ranks, if no plan fits, all plans fail, arguments differ between ranks, or the file
         of the cache is no such file.
     """
-    arguments: dict[str, object] = {}
-    together(comm, lambda: arguments.update(_arguments(comm, work, machine, top, trials)))
+    arguments = together(comm, lambda: _arguments(comm, work, machine, top, trials))
     arguments |= {"methods": methods, "device": device, **options}
     agree(comm, None, arguments)
     used, key = open_device(comm, device), json.dumps(arguments, default=str)
@@ -140,7 +139,7 @@ def autotune(
         if table[0].problem:
             raise CollectiveError(f"no plan runs; the first one fails: {table[0].problem}")
         if cache is not None:
-            together(comm, lambda: _add(cache, key, table), on=0)
+            together(comm, lambda: _write(cache, {**_read(cache), key: table}), on=0)
     return Tuned(ProcessGrid.from_layout(comm, table[0].layout), table[0].method, table)
 
 
@@ -186,15 +185,11 @@ def _tried(
 
 
 def _seconds(plan: AttentionPlan, backward: bool, trials: int, device: Device) -> float:
-    comm = plan.grid.comm
-    inputs = together(comm, lambda: random_inputs(plan, backward))
+    """Return the seconds of the slowest rank in all phases, median of the trials."""
+    inputs = together(plan.grid.comm, lambda: random_inputs(plan, backward))
     run = Measurement(plan, inputs, backward, device, checked=False)
-    run.call()
-    for _ in range(trials):
-        run.trial()
-    seconds = np.array([run.seconds[f"{phase}/total"] for phase in run.phases])
-    comm.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)  # (phases, trials), of the slowest rank
-    return float(np.median(seconds.sum(axis=0)))
+    taken = in_turn({"": run.call}, trials, plan.grid.comm, device=device)
+    return float(np.median(taken[""]))
 
 
 def _read(path: str | os.PathLike[str] | None) -> dict[str, list[Tried]]:
@@ -213,6 +208,5 @@ def _entry(method: str, layout: dict, *others: object) -> Tried:
     return Tried(method, Layout(**values), *others)
 
 
-def _add(path: str | os.PathLike[str], key: str, table: list[Tried]) -> None:
-    text = json.dumps({**_read(path), key: table}, indent=1, default=asdict)
-    write_whole(path, text.encode())
+def _write(path: str | os.PathLike[str], tables: dict[str, list[Tried]]) -> None:
+    write_whole(path, json.dumps(tables, indent=1, default=asdict).encode())

@@ -17,9 +17,8 @@ from a2d_mpi.experiments.benchmark import plan_of, random_inputs, turns
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.hdf5 import check_output, read_file
 from a2d_mpi.experiments.measure import Measurement, open_device
-from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
+from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows, progress
 from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, all_passed, extend_file, summarise, table
-from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.sweep import Configuration, cases_of, plans_for
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.profile import read_machine, to_toml

@@ -26,10 +26,9 @@ from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.measure import open_device
-from a2d_mpi.experiments.options import SAMPLE, BadOption
+from a2d_mpi.experiments.options import SAMPLE, form, progress
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, extend_file, kernel_speeds
-from a2d_mpi.experiments.streams import progress
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.kernels.protocol import Kernel
 from a2d_mpi.masks.intervals import Intervals
@@ -43,15 +42,12 @@ DEFAULTS = {
     "cpu": ([(4096, 4, 128), (8192, 2, 64)], "float32", ["numpy", "auto"]),
     "gpu": ([(16384, 16, 128)], "bfloat16", ["auto"]),
 }
-
-
-def shape(text: str) -> tuple[int, int, int]:
-    """Parse an option that is a shape: seqlen, heads and headdim, as 4096x4x128."""
-    try:
-        seqlen, nheads, headdim = map(parse_count, text.split("x"))
-    except ValueError:
-        raise BadOption(f"must be like 4096x4x128, got {text[:40]!r}") from None
-    return seqlen, nheads, headdim
+# An option that is a shape: seqlen, heads and headdim.
+shape = form(
+    "like 4096x4x128",
+    r"(\d{1,9}[KMG]?)x(\d{1,9})x(\d{1,9})",
+    lambda *sizes: tuple(map(parse_count, sizes)),
+)
 
 
 def bench_kernel(comm: MPI.Intracomm, args: argparse.Namespace) -> int:

@@ -21,8 +21,7 @@ from a2d_mpi.experiments.check import distance
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.files import Check, attributes_of
 from a2d_mpi.experiments.measure import random_rows
-from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.streams import aligned, progress
+from a2d_mpi.experiments.options import FAILED_CHECK, aligned, progress
 
 if TYPE_CHECKING:
     from a2d_mpi.experiments.sweep import Configuration

@@ -31,9 +31,9 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.bench_kernel import kernel_calls
 from a2d_mpi.experiments.benchmark import in_turn, seconds_of
 from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.options import progress
 from a2d_mpi.experiments.origin import blas_name
 from a2d_mpi.experiments.ranks import machine_of_rank, sharing
-from a2d_mpi.experiments.streams import progress
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning.calibration import Sample, fit_kernel, fit_link, fit_steps, steadiness
@@ -152,17 +152,12 @@ def measure(
     name = where.hosts[0] if name is None else name
     together(comm, lambda: Machine(name, None, None, {}))  # raises an error for a bad name now
     kernels, links, notes = {}, {}, []
-    with (
-        threadpool_limits(1),
-        progress(total=len(dtypes) + len(where.partners) + 1, rank=comm.rank, desc="parts") as bar,
-    ):
-        for dtype in dtypes:
+    with threadpool_limits(1):
+        for dtype in progress(dtypes, comm.rank, desc="kernels"):
             kernels[dtype], new = _kernels(comm, where, dtype, 0.5 * seconds / len(dtypes))
             notes += new
-            bar.update()
-        for link in where.partners:
+        for link in progress(where.partners, comm.rank, desc="links"):
             links[link] = _link(comm, where, link, 0.15 * seconds)
-            bar.update()
         copy, merging = _memory_rates(comm, 0.05 * seconds)
         # A barrier right after a barrier: seconds until the last rank has started.
         start = float(np.median(in_turn({"": comm.Barrier}, 20, comm)[""]))
@@ -190,19 +185,20 @@ def _kernels(
     comm: MPI.Intracomm, where: Place, dtype: str, seconds: float
 ) -> tuple[dict[str, KernelModel], list[str]]:
     """Measure kernels by phase; also return notes on the errors."""
-    calls, repeats, samples = {}, {}, {}
+    calls, samples = {}, []
     for phase, shape in product(PHASES, SHAPES):
-        by_phase, samples[phase, shape] = _kernel_calls(dtype, shape)
+        by_phase, sample = _kernel_calls(dtype, shape)
         # Repeated for so long that ranks on one core have taken turns.
-        once = _mean(comm, by_phase[phase])
-        repeats[phase, shape] = n = min(200, max(1, math.ceil(0.02 / where.share / once)))
-        calls[phase, shape] = lambda call=by_phase[phase], n=n: [call() for _ in range(n)]
+        once = _mean(comm, call := by_phase[phase])
+        n = min(200, max(1, math.ceil(0.02 / where.share / once)))
+        calls[phase, shape] = lambda call=call, n=n: [call() for _ in range(n)]
+        samples.append((phase, sample, n))
     rounds = _rounds(comm, calls, seconds)
-    for x, taken in zip(calls, np.median(rounds, axis=0)):
-        samples[x] = replace(samples[x], seconds=float(taken) / repeats[x] * where.share)
+    fitted: dict[str, list[Sample]] = {phase: [] for phase in PHASES}
+    for (phase, sample, n), taken in zip(samples, np.median(rounds, axis=0).tolist()):
+        fitted[phase].append(replace(sample, seconds=taken / n * where.share))
     kernels, notes = {}, [f"{dtype}: {steadiness(rounds)}"]
-    for phase in PHASES:
-        of_phase = [samples[phase, shape] for shape in SHAPES]
+    for phase, of_phase in fitted.items():
         kernels[phase], worst = fit_kernel(of_phase, phase == "backward")
         notes.append(f"{dtype} {phase}: fitted within {100 * worst:.0f} %")
     return kernels, notes

@@ -13,8 +13,7 @@ from threadpoolctl import threadpool_limits
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.experiments.checkpoint import State, latest, load
-from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.grids import grid_shape
+from a2d_mpi.experiments.cli import grid_shape, together
 from a2d_mpi.experiments.measure import open_device
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.ranks import check_survive, surviving

@@ -17,14 +17,12 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import flops
-from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.cli import open_grid, together
 from a2d_mpi.experiments.files import InputInfo, inspect_input, read_shard
-from a2d_mpi.experiments.grids import open_grid
 from a2d_mpi.experiments.hdf5 import check_output, write_file
 from a2d_mpi.experiments.measure import RESULTS, Measurement, open_device, random_rows
-from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
+from a2d_mpi.experiments.options import FAILED_CHECK, aligned, checked_rows, progress
 from a2d_mpi.experiments.origin import sha256
-from a2d_mpi.experiments.streams import aligned, progress
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning.workload import Workload

@@ -1,14 +1,18 @@
-"""Options and exit codes of all programs; no MPI import, unlike in `a2d_mpi.experiments.cli`."""
+"""Options of all programs, their exit codes, and what they print; no MPI import."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+from tqdm import tqdm
 
 from a2d_mpi import __version__
 from a2d_mpi.core.atomic import same_file
@@ -33,18 +37,12 @@ class BadOption(ValueError, argparse.ArgumentTypeError):
     """An error in the text of an option; the parser shows its message unchanged."""
 
 
-def whole(least: int, most: int = 1 << 31) -> Callable[[str], int]:
-    """Make a type of options: whole numbers from `least` to `most`."""
-    return _bounded(int, "a whole number", least, most)
-
-
-def real(least: float, most: float) -> Callable[[str], float]:
+def number(
+    kind: Callable[[str], T], what: str, least: T = 1, most: T = 1 << 31
+) -> Callable[[str], T]:
     """Make a type of options: numbers from `least` to `most`."""
-    return _bounded(float, "a number", least, most)
 
-
-def _bounded(kind: Callable[[str], T], what: str, least: T, most: T) -> Callable[[str], T]:
-    def number(text: str) -> T:
+    def parse(text: str) -> T:
         try:
             value = kind(text)
         except ValueError:
@@ -54,12 +52,23 @@ def _bounded(kind: Callable[[str], T], what: str, least: T, most: T) -> Callable
             raise BadOption(f"must be {bound}, got {str(value)[:40]}")
         return value
 
-    return number
+    return parse
 
 
-def tokens(least: int = 1, most: int = LARGEST["seqlen"]) -> Callable[[str], int]:
-    """Make a type of options: numbers of tokens, "65536" or "64K"."""
-    return _bounded(parse_count, "a number of tokens, as 65536 or 64K", least, most)
+whole = partial(number, int, "a whole number")
+real = partial(number, float, "a number")
+tokens = partial(number, parse_count, "a number of tokens, as 65536 or 64K")
+
+
+def form(what: str, pattern: str, make: Callable[..., T]) -> Callable[[str], T]:
+    """Make a type of options: texts like `pattern`, of whose groups `make` makes the value."""
+
+    def parse(text: str) -> T:
+        if not (match := re.fullmatch(rf"\s*{pattern}\s*", text)):
+            raise BadOption(f"must be {what}, got {text[:40]!r}")
+        return make(*match.groups())
+
+    return parse
 
 
 def listed(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
@@ -93,12 +102,10 @@ def escaped(text: str) -> bytes:
         raise BadOption(f"must be text with Python's escapes, got {text[:40]!r}") from None
 
 
-def check_text(text: str, none: bool = True) -> str:
-    """Parse an option that is sample, full or rows:N, or with `none` also none."""
-    words = ("none",) * none + ("sample", "full")
-    if text not in words and not re.fullmatch(r"rows:[1-9]\d{0,8}", text):
-        raise BadOption(f"must be {', '.join(words)} or rows:N, got {text[:40]!r}")
-    return text
+def check_text(*others: str) -> Callable[[str], str]:
+    """Make a type of options: sample, full or rows:N, or one of `others`."""
+    words = *others, "sample", "full"
+    return form(f"{', '.join(words)} or rows:N", rf"({'|'.join(words)}|rows:[1-9]\d{{0,8}})", str)
 
 
 def checked_rows(text: str) -> int | None:
@@ -110,36 +117,21 @@ def checked_rows(text: str) -> int | None:
 
 def pair(between: str, what: str) -> Callable[[str], tuple[int, int]]:
     """Make a type of options: two whole numbers with a sign between them, "2x3"."""
-
-    def numbers(text: str) -> tuple[int, int]:
-        match = re.fullmatch(rf"\s*(\d{{1,9}}){re.escape(between)}(\d{{1,9}})\s*", text)
-        if not match:
-            raise BadOption(f"must be {what}, got {text[:40]!r}")
-        return int(match[1]), int(match[2])
-
-    return numbers
+    digits = r"(\d{1,9})"
+    return form(what, digits + re.escape(between) + digits, lambda *x: tuple(map(int, x)))
 
 
-def slices(text: str) -> tuple[int, int]:
-    """Parse numbers of slices, "4" or "2x4": in the forward and in the backward pass."""
-    match = re.fullmatch(r"\s*([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?\s*", text)
-    if not match:
-        raise BadOption(f"must be like 4 or 2x4, got {text[:40]!r}")
-    return int(match[1]), int(match[2] or match[1])
+# Numbers of slices, "4" or "2x4": in the forward and in the backward pass.
+slices = form(
+    "like 4 or 2x4",
+    r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?",
+    lambda forward, backward: (int(forward), int(backward or forward)),
+)
 
 
 def method_name(text: str) -> str:
-    """Parse the name of a method in `a2d_mpi.schedules.METHODS`; underscores become blanks.
-
-    Raises
-    ------
-    BadOption
-        If there is no method of this name.
-    """
-    name = text.replace("_", " ").strip()
-    if name not in METHODS:
-        raise BadOption(f"no method {text[:40]!r}: must be one of {', '.join(METHODS)}")
-    return name
+    """Parse the name of a method in `a2d_mpi.schedules.METHODS`; underscores become blanks."""
+    return one_of(METHODS)(text.replace("_", " ").strip())
 
 
 def mask_text(text: str) -> str:
@@ -172,8 +164,8 @@ def _imported(text: str) -> Path:
     return import_file(path(text))
 
 
-SEED = whole(0, (1 << 63) - 1)  # as HDF5 keeps it
 HEADS, HEADDIM = (whole(1, LARGEST[x]) for x in ("nheads", "headdim"))
+SEED = whole(0, (1 << 63) - 1)  # as HDF5 keeps it
 
 MASK_HELP = f"NAME[:ARGUMENTS], see docs/masks.md; NAME is one of {', '.join(PATTERNS)}"
 CHECK_HELP = (
@@ -234,7 +226,8 @@ OPTIONS: dict[str, dict[str, object]] = {
     "trials": {"type": whole(1, 10**6), "metavar": "N", "default": 5, "help": "timed runs"},
     "warmup": {"type": whole(0, 10**6), "metavar": "N", "default": 1,
                "help": "runs before the timed runs"},
-    "check": {"type": check_text, "metavar": "ROWS", "default": "sample", "help": CHECK_HELP},
+    "check": {"type": check_text("none"), "metavar": "ROWS", "default": "sample",
+              "help": CHECK_HELP},
     "seed": {"type": SEED, "metavar": "N", "default": 0, "help": "seed of all random numbers"},
     "device": {"choices": ("cpu", "gpu"), "default": "cpu",
                "help": "where to compute; ranks may share a GPU"},
@@ -294,6 +287,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(
         self, prog: str, description: str, comm: MPI.Intracomm | None = None, **others: object
     ) -> None:
+        self._comm = comm
         self._imports = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         self._imports.error = self.error
         text = "Python file to run first, which registers masks, methods or kernels of your own"
@@ -309,7 +303,6 @@ class Parser(argparse.ArgumentParser):
         )
         version = f"%(prog)s of a2d_mpi {__version__}"
         self.add_argument("--version", action="version", version=version)
-        self._comm = comm
 
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -346,14 +339,37 @@ def check_files(args: argparse.Namespace) -> None:
     OSError
         If an output is an input or another output.
     """
-    written, read = files_written(args), []
-    for name, given in vars(args).items() if written else ():
-        paths = given if isinstance(given, list) else [given]
-        if name not in (*WRITTEN, "folder"):  # of checkpoints or figures
-            read += [x for x in paths if isinstance(x, Path)]
+    written, others = files_written(args), (*WRITTEN, "folder")  # of checkpoints or figures
+    values = [x for name, x in vars(args).items() if name not in others]
+    read = [y for x in values for y in (x if isinstance(x, list) else [x]) if isinstance(y, Path)]
     read += [inside for x in read if x.is_dir() for inside in x.iterdir()]
     for i, target in enumerate(written):
         for other in [*read, *written[:i]]:
             if same_file(target, other):
                 what = "input" if other in read else "output"
                 raise OSError(f"cannot write {target}: it is the {what} {other}")
+
+
+def open_streams() -> None:
+    """Print paths that are not UTF-8 with escapes."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it is closed
+        stream.reconfigure(errors="backslashreplace")
+
+
+def reason(error: Exception) -> str:
+    """Return an error as one line for the user, with the name of its file if it has one."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
+def progress(items: Iterable | None = None, rank: int = 0, **options: object) -> tqdm:
+    """Show a progress bar on stderr of the first rank, and only if stderr is a terminal."""
+    return tqdm(items, disable=rank != 0 or None, leave=False, **options)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> str:
+    """Format a table with two blanks between columns; columns not in `left` are right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    line = "  ".join(f"{{:{'<' if i in left else '>'}{n}}}" for i, n in enumerate(widths))
+    return "\n".join(line.format(*row).rstrip() for row in rows)

@@ -29,10 +29,9 @@ import numpy as np
 
 from a2d_mpi.core.sizes import misfit
 from a2d_mpi.experiments.hdf5 import check_output, read_file, write_file
-from a2d_mpi.experiments.options import Parser, add_options, whole
+from a2d_mpi.experiments.options import Parser, add_options, aligned, progress, whole
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import Summary, flat
-from a2d_mpi.experiments.streams import aligned, progress
 from a2d_mpi.experiments.sweep import SIZES, Case, Configuration, cases_of, plans_for
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import STEP_PARTS, predict_step

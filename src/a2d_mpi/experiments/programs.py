@@ -11,8 +11,15 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, NoReturn
 
 from a2d_mpi.core.atomic import held
-from a2d_mpi.experiments.options import BAD_INPUT, INTERRUPTED, Parser, check_files, files_written
-from a2d_mpi.experiments.streams import open_streams, reason
+from a2d_mpi.experiments.options import (
+    BAD_INPUT,
+    INTERRUPTED,
+    Parser,
+    check_files,
+    files_written,
+    open_streams,
+    reason,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -21,8 +21,7 @@ import numpy as np
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.hdf5 import Tree, fill, key_of, load, new_file, read_file
-from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.streams import aligned
+from a2d_mpi.experiments.options import FAILED_CHECK, aligned
 from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS
@@ -298,19 +297,19 @@ def _errors(off: Sequence[float]) -> str:
 
 
 def step_seconds(run: Mapping[str, object]) -> dict[str, float]:
-    """Return medians over the trials of a run of ``drivers/bench.py train``, of the slowest rank.
+    """Return medians over the trials of a run of ``drivers/bench.py`` train or decode.
 
-    They are the seconds of a "step", of its parts, and of "operator": attention alone, forward and
-    backward once.
+    They are the slowest rank's seconds of a "step", of its parts and, of a training step, of its
+    "operator": attention alone, forward and backward once.
     """
     seconds = run["seconds"]  # (trials, ranks, parts)
     of_ranks = seconds.sum(axis=2)
     of_slowest = seconds[np.arange(len(seconds)), of_ranks.argmax(axis=1)]
-    return {
-        "step": float(np.median(of_ranks.max(axis=1))),
-        **dict(zip(run["parts"], np.median(of_slowest, axis=0).tolist())),
-        "operator": float(np.median(run["operator"].max(axis=1))),
-    }
+    medians = {"step": float(np.median(of_ranks.max(axis=1)))}
+    medians |= zip(run["parts"], np.median(of_slowest, axis=0).tolist())
+    if "operator" in run:
+        medians["operator"] = float(np.median(run["operator"].max(axis=1)))
+    return medians
 
 
 def kernel_speeds(times: Mapping[str, object]) -> dict[str, dict[str, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,28 +75,27 @@ class Case(AttentionConfig):
         return Workload(**self.arguments, mask=mask, backward=self.backward, overlap=overlap)
 
 
-PLANS_HELP = f"""\
-A plan is METHOD[:RxC[xU]][@ORDER][/RxC][*F[xB]]:
-
-  METHOD  one of {", ".join(METHODS)};
-          or with underscores
-  RxC     rows and columns of the grid; default: as square as the ranks allow
-  U       ranks that share the heads; default: 1
-  ORDER   the axes r (rows), c (columns) and u (ranks that share the heads) from the slowest to
-          the fastest; default: rcu.  Ranks along the last axis are neighbours, usually on a node
-  /RxC    rows and columns of a block of the grid whose ranks are neighbours; default: 1x1
-  *F[xB]  slices of the heads, forward and backward; default: the plan's choice
-
-For example "ring", "attention2d:2x2", "ring:2x1x2" (2 ranks share the heads), "double ring:2x2" (2
-outer steps over inner rings of 2), "node aware:4x4/2x2", "attention2d:4x4*2x4".
-
-"all" is every layout that the planner knows.  "auto" is the fastest plan by the planner, "auto:5"
-its five fastest plans, "auto:each" its fastest plan of each method; these need --profile.
-"""
-
-
 def _plans(text: str) -> list[str]:
-    """Parse plans, see `PLANS_HELP`, with commas between them."""
+    """Parse plans with commas between them; the rest of this docstring is shown by --help.
+
+    A plan is METHOD[:RxC[xU]][@ORDER][/RxC][*F[xB]]:
+
+      METHOD  one of the methods below, or with underscores
+      RxC     rows and columns of the grid; default: as square as the ranks allow
+      U       ranks that share the heads; default: 1
+      ORDER   the axes r (rows), c (columns) and u (ranks that share the heads) from the slowest to
+              the fastest; default: rcu.  Ranks along the last axis are neighbours, usually on a
+              node
+      /RxC    rows and columns of a block of the grid whose ranks are neighbours; default: 1x1
+      *F[xB]  slices of the heads, forward and backward; default: the plan's choice
+
+    For example "ring", "attention2d:2x2", "ring:2x1x2" (2 ranks share the heads), "double
+    ring:2x2" (2 outer steps over inner rings of 2), "node aware:4x4/2x2", "attention2d:4x4*2x4".
+
+    "all" is every layout that the planner knows.  "auto" is the fastest plan by the planner,
+    "auto:5" its five fastest plans, "auto:each" its fastest plan of each method; these need
+    --profile.
+    """
     if not (names := [x.strip() for x in text.split(",") if x.strip()]):
         raise BadOption(f"must name a plan, got {text[:40]!r}")
     return names
@@ -103,7 +103,8 @@ def _plans(text: str) -> list[str]:
 
 def add_plans(parser: Parser, group: argparse._ArgumentGroup, **changes: object) -> None:
     """Add the option --plans to a group, and its explanation to the end of the help."""
-    parser.epilog = PLANS_HELP
+    grammar = inspect.getdoc(_plans).partition("\n\n")[2]
+    parser.epilog = f"{grammar}\n\nMethods: {', '.join(METHODS)}."
     usual = {"type": _plans, "metavar": "PLAN,...", "help": "see the end of this help"}
     group.add_argument("--plans", **{**usual, **changes})
 
@@ -274,8 +275,7 @@ def plans_for(
     ----------
     case : Case
     specs : sequence of str
-        Plans as `parse_plan` takes them, or "all": every layout that the planner tries; "auto":
-        the planner's pick; "auto:5": its five best; "auto:each": its pick of each method.
+        As the option --plans takes them.
     ranks : int
     overlaps : sequence of bool
         Values of `overlap`; each gives its own configurations.

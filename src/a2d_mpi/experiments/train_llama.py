@@ -16,13 +16,11 @@ from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.benchmark import check_step
-from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.cli import open_grid, together
 from a2d_mpi.experiments.files import Check, attributes_of
-from a2d_mpi.experiments.grids import open_grid
 from a2d_mpi.experiments.measure import open_device
-from a2d_mpi.experiments.options import FAILED_CHECK
+from a2d_mpi.experiments.options import FAILED_CHECK, progress
 from a2d_mpi.experiments.ranks import check_room
-from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.train_gpt import agree_on_text, say_losses, write_training
 from a2d_mpi.gpt.gradients import total
 from a2d_mpi.gpt.text import VOCAB, Batch, Text

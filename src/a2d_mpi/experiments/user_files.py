@@ -76,7 +76,10 @@ def read_mask(path: str | os.PathLike[str], seqlen: int) -> IntervalMask | Docum
         attributes = plain(file.attrs)
     try:
         if list(datasets) == ["cu_seqlens"]:
-            mask = Documents(**datasets, causal=_causal(attributes))
+            if (causal := attributes.get("causal")) not in (False, True):  # 0 and 1 count, too
+                shown = "got none" if causal is None else f"got {causal!r}"
+                raise ValueError(f"cu_seqlens needs the attribute causal, true or false, {shown}")
+            mask = Documents(**datasets, causal=bool(causal))
             mask.check(seqlen)
         elif list(datasets) == ["begin", "end"]:
             mask = IntervalMask(**datasets)
@@ -88,15 +91,6 @@ def read_mask(path: str | os.PathLike[str], seqlen: int) -> IntervalMask | Docum
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return mask
-
-
-def _causal(attributes: dict[str, object]) -> bool:
-    """Return the attribute "causal"; 0 and 1 count as truth values, too."""
-    value = attributes.get("causal")
-    if value not in (False, True):
-        shown = "got none" if value is None else f"got {value!r}"
-        raise ValueError(f"cu_seqlens needs the attribute causal, true or false, {shown}")
-    return bool(value)
 
 
 def _check_range(seqlen: int, **arrays: np.ndarray) -> None:
