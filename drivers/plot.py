@@ -85,10 +85,10 @@ def grid(parser: Parser) -> Callable:
     Left: the visible pairs, query by key, in the colour of the rank that computes them.  Right:
     the ranks, their share of the work, and what they exchange.
     """
-    from a2d_mpi.figures import grid_plots
+    from a2d_mpi.figures.mask_plots import plot_grid
 
-    add_options(_add_picture(parser, grid_plots.LONGEST, 72), "mask")
-    return grid_plots.plot_grid
+    add_options(_add_picture(parser, 72), "mask")
+    return plot_grid
 
 
 def masks(parser: Parser) -> Callable:
@@ -100,15 +100,15 @@ def masks(parser: Parser) -> Callable:
     in the colour of the rank that computes them: the rank in the row of the query's owner and the
     column of the key's owner.  Below: the distribution, and the largest area of a rank / mean.
     """
-    from a2d_mpi.figures import mask_plots
+    from a2d_mpi.figures.mask_plots import plot_masks
 
-    add_options(_add_picture(parser, mask_plots.LONGEST, 96), "masks", default="all")
-    return mask_plots.plot_masks
+    add_options(_add_picture(parser, 96), "masks", default="all")
+    return plot_masks
 
 
-def _add_picture(parser: Parser, longest: int, seqlen: int) -> argparse._ArgumentGroup:
+def _add_picture(parser: Parser, seqlen: int) -> argparse._ArgumentGroup:
     """Add the options of both `grid` and `masks`; return their group."""
-    from a2d_mpi.figures.mask_plots import RANKS
+    from a2d_mpi.figures.mask_plots import LONGEST, RANKS
 
     parser.add_argument("output", type=path, help="PNG, SVG or PDF file")
     group = parser.add_argument_group("what to draw")
@@ -118,7 +118,7 @@ def _add_picture(parser: Parser, longest: int, seqlen: int) -> argparse._Argumen
     add_options(
         group, "distribution", help="distribution of tokens over ranks; default: the mask's own"
     )
-    add_options(group, "seqlen", type=tokens(most=longest), default=seqlen)
+    add_options(group, "seqlen", type=tokens(most=LONGEST), default=seqlen)
     return group
 
 

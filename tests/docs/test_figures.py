@@ -11,7 +11,7 @@ from helpers import ROOT, module_of
 from matplotlib.figure import Figure
 from PIL import Image
 
-from a2d_mpi.figures.pictures import METHOD_STYLES, deepest, digest, finish, pyplot
+from a2d_mpi.figures.pictures import METHOD_STYLES, digest, finish, pyplot
 from a2d_mpi.schedules import METHODS
 
 FIGURES = ROOT / "data" / "figures"
@@ -84,11 +84,3 @@ def test_digest():
     assert first == of([1.0 + 1e-12, 2.0, 3.0], figsize=(3, 2))
     others = of([1.0, 2.01, 3.0]), of([1.0, 2.0, 3.0], "b"), of([1.0, 2.5, 3.0])
     assert len({first, *others, of([1.0, 2.0, 3.0], above="c")}) == 5
-
-
-def test_deepest():
-    """A number is written where its area has the most room."""
-    pairs = np.zeros((9, 12), bool)
-    pairs[:, 1:3] = pairs[4:9, 6:11] = True
-    assert deepest(pairs) == (6, 8, 3)
-    assert deepest(np.eye(3, dtype=bool)) == (1, 1, 1)

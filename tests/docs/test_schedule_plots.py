@@ -1,4 +1,6 @@
-"""`drivers/plot.py schedule`: what its panels show is what the schedules say."""
+"""`drivers/plot.py schedule`, `masks` and `grid` show what the schedules say."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -7,12 +9,16 @@ from helpers import ROOT, deeper, runs_on
 from a2d_mpi import Causal, Full, IntervalMask
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.figures import schedule_panels
+from a2d_mpi.figures import schedule_plots
+from a2d_mpi.figures.mask_plots import deepest, tiling
+from a2d_mpi.masks.patterns import PATTERNS, make_mask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import METHODS, problem_of
+from a2d_mpi.sharding.choice import CHOICES
+from a2d_mpi.sharding.distribution import distribute
 
 MACHINE = ROOT / "data" / "machines" / "a100-16x4.toml"
 
@@ -39,10 +45,10 @@ def test_every_visible_pair_is_computed_once(method, heads):
             problem, seen = work(n, mask, overlap=overlap), mask.dense(np.arange(n), np.arange(n))
             calls = {phase: np.zeros((heads, n, n), int) for phase in PHASES}
             for phase, found in calls.items():
-                for rank, q, k in schedule_panels.blocks(method, phase, layout, problem):
+                for rank, q, k in schedule_plots.blocks(method, phase, layout, problem):
                     found[rank % heads][np.ix_(q, k)] += mask.dense(q, k)
                 assert (found == seen).all(), (layout, mask, phase)
-            shown = schedule_panels.who_computes(method, layout, problem)
+            shown = schedule_plots.who_computes(method, layout, problem)
             assert ((shown >= 0) == seen).all(), (layout, mask)
             assert (shown[:, seen] % heads == np.arange(heads)[:, None]).all(), (layout, mask)
 
@@ -59,7 +65,7 @@ def test_every_visible_pair_is_computed_once(method, heads):
 def test_panels(method, layout):
     """Bytes equal the cost model, and times the simulator, with world ranks."""
     machine, problem = read_machine(MACHINE), work(700)
-    shown = schedule_panels.panels(machine, method, layout, problem)
+    shown = schedule_plots.panels(machine, method, layout, problem, "causal")
     sizes = problem_of(method, layout, problem, problem.mask)
     predicted = predict(machine, method, layout, problem)
     assert shown.received.keys() == shown.spans.keys() == set(PHASES)
@@ -76,3 +82,28 @@ def test_panels(method, layout):
                 seconds = sum(end - begin for x, begin, end in spans if x == part)
                 assert seconds == pytest.approx(getattr(expected, part)[rank]), (phase, part)
     assert shown.computes.max() == layout.size - 1 and len(shown.computes) == layout.heads
+
+
+@pytest.mark.parametrize("text", PATTERNS)
+def test_tiles_are_those_of_owners(text):
+    """The rank of a pair is in the row of the query's owner and the key's column."""
+    mask, tokens, owner = make_mask(text, 60), np.arange(60), np.empty(60, int)
+    for name in (None, "striped"):
+        args = SimpleNamespace(seqlen=60, rows=2, cols=3, distribution=name)
+        distribution, found, areas = tiling(text, args)
+        assert distribution == name if name else distribution in CHOICES
+        shards = distribute(distribution, mask, 60, 2, 3)
+        for rank in range(6):
+            owner[shards.tokens(rank)] = rank
+        ranks = (owner // 3)[:, None] * 3 + (owner % 3)[None, :]
+        visible = mask.dense(tokens, tokens)
+        assert np.array_equal(found, np.where(visible, ranks, -1))
+        assert areas.tolist() == [(found == rank).sum() for rank in range(6)]
+
+
+def test_deepest():
+    """A number is written where its area has the most room."""
+    pairs = np.zeros((9, 12), bool)
+    pairs[:, 1:3] = pairs[4:9, 6:11] = True
+    assert deepest(pairs) == (6, 8, 3)
+    assert deepest(np.eye(3, dtype=bool)) == (1, 1, 1)

@@ -13,7 +13,7 @@ from refused import message_of
 
 from a2d_mpi import Attention2D, Causal, Full, LinearAttention, SlidingWindow
 from a2d_mpi.linear.features import FEATURE_MAPS, random_projections
-from a2d_mpi.linear.norms import NORMS, make_norm
+from a2d_mpi.linear.norms import NORMS
 from a2d_mpi.sharding.distribution import distribute
 
 NHEADS, HEADDIM, NFEATURES, SEED = 3, 8, 10, 5
@@ -136,7 +136,7 @@ def test_normalised_outputs_of_large_sums():
     sums = np.random.default_rng(0).standard_normal((5, NHEADS, HEADDIM))
     root = np.sqrt((sums**2).mean(axis=(1, 2), keepdims=True))  # (5, 1, 1)
     for dtype in ("float32", "float64"):
-        out, scale = make_norm("output").forward((sums * 1e30).astype(dtype))
+        out, scale = NORMS["output"].forward((sums * 1e30).astype(dtype))
         assert out.dtype == scale.dtype == dtype
         assert distance(out, sums / root) < 1e-6 and distance(scale * root * 1e30, 1) < 1e-6
 

@@ -327,7 +327,7 @@ BAD = [  # what is called, with what, and what is said
     (PrefixLMDocuments, ([0, 5], -1), "got shape () of int64, the least -1"),
     (PrefixLMDocuments, ([0, 5], [1, 2]), "or 1 of them"),
     (PrefixLMDocuments, ([0, 5], 0.5), "of float64"),
-    (BlockCausalDocuments, ([0, 5], 0), "block must be a whole number of at least 1"),
+    (BlockCausalDocuments, ([0, 5], 0), "block must be a positive integer"),
     (partial(SharedQuestion, questions=(1,)), ([0, 5],), "questions must be indices below 1"),
     (SlidingWindow, (-1,), "left must be a whole number of at least 0, got -1"),
     (SlidingWindow, (1, 0.5), "right must be a whole number of at least 0, got 0.5"),

@@ -14,8 +14,7 @@ from machines import machine
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments import plan as job
 from a2d_mpi.experiments.results import print_study
-from a2d_mpi.figures.plots import plot
-from a2d_mpi.figures.scale_plots import AT_SCALE, read_scale
+from a2d_mpi.figures.plots import AT_SCALE, plot, read_scale
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning import cost, simgrid
 from a2d_mpi.planning.machine import Link
@@ -202,9 +201,7 @@ def test_plots(simulated, tmp_path):
     options = ["--seqlens", "96,192", "--plans", "ring,attention2d"]
     output = simulated(*options, "--ranks", "4,6")
     args = parser_of("drivers/plot.py").parse_args(["results", f"{output}"])
-    scale = read_scale(output)
-    assert len(scale.entries) == 8
-    ((panel, best),) = scale.best().items()
+    ((panel, best),) = read_scale(output).plans.items()
     assert panel == "test, switch" and set(best) == {"ring", "attention2d"}
     assert set(best["ring"]) == {(4, 96), (4, 192), (6, 96), (6, 192)}
     args.workload, args.folder, args.format = "n96-", f"{tmp_path}", ["svg"]

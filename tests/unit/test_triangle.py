@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from a2d_mpi import Causal
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning import cost
-from a2d_mpi.planning.accounts import area
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import problem_of, write
+from a2d_mpi.schedules import problem_of
 
 
 def busiest(method, layout, work, distribution):
@@ -65,10 +64,6 @@ def test_balance(t, seqlen):
     layout = Layout(t * (t - 1) // 2, 1)
     work = Workload(seqlen, 1, 1, mask=Causal(), dtype="float32")
     problem = problem_of("triangle", layout, work, work.mask)
-    areas = [
-        area(program)
-        for rank in range(layout.size)
-        for program in write("triangle", "forward", layout, problem, rank)
-    ]
+    areas = [cost.pairs("triangle", layout, problem, rank) for rank in range(layout.size)]
     assert sum(areas) == seqlen * (seqlen + 1) // 2
     assert max(areas) / np.mean(areas) <= 1 + 3 * layout.size / seqlen

@@ -10,7 +10,7 @@ from numbers import Real
 import numpy as np
 
 from a2d_mpi.core.dtypes import DTYPES, as_dtype, compute_dtype
-from a2d_mpi.core.sizes import check_memory, misfit
+from a2d_mpi.core.sizes import check_memory, misfit, whole_number
 
 PHASES = ("forward", "backward")
 # `a2d_mpi.sharding.distribution` explains them.
@@ -85,7 +85,7 @@ class AttentionConfig:
             value = getattr(self, name)
             if value is None and name in _DEFAULTS:
                 value = getattr(self, _DEFAULTS[name])
-            checked[name] = _size(name, value, most)
+            checked[name] = whole_number(name, value, most=most)
         if checked["nheads"] % checked["nheads_kv"]:
             raise ValueError(
                 f"nheads_kv must divide nheads, got {self.nheads_kv} and {self.nheads}"
@@ -191,15 +191,3 @@ class AttentionConfig:
         """
         nbytes = -(-self.seqlen // ranks) * sum(map(self.nbytes, "qkv"))
         check_memory(f"{self.seqlen} tokens on {ranks} ranks: q, k and v of one rank", nbytes)
-
-
-def _size(name: str, value: object, most: int) -> int:
-    """Return a size as int; raise ValueError unless it is an integer from 1 to `most`."""
-    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not is_integer or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    if value > most:
-        digits = int(value).bit_length() * math.log10(2)
-        shown = value if digits < 30 else f"a number of {digits:.0f} digits"
-        raise ValueError(f"{name} must be at most {most}, got {shown}")
-    return int(value)

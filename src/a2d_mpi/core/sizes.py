@@ -164,6 +164,19 @@ def squarest(ranks: int) -> tuple[int, int]:
     return rows, ranks // rows
 
 
+def whole_number(name: str, value: object, least: int = 1, most: int | None = None) -> int:
+    """Return an integer as int; raise ValueError unless it is from `least` to `most`."""
+    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_integer or value < least:
+        kind = "a positive integer" if least == 1 else f"a whole number of at least {least}"
+        raise ValueError(f"{name} must be {kind}, got {value!r}")
+    if most is not None and value > most:
+        digits = int(value).bit_length() * math.log10(2)
+        shown = value if digits < 30 else f"a number of {digits:.0f} digits"
+        raise ValueError(f"{name} must be at most {most}, got {shown}")
+    return int(value)
+
+
 def check_memory(what: str, nbytes: int, sharing: int = 1) -> None:
     """Refuse a problem that cannot fit, before anything is allocated for it.
 

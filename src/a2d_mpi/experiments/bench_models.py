@@ -24,8 +24,9 @@ from __future__ import annotations
 import argparse
 import time
 import tracemalloc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -34,21 +35,13 @@ import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
+from a2d_mpi import Causal, LinearAttention, ProcessGrid
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import squarest
-from a2d_mpi.experiments.benchmark import (
-    Run,
-    check_step,
-    measured,
-    plan_of,
-    random_inputs,
-    turns,
-    within,
-)
+from a2d_mpi.experiments import benchmark
 from a2d_mpi.experiments.check import check_attention, samples
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.files import Check
@@ -59,13 +52,7 @@ from a2d_mpi.experiments.ranks import check_room
 from a2d_mpi.experiments.results import LINEAR_SCHEMA, STEPS_SCHEMA, extend_file, step_seconds
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
 from a2d_mpi.experiments.train_gpt import model_of
-from a2d_mpi.gpt.apart import (
-    MICRO_BATCHES,
-    attention_grid,
-    open_apart,
-    step_traffic_apart,
-    weights_of_rank,
-)
+from a2d_mpi.gpt import apart
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.cost import STEP_PARTS, cache_bytes, predict_step, training_bytes
 from a2d_mpi.gpt.decode import Decoder
@@ -74,8 +61,7 @@ from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.steps import step_traffic
 from a2d_mpi.gpt.text import VOCAB, Batch
 from a2d_mpi.gpt.training import Training
-from a2d_mpi.linear.plan import LinearAttention
-from a2d_mpi.masks.mask import Causal, Mask
+from a2d_mpi.masks.mask import Mask
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.planner import candidate, duration
 from a2d_mpi.planning.profile import read_machine
@@ -110,7 +96,7 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         extend_file(args.output, STEPS_SCHEMA, {"runs": runs})
 
     columns = ("plan", "step", *STEP_PARTS, "operator", "activations", "error")
-    return measured(comm, columns, _steps(comm, args, config, todo, machine), write)
+    return benchmark.measured(comm, columns, _steps(comm, args, config, todo, machine), write)
 
 
 def _prepare(args: argparse.Namespace, ranks: int) -> tuple[GPTConfig, Steps, Machine | None]:
@@ -134,7 +120,7 @@ def _steps(
     config: GPTConfig,
     todo: Steps,
     machine: Machine | None,
-) -> Iterator[Run]:
+) -> Iterator[benchmark.Run]:
     """Check a first step by each plan, time others in turn, and yield the runs."""
     weights = Parameters(config, initial(config, args.seed, args.dtype))
     tokens = np.random.default_rng([args.seed, 1]).integers(0, config.vocab, args.seqlen + 1)
@@ -158,16 +144,17 @@ def _steps(
 
     with threadpool_limits(args.threads):
         for name, (c, again) in todo.items():
-            plan = plans[name] = plan_of(comm, c, grids, threads=args.threads)
-            training, tensors[name], times[name] = trainings[again], random_inputs(plan, True), []
+            plan = plans[name] = benchmark.plan_of(comm, c, grids, threads=args.threads)
+            tensors[name], times[name] = benchmark.random_inputs(plan, True), []
+            training = trainings[again]
             first = step(name), training.gradients.flat
-            checks[name] = check_step(first, exact, args.dtype, args.seqlen, comm)
+            checks[name] = benchmark.check_step(first, exact, args.dtype, args.seqlen, comm)
             tracemalloc.start()
             training.loss(plan, batch, args.seqlen, training.gradients)
             _, peaks[name] = tracemalloc.get_traced_memory()  # peak bytes
             tracemalloc.stop()
-        total = args.trials * len(todo)
-        for name in progress(turns(list(todo), args.trials), comm.rank, desc="steps", total=total):
+        order = list(benchmark.turns(list(todo), args.trials))
+        for name in progress(order, comm.rank, desc="steps"):
             step(name)
     origin = origin_of(comm)
     for name, (c, again) in todo.items():
@@ -258,7 +245,7 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     }}  # fmt: skip
     columns = ("ranks", "context", "step", *DECODING_PARTS, "sent bytes", "messages")
     runs = _decoding_runs(comm, splits, config, args)
-    return measured(comm, columns, runs, lambda x: _write(args, DECODING_SCHEMA, tree, x))
+    return benchmark.measured(comm, columns, runs, _writer(args, DECODING_SCHEMA, tree))
 
 
 def _validated(args: argparse.Namespace, ranks: int) -> tuple[GPTConfig, list[Split]]:
@@ -275,15 +262,14 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[GPTConfig, list[Sp
     return GPTConfig(256, *sizes, positions="rotary", headdim=args.headdim), splits
 
 
-def _write(args: argparse.Namespace, schema: tuple[str, int], tree: dict, runs: dict) -> None:
-    """Write a file of runs with the same origin, if there is an output."""
-    if args.output:
-        write_file(args.output, schema, {**tree, "runs": runs})
+def _writer(args: argparse.Namespace, schema: tuple[str, int], tree: dict) -> Callable:
+    """Return a function that writes runs and what they share, if there is an output."""
+    return lambda runs: args.output and write_file(args.output, schema, {**tree, "runs": runs})
 
 
 def _decoding_runs(
     comm: MPI.Intracomm, splits: list[Split], config: GPTConfig, args: argparse.Namespace
-) -> Iterator[Run]:
+) -> Iterator[benchmark.Run]:
     """Measure a context after the other on some of the ranks; others yield empty runs."""
     for split, context in product(splits, args.contexts):
         part = comm.Split(0 if comm.rank < sum(split) else MPI.UNDEFINED, comm.rank)
@@ -292,10 +278,9 @@ def _decoding_runs(
             with threadpool_limits(args.threads):
                 run, checks = _decoded(part, split, config, args, context)
             part.Free()
-            seconds = 1e3 * run["seconds"]  # (trials, ranks, parts)
-            step = np.median(seconds.sum(axis=2).max(axis=1))
-            numbers = (f"{x:.2f}" for x in (step, *np.median(seconds.mean(axis=1), axis=0)))
-            row = label, f"{context}", *numbers, f"{run['sent_bytes']}", f"{run['sent_messages']}"
+            milliseconds = (f"{1e3 * x:.2f}" for x in step_seconds(run).values())
+            traffic = f"{run['sent_bytes']}", f"{run['sent_messages']}"
+            row = label, f"{context}", *milliseconds, *traffic
         yield f"{label}/{context}", run, row, checks
 
 
@@ -309,11 +294,11 @@ def _decoded(
     names, (ranks, ffn_ranks), steps = list(range(args.requests)), split, args.trials + 1
     rooms, weights = [UNLIMITED] * ranks, Parameters(config, initial(config, args.seed, "float32"))
     if ffn_ranks:
-        grid = attention_grid(comm, split, (1, ranks, 1))
-        weights = Parameters(config, *weights_of_rank(weights, comm.rank, split))
-        decoder = open_apart(comm, grid, split, weights, rooms, BLOCK)
+        grid = apart.attention_grid(comm, split, (1, ranks, 1))
+        weights = Parameters(config, *apart.weights_of_rank(weights, comm.rank, split))
+        decoder = apart.open_apart(comm, grid, split, weights, rooms, BLOCK)
         at = comm.rank, (ranks, 1), ffn_ranks
-        predicted = step_traffic_apart(config, *at, args.requests, MICRO_BATCHES, 4)
+        predicted = apart.step_traffic_apart(config, *at, args.requests, apart.MICRO_BATCHES, 4)
     else:
         grid = ProcessGrid(comm, 1, ranks)
         decoder = Decoder(grid, weights, rooms, BLOCK)
@@ -355,7 +340,7 @@ def _decoded(
         k, v = drawn(names[-1], config.layers - 1)
         seen = np.ones((1, context), bool)
         exact, _ = reference.attention(q[-1:], k, v, seen, config.headdim**-0.5)
-        checks["out"] = within(BOUNDS["float32"], out[-1:], exact)
+        checks["out"] = benchmark.within(BOUNDS["float32"], out[-1:], exact)
     run = {
         "sent_bytes": nbytes,
         "sent_messages": messages,
@@ -377,12 +362,12 @@ def bench_linear(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     tree = {**origin_of(comm), "config": options}
     columns = ("plan", "tokens", "forward", "backward", "sent MB", "error")
     runs = _linear_runs(grid, args)
-    code = measured(comm, columns, runs, lambda x: _write(args, LINEAR_SCHEMA, tree, x))
+    code = benchmark.measured(comm, columns, runs, _writer(args, LINEAR_SCHEMA, tree))
     grid.free()
     return code
 
 
-def _linear_runs(grid: ProcessGrid, args: argparse.Namespace) -> Iterator[Run]:
+def _linear_runs(grid: ProcessGrid, args: argparse.Namespace) -> Iterator[benchmark.Run]:
     """Measure a plan after the other at all lengths; the last call of each is checked."""
     comm = grid.comm
     for seqlen, name in product(args.seqlens, args.plans):
@@ -392,7 +377,7 @@ def _linear_runs(grid: ProcessGrid, args: argparse.Namespace) -> Iterator[Run]:
             plan = LinearAttention(grid, Causal(), **sizes, norm="none", states=LINEAR[name])
         else:
             plan = make_plan(name, grid, Causal(), **sizes)
-        tensors = random_inputs(plan, True, args.seed)
+        tensors = benchmark.random_inputs(plan, True, args.seed)
         for _ in range(args.trials):
             plan.traffic.clear()
             results, taken = _called(plan, tensors)
@@ -440,4 +425,5 @@ def _check_linear(plan: LinearAttention, t: Mapping[str, object], seed: int) -> 
     }
     mine, bound = np.isin(tokens, own), BOUNDS[plan.dtype.name]
     rows = np.searchsorted(own, tokens[mine])
-    return {name: within(bound, t[name][rows], x[mine], comm) for name, x in exact.items()}
+    within = partial(benchmark.within, bound, comm=comm)
+    return {name: within(t[name][rows], x[mine]) for name, x in exact.items()}

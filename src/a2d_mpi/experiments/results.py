@@ -297,19 +297,19 @@ def _errors(off: Sequence[float]) -> str:
 
 
 def step_seconds(run: Mapping[str, object]) -> dict[str, float]:
-    """Return medians over the trials of a run of ``drivers/bench.py train``, of the slowest rank.
+    """Return medians over the trials of a run of ``drivers/bench.py`` train or decode.
 
-    They are the seconds of a "step", of its parts, and of "operator": attention alone, forward and
-    backward once.
+    They are the slowest rank's seconds of a "step", of its parts and, of a training step, of its
+    "operator": attention alone, forward and backward once.
     """
     seconds = run["seconds"]  # (trials, ranks, parts)
     of_ranks = seconds.sum(axis=2)
     of_slowest = seconds[np.arange(len(seconds)), of_ranks.argmax(axis=1)]
-    return {
-        "step": float(np.median(of_ranks.max(axis=1))),
-        **dict(zip(run["parts"], np.median(of_slowest, axis=0).tolist())),
-        "operator": float(np.median(run["operator"].max(axis=1))),
-    }
+    medians = {"step": float(np.median(of_ranks.max(axis=1)))}
+    medians |= zip(run["parts"], np.median(of_slowest, axis=0).tolist())
+    if "operator" in run:
+        medians["operator"] = float(np.median(run["operator"].max(axis=1)))
+    return medians
 
 
 def kernel_speeds(times: Mapping[str, object]) -> dict[str, dict[str, float]]:

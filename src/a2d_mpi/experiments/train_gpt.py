@@ -12,41 +12,28 @@ import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
+from a2d_mpi import Causal, Documents, LinearAttention, ProcessGrid
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import agree
-from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
+from a2d_mpi.experiments import options
 from a2d_mpi.experiments.checkpoint import State, differences, resumed, save
 from a2d_mpi.experiments.cli import holding, open_grid, together
 from a2d_mpi.experiments.hdf5 import check_output, write_file
 from a2d_mpi.experiments.measure import open_device, origin_of
-from a2d_mpi.experiments.options import (
-    FAILED_CHECK,
-    Parser,
-    add_options,
-    files_written,
-    path,
-    progress,
-    real,
-    tokens,
-    whole,
-)
+from a2d_mpi.experiments.options import Parser, add_options, path, progress, real, tokens, whole
 from a2d_mpi.experiments.origin import blas_name, cpu_name
 from a2d_mpi.experiments.ranks import check_room, check_survive, surviving
 from a2d_mpi.experiments.results import TRAINING_SCHEMA as SCHEMA
-from a2d_mpi.gpt.adam import learning_rate
 from a2d_mpi.gpt.config import LINEAR, POSITIONS, PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import training_bytes
 from a2d_mpi.gpt.gradients import total
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
-from a2d_mpi.gpt.training import Training
+from a2d_mpi.gpt.training import Training, learning_rate
 from a2d_mpi.kernels import make_kernel
-from a2d_mpi.linear.plan import LinearAttention
-from a2d_mpi.masks.documents import Documents
-from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning.workload import Workload
 
 # Options that must be the same when a run is resumed.
@@ -82,9 +69,8 @@ def add_training(parser: Parser) -> argparse._ArgumentGroup:
     add_options(group, "seqlen", type=tokens(2), default="1K", help="tokens per step: 1024, 64K")
     add_options(group, "separator", default=r"\n\n\n")
     add_options(group, "dtype", choices=FLOATS)
-    add(
-        "--steps", type=whole(1), metavar="N", default=200, help="number of steps of the whole run"
-    )
+    text = "number of steps of the whole run"
+    add("--steps", type=whole(1), metavar="N", default=200, help=text)
     add("--rate", type=real(0, 1e6), metavar="X", default=1e-3, help="highest learning rate")
     add_options(group, "seed")
     return group
@@ -126,7 +112,7 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     def work(grid: ProcessGrid, comm: MPI.Intracomm) -> int:
         nonlocal trainer
         # The job's first rank locks the output against other jobs, as long as it lives.
-        written = [] if 0 in grid.failures.numbers else files_written(args)
+        written = [] if 0 in grid.failures.numbers else options.files_written(args)
         with holding(comm, args.folder, *written):
             if trainer is None:
                 with grid.failures.all_or_none():  # afterwards all ranks have a trainer, or none
@@ -220,15 +206,10 @@ class Trainer:
 
         Collective over the surviving ranks.
         """
-        start = time.perf_counter()
         self._forget()
         self._use(comm, grid)
         self._training.go_on(comm, grid.failures)
-        made = time.perf_counter()
-        self._plan_for(self._batch())
-        end = time.perf_counter()
-        self._say(f"continues after step {self.state.step}; communicators took "
-                  f"{made - start:.3f} s, a plan {end - made:.3f} s")  # fmt: skip
+        self._say(f"continues after step {self.state.step}")
         if self.state.step:  # the rank that writes checkpoints may have died
             self._keep_if_due()
 
@@ -249,7 +230,7 @@ class Trainer:
         except FloatingPointError as error:
             self._say(f"step {state.step + 1}: {error}; the training ends, and the "
                       f"checkpoints in {args.folder} stay as they are")  # fmt: skip
-            return FAILED_CHECK
+            return options.FAILED_CHECK
         if held:
             self.held_out = {"loss": self.evaluate(held), **held.sizes()}
         if args.output:
@@ -316,14 +297,13 @@ class Trainer:
         if self._plan is None or self._plan.mask != mask:
             self._forget()
             sizes = {x: getattr(args, x) for x in ("seqlen", "dtype", "threads")}
-            options = {**config.heads, "kernel": args.kernel, "transfers": args.transfers}
-            plan = make_plan(args.method, self._grid, mask, **sizes, **options)
-            self._plan = plan
+            sizes |= config.heads
+            ways = {"kernel": args.kernel, "transfers": args.transfers}
+            plan = self._plan = make_plan(args.method, self._grid, mask, **sizes, **ways)
             if config.hybrid:  # a plan of linear attention with the same tokens
-                sizes |= {"nheads": config.nheads, "headdim": config.headdim}
-                self._training.linear = LinearAttention(
-                    self._grid, mask, **sizes, **LINEAR, distribution=plan.distribution
-                )
+                del sizes["nheads_kv"]
+                sizes["distribution"] = plan.distribution
+                self._training.linear = LinearAttention(self._grid, mask, **sizes, **LINEAR)
         return self._plan
 
     def _forget(self) -> None:

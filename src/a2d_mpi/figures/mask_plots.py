@@ -1,100 +1,29 @@
-"""The pictures of masks of drivers/plot.py; no MPI import."""
+"""The pictures of `drivers/plot.py masks` and `grid`: the rank of each pair; no MPI import."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 
 import numpy as np
 
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.figures.pictures import (
-    COLOURS,
-    SETTINGS,
-    WIDTH,
-    check_picture,
-    contrast,
-    deepest,
-    finish,
-    pyplot,
-    save,
-)
-from a2d_mpi.figures.schedule_panels import who_computes
+from a2d_mpi.figures.pictures import COLOURS, SETTINGS, WIDTH, check_picture, finish, pyplot, save
+from a2d_mpi.figures.schedule_plots import who_computes
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import default_distribution
 
 RANKS = len(COLOURS)  # at most
 LONGEST = 1024  # tokens: every pair of them is a dot
-MASKS = 32  # of one picture
 _SEEN, _HIDDEN = "#444444", "#F4F4F4"
 ROOM = 20  # a rank's number is shown in areas that are wider than 2 / ROOM of the picture
 _COLUMNS = 3  # masks beside each other
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """The pairs of a mask, by the rank that computes them.
-
-    Attributes
-    ----------
-    text : str
-        The name and the arguments of the mask.
-    distribution : str
-    ranks : (seqlen, seqlen) int
-        The rank that computes each pair of a query and a key; -1: the pair is hidden.
-    areas : (ranks,) int
-        Visible pairs of each rank.
-    """
-
-    text: str
-    distribution: str
-    ranks: np.ndarray
-    areas: np.ndarray
-
-
-def tiling(text: str, seqlen: int, rows: int, cols: int, distribution: str | None) -> Tiling:
-    """Find the ranks of an R x C grid that compute the pairs of a mask.
-
-    Parameters
-    ----------
-    text : str
-        The name and the arguments of the mask.
-    seqlen, rows, cols : int
-    distribution : str, optional
-        Default: the distribution that a plan takes.
-
-    Raises
-    ------
-    ValueError
-        If the mask is unknown or does not fit.
-    """
-    work = Workload(seqlen, 1, 1, mask=make_mask(text, seqlen))
-    layout = Layout(rows, cols)
-    name = distribution or default_distribution("attention2d", layout, work, work.mask)[0]
-    (ranks,) = who_computes("attention2d", layout, work, name)
-    areas = np.bincount(ranks[ranks >= 0], minlength=rows * cols)
-    return Tiling(text, name, ranks, areas)
-
-
 def plot_masks(args: argparse.Namespace) -> int:
-    """Draw the masks that are asked for; returns the exit code."""
-    if args.rows * args.cols > RANKS:
-        raise ValueError(
-            f"--rows x --cols must be 1 to {RANKS} ranks, got {args.rows} x {args.cols}"
-        )
-    check_picture(args.output)
-    if len(args.masks) > MASKS:
-        raise ValueError(f"--masks must be at most {MASKS} masks, got {len(args.masks)}")
-    grid = args.rows, args.cols
-    tilings = [tiling(text, args.seqlen, *grid, args.distribution) for text in args.masks]
-    save(draw(tilings, *grid), args.output)
-    return 0
-
-
-def draw(tilings: list[Tiling], rows: int, cols: int):
-    """Draw two panels for each mask; returns the figure."""
-    plt = pyplot(**SETTINGS | {"axes.spines.top": True, "axes.spines.right": True})
+    """Draw the visible pairs of each mask, and the rank of each pair; returns the exit code."""
+    plt = _pyplot(args, **SETTINGS | {"axes.spines.top": True, "axes.spines.right": True})
+    tilings = [tiling(x, args) for x in args.masks]
     from matplotlib.colors import to_rgb
 
     hidden, seen, *of_ranks = map(to_rgb, (_HIDDEN, _SEEN, *COLOURS))
@@ -107,22 +36,129 @@ def draw(tilings: list[Tiling], rows: int, cols: int):
         axes.set(xticks=[], yticks=[])
     for axes in grid.flat[2 * len(tilings) :]:
         axes.axis("off")
-    for shown, left, right in zip(tilings, grid.flat[::2], grid.flat[1::2]):
-        visible = (shown.ranks >= 0)[..., None]
+    for text, tiles, left, right in zip(args.masks, tilings, grid.flat[::2], grid.flat[1::2]):
+        name, ranks, areas = tiles
+        visible = (ranks >= 0)[..., None]
         left.imshow(np.where(visible, seen, hidden), interpolation="nearest")
         left.set(xlabel="key", ylabel="query")
-        left.set_title(shown.text, loc="left")
+        left.set_title(text, loc="left")
         # -1 is the last.
-        right.imshow(np.array([*of_ranks, hidden])[shown.ranks], interpolation="nearest")
-        imbalance = shown.areas.max() / shown.areas.mean() if shown.areas.any() else 1.0
-        right.set_xlabel(f"{shown.distribution}, {imbalance:.2f}")
-        for rank in np.flatnonzero(shown.areas):
-            y, x, distance = deepest(shown.ranks == rank)
-            if distance * ROOM > len(visible):  # else the number would hide what is around it
-                right.text(x, y, rank, ha="center", va="center", color=contrast(COLOURS[rank]))
-    for rank in range(rows * cols):
+        right.imshow(np.array([*of_ranks, hidden])[ranks], interpolation="nearest")
+        imbalance = areas.max() / areas.mean() if areas.any() else 1.0
+        right.set_xlabel(f"{name}, {imbalance:.2f}")
+        _number(right, ranks, areas, args.seqlen // ROOM)  # others would hide what is around them
+    for rank in range(args.rows * args.cols):
         grid[0, 0].fill([], [], color=COLOURS[rank], label=f"rank {rank}")
-    return finish(
-        figure, "left: visible pairs; right: the rank that computes each pair; "
-        "number: the largest rank's pairs / mean",
-    )  # fmt: skip
+    title = "left: visible pairs; right: the rank that computes each pair; "
+    save(finish(figure, f"{title}number: the largest rank's pairs / mean"), args.output)
+    return 0
+
+
+def plot_grid(args: argparse.Namespace) -> int:
+    """Draw the rank of each pair, and what ranks exchange; returns the exit code."""
+    rows, cols, last = args.rows, args.cols, args.seqlen - 1
+    plt = _pyplot(args, **{"axes.titlesize": 10})
+    name, ranks, areas = tiling(args.mask, args)
+    from matplotlib.colors import ListedColormap
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.2), width_ratios=(1, 1.1))
+    palette = ListedColormap(COLOURS[: rows * cols])
+    shown = np.ma.masked_less(ranks, 0)
+    left.imshow(shown, cmap=palette, vmin=-0.5, vmax=rows * cols - 0.5, interpolation="nearest")
+    left.set(xlabel="key token", ylabel="query token", xticks=[0, last], yticks=[0, last])
+    left.set_title(f"{args.mask}, {name}: the rank that computes each pair")
+    _number(left, ranks, areas)
+    for rank, area in enumerate(areas):
+        r, c = divmod(rank, cols)
+        box = plt.Rectangle((c, r), 0.84, 0.7, facecolor=COLOURS[rank], edgecolor="black")
+        right.add_patch(box)
+        label = f"rank {rank}\nwork {area / areas.mean():.2f}"
+        right.text(c + 0.42, r + 0.35, label, **_look(rank))
+    arrow = {"arrowstyle": "<->", "linewidth": 1.5}
+    for r in range(rows):
+        right.annotate("", (0, r + 0.78), (cols - 0.16, r + 0.78), arrowprops=arrow)
+    right.text(cols / 2 - 0.08, rows - 0.05, "along a row: gather Q, return partial out (dQ)",
+               ha="center", va="top")  # fmt: skip
+    for c in range(cols):
+        right.annotate("", (c + 0.92, 0), (c + 0.92, rows - 0.3), arrowprops=arrow)
+    right.text(cols + 0.05, rows / 2 - 0.15, "along a column:\ngather K, V\n(return dK, dV)",
+               ha="left", va="center")  # fmt: skip
+    right.set(xlim=(-0.05, cols + 1), ylim=(rows + 0.15, -0.2))
+    right.axis("off")
+    right.set_title(f"{rows} x {cols} grid of ranks; work: pairs / mean")
+    figure.tight_layout()
+    save(figure, args.output, dpi=110)
+    return 0
+
+
+def _pyplot(args: argparse.Namespace, **settings: object):
+    """Check the options of both pictures; import pyplot with settings."""
+    if args.rows * args.cols > RANKS:
+        raise ValueError(
+            f"--rows x --cols must be 1 to {RANKS} ranks, got {args.rows} x {args.cols}"
+        )
+    check_picture(args.output)
+    return pyplot(**settings)
+
+
+def tiling(text: str, args: argparse.Namespace) -> tuple[str, np.ndarray, np.ndarray]:
+    """Find the ranks of a grid that compute the pairs of a mask.
+
+    Parameters
+    ----------
+    text : str
+        The name and the arguments of the mask.
+    args
+        Has seqlen, rows, cols, and distribution; None: the distribution that a plan takes.
+
+    Returns
+    -------
+    distribution : str
+    ranks : (seqlen, seqlen) int
+        The rank that computes each pair of a query and a key; -1: the pair is hidden.
+    areas : (ranks,) int
+        Visible pairs of each rank.
+
+    Raises
+    ------
+    ValueError
+        If the mask does not fit.
+    """
+    work = Workload(args.seqlen, 1, 1, mask=make_mask(text, args.seqlen))
+    layout = Layout(args.rows, args.cols)
+    name = args.distribution
+    name = name or default_distribution("attention2d", layout, work, work.mask)[0]
+    (ranks,) = who_computes("attention2d", layout, work, name)
+    return name, ranks, np.bincount(ranks[ranks >= 0], minlength=layout.size)
+
+
+def _number(axes, ranks: np.ndarray, areas: np.ndarray, room: int = 0) -> None:
+    """Write the number of each rank into its area, if that is at least `room` deep."""
+    for rank in np.flatnonzero(areas):
+        y, x, distance = deepest(ranks == rank)
+        if distance > room:
+            axes.text(x, y, rank, **_look(rank))
+
+
+def deepest(pairs: np.ndarray) -> tuple[int, int, int]:
+    """Find a True of a matrix that is farthest from any False.
+
+    Returns
+    -------
+    row, column, distance : int
+    """
+    distance = 0
+    while pairs.any():
+        rows, columns = np.nonzero(pairs)
+        distance, middle = distance + 1, len(rows) // 2
+        wide = np.pad(pairs, 1)
+        pairs = pairs & wide[2:, 1:-1] & wide[:-2, 1:-1] & wide[1:-1, 2:] & wide[1:-1, :-2]
+    return int(rows[middle]), int(columns[middle]), distance
+
+
+def _look(rank: int) -> dict[str, str]:
+    """Return the place of text on the colour of a rank, and its colour."""
+    from matplotlib.colors import to_rgb
+
+    colour = "white" if sum(to_rgb(COLOURS[rank])) < 1.3 else "black"
+    return {"ha": "center", "va": "center", "color": colour}

@@ -17,9 +17,9 @@ from a2d_mpi.core.atomic import check_writable, replacing
 
 # Files have no dates and versions, so the same picture is the same file.
 _METADATA = {
-    "png": {"Software": None},
-    "svg": {"Date": None, "Creator": None},
-    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+    ".png": {"Software": None},
+    ".svg": {"Date": None, "Creator": None},
+    ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
 SETTINGS = {
     "font.size": 7, "legend.fontsize": 7, "axes.titlesize": 7, "legend.title_fontsize": 7,
@@ -36,7 +36,6 @@ METHOD_STYLES = defaultdict(lambda: ("#000000", next(_MORE)), {
     "attention2d": ("#0072B2", "o"), "ring": ("#D55E00", "s"), "striped ring": ("#CC79A7", "^"),
     "double ring": ("#E69F00", "D"), "triangle": ("#009E73", ">"), "node aware": ("#56B4E9", "p"),
     "all-gather": ("#444444", "v"),
-    "lasp2": ("#332288", "<"), "lasp": ("#999933", "P"),
 })  # fmt: skip
 # Colours and hatches of the parts of a phase.
 FILLS = {
@@ -78,8 +77,8 @@ def check_picture(path: Path) -> None:
     OSError
         If the file cannot be written.
     """
-    if _format(path) not in _METADATA:
-        raise ValueError(f"{path} must end with .{', .'.join(_METADATA)}")
+    if path.suffix not in _METADATA:
+        raise ValueError(f"{path} must end with {', '.join(_METADATA)}")
     check_writable(path)
 
 
@@ -88,10 +87,9 @@ def save(figure, path: Path, **options: object) -> None:
 
     A PNG file holds the `digest` of its data in the text "Data".
     """
-    kind = _format(path)
-    metadata = _METADATA[kind] | ({"Data": digest(figure)} if kind == "png" else {})
+    metadata = _METADATA[path.suffix] | ({"Data": digest(figure)} if path.suffix == ".png" else {})
     with replacing(path) as (target, temporary):
-        figure.savefig(temporary, format=kind, metadata=metadata, **options)
+        figure.savefig(temporary, format=path.suffix[1:], metadata=metadata, **options)
         os.replace(temporary, target)
 
 
@@ -159,29 +157,6 @@ def nodes_of(machine: str) -> str:
     return re.sub(r"^\d+ nodes", "nodes", machine)
 
 
-def deepest(pairs: np.ndarray) -> tuple[int, int, int]:
-    """Find a True of a matrix that is farthest from any False.
-
-    Returns
-    -------
-    row, column, distance : int
-    """
-    distance = 0
-    while pairs.any():
-        rows, columns = np.nonzero(pairs)
-        distance, middle = distance + 1, len(rows) // 2
-        wide = np.pad(pairs, 1)
-        pairs = pairs & wide[2:, 1:-1] & wide[:-2, 1:-1] & wide[1:-1, 2:] & wide[1:-1, :-2]
-    return int(rows[middle]), int(columns[middle]), distance
-
-
-def contrast(colour: str) -> str:
-    """Choose black or white for text on a colour."""
-    from matplotlib.colors import to_rgb
-
-    return "white" if sum(to_rgb(colour)) < 1.3 else "black"
-
-
 def finish(figure, title: str = ""):
     """Put title and legend above, in as many columns as there is room for; returns the figure."""
     handles = {}  # by label: of all panels, each once
@@ -212,12 +187,8 @@ def timeline(axes, y: float, spans: Sequence[tuple[str, float, float]], height: 
 
 def plain_ticks(axis, subs: Sequence[int] = (1, 2, 5)) -> None:
     """Write 1, 2, 5, 10, ... at an axis rather than powers of ten."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator
 
     axis.set_major_locator(LogLocator(subs=subs))
-    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    axis.set_minor_formatter(NullFormatter())
-
-
-def _format(path: Path) -> str:
-    return path.suffix[1:].lower()
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("")

@@ -19,7 +19,6 @@ output of the final LayerNorm.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 
 import numpy as np
@@ -29,6 +28,7 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import CollectiveError, agree, errors_of
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.comm.survival import NoFailures
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.gpt import layers
@@ -185,26 +185,11 @@ class Apart(Decoder):
         self.comm, self._micro_batches = comm, micro_batches
         self.attention_ranks = range(attention_ranks)
         self.ffn_ranks = range(attention_ranks, comm.size)
-        # Without the grid's hooks for ranks that die: here a death ends the job.
-        self.pipe = ArrayExchange(comm, "decode", "pipe", self._way._replace(failures=None))
-
-    def all_or_none(self) -> AbstractContextManager[None]:
-        """Return a context manager without effect: here the death of a rank ends the job."""
-        return nullcontext()
-
-    def free(self) -> None:
-        """Free the communicators.  Collective."""
-        super().free()
-        self.pipe.free()
-
-    def empty(self, rows: int) -> Array:
-        """Return an array for rows that travel, (rows, E)."""
-        flat = self._weights.flat
-        return module_of(flat).empty((rows, self._weights.config.width), flat.dtype)
-
-    def _chooser(self) -> tuple[MPI.Intracomm, int]:
-        """Return all ranks, and the first FFN rank."""
-        return self.comm, self.ffn_ranks[0]
+        self._chooser = comm, attention_ranks
+        self._failures = NoFailures(comm, [])  # here the death of a rank ends the job
+        way = self._way._replace(failures=self._failures)
+        self.pipe = ArrayExchange(comm, "decode", "pipe", way)
+        self._exchanges.append(self.pipe)
 
     def _batches(self, requests: int) -> list[tuple[slice, Line]]:
         """Cut the requests of a step into micro-batches; return each with its line."""
@@ -247,7 +232,7 @@ class Line:
             self._sources = whole.ffn_ranks
         else:
             self._to, self._sources = holders, [givers[whole.ffn_ranks.index(rank)]]
-        self._whole, self._pipe, self._length = whole, whole.pipe, rows
+        self._weights, self._pipe, self._length = whole._weights, whole.pipe, rows
         self._takes, self._tag, self._messages = takes, tag, []
         self._expect()
 
@@ -273,7 +258,9 @@ class Line:
         self._rows = []
         if self._takes:
             self._takes -= 1
-            self._rows = [self._whole.empty(self._length) for _ in self._sources]
+            flat = self._weights.flat
+            shape = len(self._sources), self._length, self._weights.config.width
+            self._rows = module_of(flat).empty(shape, flat.dtype)
             for x, source in zip(self._rows, self._sources):
                 self._messages += self._pipe.receive(x, source, self._tag)
 

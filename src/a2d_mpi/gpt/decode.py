@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from types import SimpleNamespace
 
 import numpy as np
-from mpi4py import MPI
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
@@ -80,6 +79,8 @@ class Decoder:
         kernel: str = "auto",
     ) -> None:
         self._grid, self._weights, self._method = grid, weights, method
+        # All ranks and the first one that has the logits; and what to do if a rank dies.
+        self._chooser, self._failures = (grid.comm, 0), grid.failures
         self._options, c = {"transfers": transfers, "kernel": kernel}, weights.config
         ranks, call = grid.group_comm.size, Call(grid.comm)
         with call.checks():
@@ -201,18 +202,14 @@ class Decoder:
 
         It does so at the end of the ``with`` statement, if a rank died in it.
         """
-        return self._grid.failures.all_or_none()
+        return self._failures.all_or_none()
 
     def decide(self, choose: Callable[[], dict[int, int]]) -> dict[int, int]:
         """Return on all ranks what `choose` returns on the first rank that has the logits."""
-        comm, root = self._chooser()
+        comm, root = self._chooser
         with errors_of(comm, root):
             chosen = choose() if comm.rank == root else None
         return comm.bcast(chosen, root)
-
-    def _chooser(self) -> tuple[MPI.Intracomm, int]:
-        """Return all ranks, and the first one that has the logits."""
-        return self._grid.comm, 0
 
     @property
     def sent(self) -> tuple[int, int]:
@@ -244,14 +241,11 @@ class Decoder:
                 raise CollectiveError(
                     f"request {name} has room for {room} more tokens, got {len(tokens)}"
                 )
-        everything = np.concatenate(list(new.values()))
-        wrong = np.flatnonzero((everything < 0) | (everything >= vocab))
-        if len(wrong):
-            names = np.repeat(list(new), [len(x) for x in new.values()])
-            raise CollectiveError(
-                f"request {names[wrong[0]]}: tokens must be from 0 to {vocab - 1}, got "
-                f"{everything[wrong[0]]}"
-            )
+            given = np.asarray(tokens)
+            if len(wrong := given[(given < 0) | (given >= vocab)]):
+                raise CollectiveError(
+                    f"request {name}: tokens must be from 0 to {vocab - 1}, got {wrong[0]}"
+                )
 
     def _plan(self, cu_seqlens: np.ndarray) -> AttentionPlan:
         """Make a plan for prompts that are packed as documents."""
@@ -268,7 +262,7 @@ class Decoder:
 
     def _move(self, prompts: Mapping[int, np.ndarray], own: np.ndarray, kept: list) -> None:
         """Move keys and values from the ranks that computed them to the ranks that keep them."""
-        config, comm, (_, everyone) = self._weights.config, self._grid.comm, self._exchanges
+        config, comm, everyone = self._weights.config, self._grid.comm, self._exchanges[1]
         heads = [heads_kv_of(config, self._grid.heads, u) for u in range(self._grid.heads)]
         to = np.concatenate([self.table.append(x, len(y)) for x, y in prompts.items()])
         held = (self.table.requests[x].held[self.cache.rank] for x in prompts)

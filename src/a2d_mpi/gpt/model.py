@@ -13,7 +13,7 @@ rows, and the only one that communicates.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -40,25 +40,6 @@ class Attention(Protocol):
         self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array
     ) -> tuple[Array, Array, Array]:
         """Compute the gradients of this rank's q, k and v."""
-
-
-class Activations(NamedTuple):
-    """Arrays that a layer keeps for its backward pass.
-
-    Attributes
-    ----------
-    x : (n, E)
-        Input of the layer.
-    out, lse : (n, H, D), (n, H)
-        Results of attention, which is never computed again.
-    inside : tuple or None
-        All other arrays, see `_before` and `_after`.  None: the backward pass recomputes them.
-    """
-
-    x: Array
-    out: Array
-    lse: Array
-    inside: tuple | None
 
 
 class GPT:
@@ -188,18 +169,20 @@ class GPT:
         x = w["wte"][tokens]  # (n, E)
         return x + w["wpe"][self._positions] if "wpe" in w else x
 
-    def _layer(self, i: int, x: Array) -> tuple[Array, Activations]:
-        """Compute a layer; return its output and the arrays that its backward pass needs."""
+    def _layer(self, i: int, x: Array) -> tuple[Array, tuple]:
+        """Compute a layer; return its output, and what its backward pass needs.
+
+        This is the input, (n, E), attention's out and lse, which are never computed again, and all
+        other arrays (see `_before` and `_after`), or None if the backward pass recomputes these.
+        """
         w = self.weights.by_layer[i]
         qkv, of_norm = self._before(w, x)
         out, lse = self._attention_of(i).forward(*qkv)  # (n, H, D), (n, H)
         y, of_mlp = self._after(w, x, out)
         inside = None if self.checkpoint else (qkv, of_norm, of_mlp)
-        return y, Activations(x, out, lse, inside)
+        return y, (x, out, lse, inside)
 
-    def _layer_backward(
-        self, i: int, dy: Array, kept: Activations, gradients: Parameters
-    ) -> Array:
+    def _layer_backward(self, i: int, dy: Array, kept: tuple, gradients: Parameters) -> Array:
         """Compute the gradient of a layer's input, and add the gradients of its weights."""
         w, d = self.weights.by_layer[i], gradients.by_layer[i]
         x, out, lse, inside = kept

@@ -1,10 +1,12 @@
-"""Training of a GPT, step by step, by all ranks together."""
+"""Training of a GPT, step by step, by all ranks together, with Adam (arXiv:1412.6980)."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections import Counter
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,9 @@ from mpi4py import MPI
 
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.failures import Failures
+from a2d_mpi.core.config import PHASES
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array
-from a2d_mpi.gpt.adam import Adam
 from a2d_mpi.gpt.cost import STEP_PARTS
 from a2d_mpi.gpt.gradients import GradientSum, total
 from a2d_mpi.gpt.layers import module_of
@@ -22,6 +24,82 @@ from a2d_mpi.gpt.model import GPT, Attention
 from a2d_mpi.gpt.parameters import Parameters
 from a2d_mpi.gpt.text import Batch
 from a2d_mpi.linear.plan import LinearAttention
+
+# The values of GPT-3.  DECAY is for weights of linear layers only; CLIP is the largest norm of the
+# gradient.
+BETAS, EPSILON, DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
+
+
+def learning_rate(step: int, rate: float, warmup: int, steps: int) -> float:
+    """Return the learning rate of a step: linear warm-up, then a cosine down to a tenth.
+
+    Source: GPT-3 (arXiv:2005.14165).
+
+    Parameters
+    ----------
+    step : int
+        From 0.
+    rate : float
+        Highest learning rate.
+    warmup, steps : int
+        Steps of the warm-up, and steps in all.
+    """
+    if step < warmup:
+        return rate * (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return rate * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+
+
+class Adam:
+    """Adam with decoupled weight decay (Kingma and Ba, arXiv:1412.6980), on flat arrays.
+
+    Parameters
+    ----------
+    weights : Parameters
+    moments : (2, parameters) array
+        First and second moments; zeros at the start.
+    done : int
+        Number of updates so far.
+
+    Attributes
+    ----------
+    step : int
+        Number of updates so far.
+    """
+
+    def __init__(self, weights: Parameters, moments: Array, done: int = 0) -> None:
+        self._weights, self.moments, self.step = weights, moments, done
+
+    def update(self, gradients: Parameters, rate: float) -> float:
+        """Update the weights; return the norm of the gradient before clipping.
+
+        `gradients` are overwritten if they are clipped.  `rate` is the learning rate.
+
+        Raises
+        ------
+        FloatingPointError
+            If the norm is not finite; nothing is updated then.  Or if a new weight is not finite.
+        """
+        g, w = gradients.flat, self._weights.flat
+        norm = float((g.astype("f8") ** 2).sum()) ** 0.5
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the norm of the gradient is {norm}")
+        if norm > CLIP:
+            g *= CLIP / norm
+        self.step += 1
+        (b1, b2), (m, v) = BETAS, self.moments
+        m *= b1
+        m += (1 - b1) * g
+        v *= b2
+        v += (1 - b2) * g**2
+        for x in self._weights.named.values():
+            if x.ndim == 2:
+                x *= 1 - rate * DECAY
+        unbiased = rate / (1 - b1**self.step)
+        w -= unbiased * m / ((v / (1 - b2**self.step)) ** 0.5 + EPSILON)
+        if not math.isfinite(w.sum(dtype="f8")):
+            raise FloatingPointError("some weights are not finite")
+        return norm
 
 
 class Training:
@@ -110,8 +188,8 @@ class Training:
             On all surviving ranks, if a rank died; the weights have not changed.
         """
         start = time.perf_counter()
-        timed, count = _Timed(plan), max(1, int((batch.targets >= 0).sum()))
-        linear = self.linear and _Timed(self.linear, timed)
+        spent, count = Counter(), max(1, int((batch.targets >= 0).sum()))
+        timed, linear = _timed(plan, spent), self.linear and _timed(self.linear, spent)
         with self._failures.all_or_none():
             loss = self.loss(timed, batch, count, self.gradients, self.sum.start, linear=linear)
             marks = [time.perf_counter()]
@@ -124,9 +202,9 @@ class Training:
         self.adam.update(self.gradients, rate)
         marks.append(time.perf_counter())
         waited, agreed, adam = np.diff(marks).tolist()
-        attention = timed.seconds - timed.wait
-        other = marks[0] - start - timed.seconds
-        return loss, dict(zip(STEP_PARTS, (attention, timed.wait, waited + agreed, adam, other)))
+        attention, other = spent["total"] - spent["wait"], marks[0] - start - spent["total"]
+        seconds = attention, spent["wait"], waited + agreed, adam, other
+        return loss, dict(zip(STEP_PARTS, seconds))
 
     def loss(
         self, attention: Attention, batch: Batch, count: int, *backward: Any, linear: Any = None
@@ -148,21 +226,13 @@ class Training:
             self.sum = None
 
 
-class _Timed:
-    """A plan that counts the seconds of its calls, in itself or in `total`."""
+def _timed(plan: AttentionPlan | LinearAttention, spent: Counter) -> SimpleNamespace:
+    """Return a plan that adds the seconds of its calls to `spent`, as "total" and "wait"."""
 
-    def __init__(self, plan: AttentionPlan | LinearAttention, total: _Timed | None = None) -> None:
-        self._plan, self.tokens, self._total = plan, plan.tokens, total or self
-        self.seconds = self.wait = 0.0
-
-    def forward(self, *tensors: Array) -> tuple:
-        return self._called("forward", tensors)
-
-    def backward(self, *tensors: Array) -> tuple:
-        return self._called("backward", tensors)
-
-    def _called(self, phase: str, tensors: Sequence[Array]) -> tuple:
-        results = getattr(self._plan, phase)(*tensors)
-        self._total.seconds += self._plan.timings[f"{phase}/total"]
-        self._total.wait += self._plan.timings[f"{phase}/wait"]
+    def call(phase: str, *tensors: Array) -> tuple:
+        results = getattr(plan, phase)(*tensors)
+        spent.update({x: plan.timings[f"{phase}/{x}"] for x in ("total", "wait")})
         return results
+
+    calls = {phase: partial(call, phase) for phase in PHASES}
+    return SimpleNamespace(tokens=plan.tokens, **calls)

@@ -5,70 +5,27 @@ Arrays are head-major: x is (H, n, D), features are (H, n, F).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from a2d_mpi.devices.protocol import Array
 
 FEATURE_MAPS = ("none", "elu+1", "relu", "random")
 ROTARY_BASE = 10000.0
+Map = Callable[..., np.ndarray]
 
 
-class FeatureMap:
-    """A map of each row, and its derivative.  This base class is the identity."""
-
-    def forward(self, x: np.ndarray) -> np.ndarray:
-        """Compute the features y, (H, n, F), of rows x, (H, n, D)."""
-        return x
-
-    def backward(self, dy: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """Compute the gradient of the rows, (H, n, D), from the gradient of the features y."""
-        return dy
-
-
-class EluPlusOne(FeatureMap):
-    """ELU + 1: exp(x) for x <= 0, x + 1 for x > 0 (Katharopoulos et al., arXiv:2006.16236)."""
-
-    def forward(self, x: np.ndarray) -> np.ndarray:
-        return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
-
-    def backward(self, dy: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return dy * np.minimum(y, 1)
-
-
-class Relu(FeatureMap):
-    """ReLU: max(x, 0)."""
-
-    def forward(self, x: np.ndarray) -> np.ndarray:
-        return np.maximum(x, 0)
-
-    def backward(self, dy: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return dy * (y > 0)
-
-
-class RandomRotary(FeatureMap):
-    """ReLU of random projections of rotated rows, as in MoLFormer (arXiv:2106.09553).
-
-    The rows are rotated by the rotary angles of their tokens, see `rotate`.
-
-    Parameters
-    ----------
-    tokens : (n,) int64
-        Global index of each row.
-    projections : (D, F) float
-    dtype : dtype
-        Dtype of the computation.
-    """
-
-    def __init__(self, tokens: np.ndarray, projections: np.ndarray, dtype: np.dtype) -> None:
-        self._cos, self._sin = rotation(tokens, len(projections), dtype)
-        self._projections, self._relu = projections.astype(dtype), Relu()
-
-    def forward(self, x: np.ndarray) -> np.ndarray:
-        return self._relu.forward(rotate(x, self._cos, self._sin) @ self._projections)
-
-    def backward(self, dy: np.ndarray, y: np.ndarray) -> np.ndarray:
-        dx = self._relu.backward(dy, y) @ self._projections.T
-        return rotate(dx, self._cos, -self._sin)
+# Maps of each element: the features of x, and the gradient of x from that of the features y.
+_ELEMENTWISE = {
+    "none": (lambda x: x, lambda dy, y: dy),
+    # Katharopoulos et al., arXiv:2006.16236
+    "elu+1": (
+        lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))),
+        lambda dy, y: dy * np.minimum(y, 1),
+    ),
+    "relu": (lambda x: np.maximum(x, 0), lambda dy, y: dy * (y > 0)),
+}
 
 
 def rotation(tokens: np.ndarray, headdim: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
@@ -111,8 +68,25 @@ def random_projections(headdim: int, nfeatures: int, seed: int) -> np.ndarray:
 
 def make_feature_map(
     name: str, tokens: np.ndarray, headdim: int, nfeatures: int, seed: int, dtype: np.dtype
-) -> FeatureMap:
-    """Make a feature map by its name, one of `FEATURE_MAPS`, for rows of the given tokens."""
-    if name == "random":
-        return RandomRotary(tokens, random_projections(headdim, nfeatures, seed), dtype)
-    return {"none": FeatureMap, "elu+1": EluPlusOne, "relu": Relu}[name]()
+) -> tuple[Map, Map]:
+    """Make a feature map by its name, one of `FEATURE_MAPS`, for rows of the given tokens.
+
+    The rows of "random" are rotated by the rotary angles of their tokens, see `rotate`; their
+    features are the ReLU of random projections, as in MoLFormer (arXiv:2106.09553).
+
+    Returns
+    -------
+    forward : callable
+        ``forward(x)`` computes the features y, (H, n, F), of rows x, (H, n, D).
+    backward : callable
+        ``backward(dy, y)`` computes the gradient of the rows from that of the features.
+    """
+    if name != "random":
+        return _ELEMENTWISE[name]
+    cos, sin = rotation(tokens, headdim, dtype)
+    projections = random_projections(headdim, nfeatures, seed).astype(dtype)  # (D, F)
+    relu, relu_backward = _ELEMENTWISE["relu"]
+    return (
+        lambda x: relu(rotate(x, cos, sin) @ projections),
+        lambda dy, y: rotate(relu_backward(dy, y) @ projections.T, cos, -sin),
+    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-NORMS = ("none", "denominator", "output")
 # Added to a denominator or a mean square; 1e-6 as in the code of Katharopoulos et al.
 EPSILON = 1e-6
 
@@ -62,6 +61,4 @@ class OutputNorm(Norm):
         return (dout - out * along) * scale
 
 
-def make_norm(name: str) -> Norm:
-    """Make a normalisation by its name, one of `NORMS`."""
-    return {"none": Norm, "denominator": Denominator, "output": OutputNorm}[name]()
+NORMS = {"none": Norm(), "denominator": Denominator(), "output": OutputNorm()}

@@ -21,7 +21,7 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.kernels.threads import BlasThreads
 from a2d_mpi.linear.chunks import CausalSums, FullSums
 from a2d_mpi.linear.features import FEATURE_MAPS, make_feature_map
-from a2d_mpi.linear.norms import NORMS, make_norm
+from a2d_mpi.linear.norms import NORMS
 from a2d_mpi.linear.states import STATES, Decay, Piece, StateExchange, count_pieces, pieces_of
 from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.sharding.distribution import Distribution, distribute
@@ -138,6 +138,7 @@ class LinearAttention(Caller):
         check_grid(grid)
         self.grid, self.mask, self.traffic = grid, mask, Traffic()
         self.timings: dict[str, float] = {}
+        self._kept: list | None = None  # shapes and dtypes of what forward has kept
         arguments = {}
         with grid.call("making", self) as call:
             rank = grid.comm.rank
@@ -160,7 +161,7 @@ class LinearAttention(Caller):
                     "distribution": self.distribution,
                     "its runs (checksum)": crc32(repr(self.distribution.listed).encode()),
                 }
-                self._norm, self._causal = make_norm(norm), isinstance(mask, Causal)
+                self._norm, self._causal = NORMS[norm], isinstance(mask, Causal)
                 width = int(nfeatures) if feature_map == "random" else config.headdim
                 # A state is (H, F, W).
                 self._shape = config.nheads, width, config.headdim + self._norm.columns
@@ -175,7 +176,7 @@ class LinearAttention(Caller):
                 self._pieces = pieces_of(self.distribution, self._causal)
                 self.tokens = self.tokens_kv = self.distribution.tokens(rank)
                 sizes = config.headdim, int(nfeatures), seed, config.compute_dtype
-                self._map = make_feature_map(feature_map, self.tokens, *sizes)
+                self._map, self._map_backward = make_feature_map(feature_map, self.tokens, *sizes)
             call.agree(arguments)
             comm = grid.comm_of("all", tuple(range(grid.comm.size)))
         self.config, self.dtype = config, config.dtype_of("q")
@@ -286,25 +287,21 @@ class LinearAttention(Caller):
             raise ValueError("linear attention takes NumPy arrays, got CuPy arrays")
         if phase == "forward":
             return
-        states = sum(piece.owner == self.grid.comm.rank for piece in self._pieces), *self._shape
-        nothing = np.empty((0, self._shape[0], self._shape[2]), self.compute_dtype)
-        _, scale = self._norm.forward(nothing)  # has the shape of a scale, for no tokens
-        shapes = states, scale if scale is None else (n, *scale.shape[1:])
-        wanted = [shape and (shape, self.compute_dtype.name) for shape in shapes]
         got = type(kept).__name__
         if isinstance(kept, Kept):
             got = [x if x is None else (np.shape(x), np.asarray(x).dtype.name) for x in kept]
-        if got != wanted:
+        if got != self._kept:
             raise ValueError(
-                f"kept must be the second result of forward, with states and scale {wanted}, "
+                f"kept must be the second result of forward, with states and scale {self._kept}, "
                 f"got {got}"
             )
 
     def _forward(self, q: ndarray, k: ndarray, v: ndarray) -> tuple[ndarray, Kept]:
         sums, states = self._sums.forward(*self._mapped(q, k, v))
         out, scale = self._norm.forward(_turned(sums))
-        kept = np.array(states, self.compute_dtype).reshape(-1, *self._shape)
-        return out.astype(self.dtype), Kept(kept, scale)
+        kept = Kept(np.array(states, self.compute_dtype).reshape(-1, *self._shape), scale)
+        self._kept = [x if x is None else (x.shape, x.dtype.name) for x in kept]
+        return out.astype(self.dtype), kept
 
     def _backward(
         self, kept: Kept, dout: ndarray, q: ndarray, k: ndarray, v: ndarray, out: ndarray
@@ -313,7 +310,7 @@ class LinearAttention(Caller):
         do = _turned(self._norm.backward(dout, out, kept.scale))  # (H, n, W)
         fq, fk, fv = self._mapped(q, k, v)
         dfq, dfk, dfv = self._sums.backward(do, fq, fk, fv, kept.states)
-        dq, dk = self._map.backward(dfq, fq), self._map.backward(dfk, fk)
+        dq, dk = self._map_backward(dfq, fq), self._map_backward(dfk, fk)
         dv = dfv[..., : self.config.headdim]
         return tuple(_turned(x).astype(self.dtype) for x in (dq, dk, dv))
 
@@ -321,7 +318,7 @@ class LinearAttention(Caller):
         """Compute features, (H, n, F), and values, (H, n, W), with ones for a denominator."""
         q, k, v = (_turned(x.astype(self.compute_dtype)) for x in (q, k, v))
         ones = np.ones((*v.shape[:2], self._norm.columns), v.dtype)
-        return [self._map.forward(q), self._map.forward(k), np.concatenate([v, ones], axis=2)]
+        return [self._map(q), self._map(k), np.concatenate([v, ones], axis=2)]
 
 
 def _turned(x: ndarray) -> ndarray:
@@ -338,7 +335,7 @@ def _check(mask: Mask, headdim: int, options: Mapping[str, Any]) -> None:
     choices_of = {"feature_map": FEATURE_MAPS, "norm": NORMS, "states": STATES}
     for name, choices in choices_of.items():
         if options[name] not in choices:
-            raise ValueError(f"{name} must be one of {choices}, got {options[name]!r}")
+            raise ValueError(f"{name} must be one of {tuple(choices)}, got {options[name]!r}")
     feature_map = options["feature_map"]
     if options["norm"] == "denominator" and feature_map == "none":
         raise ValueError(

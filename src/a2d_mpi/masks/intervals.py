@@ -74,18 +74,11 @@ def _sorted(begin: np.ndarray, end: np.ndarray) -> Interval:
 
 def size(runs: Runs) -> int:
     """Count the integers in runs."""
-    if len(runs) == 1:  # the usual case
-        return runs[0][1] - runs[0][0]
     return sum(end - begin for begin, end in runs)
 
 
 def cut(runs: Runs, first: int, last: int) -> Runs:
     """Select integers ``[first, last)``, counted from the first integer of the runs."""
-    if len(runs) == 1:  # the usual case
-        begin, end = runs[0]
-        end = min(end, begin + last)
-        begin += first
-        return ((begin, end),) if begin < end else ()
     selected, passed = [], 0
     for begin, end in runs:
         a, b = begin + max(first - passed, 0), min(end, begin + last - passed)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from a2d_mpi.core.sizes import whole_number
 from a2d_mpi.masks.intervals import EVERYTHING, Interval
 from a2d_mpi.masks.mask import Mask
 
@@ -23,14 +24,9 @@ class _Positional(Mask):
 
     def __post_init__(self) -> None:
         for x in fields(self):
-            value = getattr(self, x.name)
-            is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-            if not is_integer or value < self._least:
-                raise ValueError(
-                    f"{type(self).__name__}: {x.name} must be a whole number of at least "
-                    f"{self._least}, got {value!r}"
-                )
-            object.__setattr__(self, x.name, min(int(value), EVERYTHING >> 2))
+            name, given = f"{type(self).__name__}: {x.name}", getattr(self, x.name)
+            value = min(whole_number(name, given, self._least), EVERYTHING >> 2)
+            object.__setattr__(self, x.name, value)
 
 
 @dataclass(frozen=True)

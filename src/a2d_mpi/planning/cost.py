@@ -1,6 +1,6 @@
-"""Bytes and messages of every method, counted in its programs, and a lower bound of the bytes.
+"""Bytes, messages, buffers and work: sums over the steps and arrays of programs.
 
-The counts are exact for shards of any size.
+The counts are exact for shards of any size.  There is also a lower bound of the bytes.
 """
 
 from __future__ import annotations
@@ -10,15 +10,58 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
+import numpy as np
+
 from a2d_mpi.core.config import PHASES
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.sizes import MAX_MESSAGE, Layout
 from a2d_mpi.masks.mask import Causal
-from a2d_mpi.planning.accounts import area, mpi_messages, nbytes
 from a2d_mpi.schedules import write
 from a2d_mpi.schedules.problem import Problem
-from a2d_mpi.schedules.steps import Message, Send
+from a2d_mpi.schedules.program import Program
+from a2d_mpi.schedules.steps import Attend, KernelCall, Message, Rows, Send
+from a2d_mpi.sharding.pairs import pairs_of_runs
 
 Bytes = dict[tuple[str, str], list[int]]
+
+
+def nbytes(program: Program, rows: Rows) -> int:
+    """Return the bytes of rows, over all tensors."""
+    return rows.count * sum(program.group.row_bytes(program.arrays[rows.array]))
+
+
+def mpi_messages(program: Program, rows: Rows) -> int:
+    """Return the number of MPI messages in which rows travel; large tensors travel in pieces."""
+    sizes = program.group.row_bytes(program.arrays[rows.array])
+    return sum(-(-rows.count * x // MAX_MESSAGE) for x in sizes)
+
+
+def pairs_of(program: Program, calls: Sequence[KernelCall]) -> np.ndarray:
+    """Return the visible pairs of kernel calls, and queries that need a mask, (2, calls) int64.
+
+    See `a2d_mpi.sharding.pairs.pairs_of_runs`.
+    """
+    runs = [(program.token_runs(x.queries), program.token_runs(x.keys)) for x in calls]
+    return pairs_of_runs(program.mask, runs)
+
+
+def buffers(program: Program) -> dict[tuple[str, int, bool], int]:
+    """Return the bytes of every buffer that a plan keeps for a program.
+
+    Partial results are taken to have the accumulation dtype.
+
+    Returns
+    -------
+    dict of (str, int, bool) to int
+        Bytes by the name of the memory (`TokenArray.memory`), the number of the tensor, and
+        whether its rows belong to keys.
+    """
+    sizes: dict[tuple[str, int, bool], int] = {}
+    for array in program.arrays.values():
+        if array.role == "buffer":
+            for i, size in enumerate(program.group.row_bytes(array)):
+                key = array.memory, i, array.of_keys
+                sizes[key] = max(sizes.get(key, 0), array.length * size)
+    return sizes
 
 
 class Transfer(NamedTuple):
@@ -92,8 +135,12 @@ def traffic(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:
 
 def pairs(method: str, layout: Layout, problem: Problem, rank: int) -> int:
     """Return the visible pairs that a rank computes for each head of its group; see `moves`."""
-    programs = write(method, "forward", layout, problem, rank)
-    return sum(area(x) for x in programs if x.slice == 0)
+    found = 0
+    for program in write(method, "forward", layout, problem, rank):
+        if program.slice == 0:
+            calls = [x for x in program.steps if isinstance(x, Attend)]
+            found += int(pairs_of(program, calls)[0].sum())
+    return found
 
 
 def messages(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:

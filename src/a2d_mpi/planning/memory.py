@@ -13,8 +13,8 @@ from a2d_mpi.core.kernel_memory import kernel_buffers
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.intervals import queries_per_key
 from a2d_mpi.masks.mask import Causal, Full
-from a2d_mpi.planning.accounts import buffers as buffers_of
-from a2d_mpi.planning.accounts import nbytes
+from a2d_mpi.planning.cost import buffers as buffers_of
+from a2d_mpi.planning.cost import nbytes
 from a2d_mpi.schedules import drafts_of
 from a2d_mpi.schedules.pipeline import turns
 from a2d_mpi.schedules.problem import Problem
@@ -82,7 +82,7 @@ class Held(NamedTuple):
     Attributes
     ----------
     buffers : dict of (str, int, bool) to int
-        Buffers of the plan, see `a2d_mpi.planning.accounts.buffers`.
+        Buffers of the plan, see `a2d_mpi.planning.cost.buffers`.
     results : int
         Arrays of results.
     copies : int

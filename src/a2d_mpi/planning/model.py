@@ -7,7 +7,7 @@ waits for messages that have not arrived.  Messages share the machine's links
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +45,14 @@ def slowest_seconds(phases: Mapping[str, Phase]) -> float:
     return sum(float(phase.total.max()) for phase in phases.values())
 
 
+def simulated(
+    machine: Machine, layout: Layout, survey: Survey, spans: list[Spans] | None = None
+) -> Phase:
+    """Run the simulator on the survey of a phase; `spans` as of `simulator.simulate`."""
+    cables = Cables(Network(), machine, layout.size)
+    return Phase(**simulate(*survey[:2], cables, layout.world_ranks(), spans))
+
+
 def predict(
     machine: Machine,
     method: str,
@@ -52,6 +60,7 @@ def predict(
     work: Workload,
     distribution: str | None = None,
     spans: dict[str, list[Spans]] | None = None,
+    run: Callable[..., Phase] = simulated,
 ) -> dict[str, Phase]:
     """Predict the seconds of every rank, by phase.
 
@@ -67,6 +76,8 @@ def predict(
     spans : dict, optional
         The spans of the simulator are written here, by phase and rank; seconds since the phase
         began.
+    run : callable
+        The simulator, with the parameters of `simulated`.
 
     Raises
     ------
@@ -77,15 +88,7 @@ def predict(
     for phase in work.phases:
         trace = None if spans is None else [[] for _ in range(layout.size)]
         survey = survey_of(machine, method, layout, work, problem, phase)
-        phases[phase] = simulated(machine, layout, survey, trace)
+        phases[phase] = run(machine, layout, survey, trace)
         if spans is not None:
             spans[phase] = trace
     return phases
-
-
-def simulated(
-    machine: Machine, layout: Layout, survey: Survey, spans: list[Spans] | None = None
-) -> Phase:
-    """Run the simulator on the survey of a phase; `spans` as of `simulator.simulate`."""
-    cables = Cables(Network(), machine, layout.size)
-    return Phase(**simulate(*survey[:2], cables, layout.world_ranks(), spans))

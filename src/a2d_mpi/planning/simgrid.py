@@ -19,12 +19,11 @@ import numpy as np
 
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.machine import Machine
-from a2d_mpi.planning.model import Phase
+from a2d_mpi.planning.model import Phase, predict
 from a2d_mpi.planning.network import Cables, Network
 from a2d_mpi.planning.simulator import WAIT, Messages, Operations, spent
-from a2d_mpi.planning.survey import survey_of
+from a2d_mpi.planning.survey import Survey
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import problem_of
 
 NEEDS = (
     "simulations need SimGrid and a compiler: apt-get install g++ libsimgrid-dev (Debian, Ubuntu)"
@@ -74,17 +73,15 @@ def simulate(
         If SimGrid is not installed, the heads do not fit the layout, or the machine has no kernel
         for the dtype.
     """
-    problem = problem_of(method, layout, work, work.mask, distribution)
-    phases = {}
-    for phase in work.phases:
-        programs, listed, *_ = survey_of(machine, method, layout, work, problem, phase)
+
+    def replayed(machine: Machine, layout: Layout, survey: Survey, spans: None) -> Phase:
         cables = Cables(network, machine, layout.size)
-        arrays = replay_input(programs, listed, cables, layout.world_ranks())
-        now, waited = _run(arrays, coarse)
-        parts = {**spent(programs), "wait": waited}
+        now, waited = _run(replay_input(*survey[:2], cables, layout.world_ranks()), coarse)
+        parts = {**spent(survey.operations), "wait": waited}
         assert np.allclose(sum(parts.values()), now), "a rank's time is not what it spent"
-        phases[phase] = Phase(**parts)
-    return phases
+        return Phase(**parts)
+
+    return predict(machine, method, layout, work, distribution, run=replayed)
 
 
 def replay_input(
