@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 from collections.abc import Callable, Iterator
 from itertools import product
 from types import ModuleType
@@ -25,9 +24,8 @@ from a2d_mpi.experiments.benchmark import in_turn, random_inputs, report
 from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.hdf5 import check_output
-from a2d_mpi.experiments.measure import open_device
+from a2d_mpi.experiments.measure import open_device, origin_of
 from a2d_mpi.experiments.options import SAMPLE, form, progress
-from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, extend_file, kernel_speeds
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.kernels.protocol import Kernel
@@ -73,7 +71,7 @@ def _bench_kernel(ranks: int, args: argparse.Namespace) -> int:
     if device is HOST and hasattr(os, "sched_setaffinity"):  # to one core
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch = _torch(device)
-    origin = provenance("none", [socket.gethostname()], device.description)
+    origin = origin_of(MPI.COMM_SELF, device)
     times: dict[str, object] = {
         "origin": origin,
         "threads": 1,
