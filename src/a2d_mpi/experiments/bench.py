@@ -8,7 +8,6 @@ from zlib import crc32
 
 import numpy as np
 from mpi4py import MPI
-from threadpoolctl import threadpool_limits
 
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import Layout
@@ -35,10 +34,7 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     right = all(done[c.name] for c in skipped)
     if comm.rank == 0 and skipped:
         print(f"{len(skipped)} configurations are in {args.output} already")
-    with (
-        threadpool_limits(args.threads),
-        progress([x for x in blocks if x], comm.rank, desc="workloads") as bar,
-    ):
+    with progress([x for x in blocks if x], comm.rank, desc="workloads") as bar:
         for block in bar:
             runs = _checked(comm, block, args, device, grids)
             for run in turns(list(runs.values()), args.trials):

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from threadpoolctl import threadpool_limits
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
@@ -59,18 +58,17 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     if checked:
         _refuse_nan(comm, tensors)
     measured = Measurement(plan, tensors, args.backward, device, checked)
-    with threadpool_limits(args.threads):
-        # The check comes first, because the timed calls must repeat its results bit for bit.
-        for _ in range(max(args.warmup, checked)):
-            measured.call()
-        if checked:
-            measured.check(checked_rows(args.check), args.seed)
-        if trace:
-            with trace.calls(plan, args.method):
-                measured.call(dict(measured.tensors))  # the checked results stay
-            together(comm, trace.write, on=0)
-        for _ in progress(range(args.trials), comm.rank, desc="trials"):
-            measured.trial()
+    # The check comes first, because the timed calls must repeat its results bit for bit.
+    for _ in range(max(args.warmup, checked)):
+        measured.call()
+    if checked:
+        measured.check(checked_rows(args.check), args.seed)
+    if trace:
+        with trace.calls(plan, args.method):
+            measured.call(dict(measured.tensors))  # the checked results stay
+        together(comm, trace.write, on=0)
+    for _ in progress(range(args.trials), comm.rank, desc="trials"):
+        measured.trial()
     outputs = {"outputs": measured.outputs()} if args.save_outputs else {}
     result = measured.result(args, {"mask": args.mask, "input": str(args.input)}, **outputs)
     if comm.rank == 0:
