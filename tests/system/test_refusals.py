@@ -28,13 +28,13 @@ attention.py {sample} --method triple_ring | must be one of attention2d, ring, s
 attention.py {sample} --method triangle --mask full | a triangle needs a causal mask
 attention.py {sample} --method "striped ring" --distribution zigzag | needs the striped distribut
 attention.py {sample} --seqlen 1537 | 1536 tokens
-attention.py {sample} --trials many | --trials must be a whole number, got 'many'
+attention.py {sample} --trials many | --trials must be a whole number from 1 to 1000000, got 'many'
 attention.py {sample} --mask sparse | sparse
 attention.py {sample} --mask-file "" | --mask-file must be a path, got ''
 attention.py {sample} --no-such-option | --no-such-option
 attention.py {sample} --save-outputs | --output
 attention.py {sample} [--mask full] | ranks disagree on --mask: causal on rank 0, full on rank 1
-attention.py {sample} [--trials x] | must be a whole number, got 'x' (see --help) (on rank 1)
+attention.py {sample} [--trials x] | from 1 to 1000000, got 'x' (see --help) (on rank 1)
 attention.py {sample} [--help] | ranks disagree on --help: False on rank 0, True on rank 1
 attention.py {tmp}/missing.h5 | No such file
 attention.py {tmp}/nan.h5 | k has 2 elements that are NaN or infinite: nothing can be checked
@@ -138,8 +138,8 @@ bench.py kernels --kernels cheese | got 'cheese'
 bench.py kernels --nheads-kv 3 | nheads_kv must divide nheads
 plan.py --ranks 4 --seqlen 8K --profile {h100} | give --nheads
 plan.py --ranks 4 --seqlen 8K --profile {h100} --gpt gpt3-125m --nheads 4 | --gpt sets --nheads
-plan.py {plan} --seqlen 99999999999G | seqlen must be at most 2147483648, got 1073741823989
-plan.py {plan} --nheads 99999999999 | nheads must be at most 65536
+plan.py {plan} --seqlen 99999999999G | (65536 or 64K) from 1 to 2147483648, got '999999999
+plan.py {plan} --nheads 99999999999 | nheads must be a whole number from 1 to 65536, got
 plan.py {plan} --nheads-kv 5 | nheads_kv must divide nheads
 plan.py {plan} --dtype float64 | kernels for ['bfloat16', 'float16'], but not for float64
 plan.py {plan} --profile /nowhere.toml | /nowhere.toml
@@ -159,7 +159,7 @@ plot.py results {tiny} --output {tmp}/folder | schema_version must be
 plot.py results {empty} --output {tmp}/folder --what training | the run has no step
 plot.py schedule {tmp}/a.gif {drawn} --ranks 4 | a.gif must end with .png, .svg, .pdf
 plot.py schedule /nowhere/a.png {drawn} --ranks 4 | cannot write /nowhere/a.png
-plot.py schedule {png} {drawn} --ranks 65 | --ranks must be at most 64, got 65
+plot.py schedule {png} {drawn} --ranks 65 | --ranks must be a whole number from 1 to 64, got '65'
 plot.py schedule {png} {drawn} --ranks 16 --plans all | --plans must be 1 to 8 plans, got
 plot.py study {tmp}/none.h5 | none.h5
 ../data/make_sample.py | arguments are required: output

@@ -19,7 +19,7 @@ from a2d_mpi.core.atomic import read_regular, write_whole
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import in_turn, random_inputs
-from a2d_mpi.experiments.calibrate import Place, measure
+from a2d_mpi.experiments.calibrate import measure
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.measure import Measurement, open_device
 from a2d_mpi.experiments.options import aligned
@@ -129,7 +129,7 @@ def autotune(
     used, key = open_device(comm, device), json.dumps(arguments, default=str)
     table = comm.bcast(together(comm, lambda: _read(cache).get(key), on=0))
     if table is None:
-        machine = machine or measure(comm, Place(comm), [work.dtype], CALIBRATION)[0]
+        machine = machine or measure(comm, [work.dtype], CALIBRATION)[0]
         picks = together(
             comm, lambda: best_candidates(machine, comm.size, work, top, methods=methods), on=0
         )

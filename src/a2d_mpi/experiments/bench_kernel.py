@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 from collections.abc import Callable, Iterator
 from itertools import product
 from types import ModuleType
@@ -14,7 +13,7 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 from a2d_mpi.attention.methods import Attention2D
-from a2d_mpi.comm.agreement import agree, errors_of
+from a2d_mpi.comm.agreement import errors_of
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.dtypes import compute_dtype
@@ -25,9 +24,8 @@ from a2d_mpi.experiments.benchmark import in_turn, random_inputs, report
 from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.hdf5 import check_output
-from a2d_mpi.experiments.measure import open_device
+from a2d_mpi.experiments.measure import open_device, origin_of
 from a2d_mpi.experiments.options import SAMPLE, form, progress
-from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, extend_file, kernel_speeds
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.kernels.protocol import Kernel
@@ -52,12 +50,12 @@ shape = form(
 
 def bench_kernel(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Check and time the kernels of each shape and mask; return the exit code."""
-    wrong = f"kernels are timed in one process, got {comm.size}"
-    agree(comm, wrong if comm.size > 1 else None)
-    return together(comm, lambda: _bench_kernel(args))
+    return together(comm, lambda: _bench_kernel(comm.size, args))
 
 
-def _bench_kernel(args: argparse.Namespace) -> int:
+def _bench_kernel(ranks: int, args: argparse.Namespace) -> int:
+    if ranks > 1:
+        raise ValueError(f"kernels are timed in one process, got {ranks}")
     for name, value in zip(("shapes", "dtype", "kernels"), DEFAULTS[args.device]):
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -73,7 +71,7 @@ def _bench_kernel(args: argparse.Namespace) -> int:
     if device is HOST and hasattr(os, "sched_setaffinity"):  # to one core
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch = _torch(device)
-    origin = provenance("none", [socket.gethostname()], device.description)
+    origin = origin_of(MPI.COMM_SELF, device)
     times: dict[str, object] = {
         "origin": origin,
         "threads": 1,

@@ -68,121 +68,112 @@ HOPS = 8  # number of large messages one after the other
 def calibrate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Measure and write the profile; return the exit code."""
     together(comm, lambda: check_writable(args.output, 1 << 16, read_machine), on=0)
-    where = Place(comm)
-    machine, notes = measure(comm, where, args.dtypes, args.seconds, args.name)
+    machine, notes = measure(comm, args.dtypes, args.seconds, args.name)
     lines = [
         f"Measured {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC by drivers/calibrate.py",
-        f"{comm.size} ranks on {len(where.hosts)} nodes: {', '.join(where.hosts[:8])}",
         f"{MPI.Get_library_version().splitlines()[0][:60]}; numpy {np.__version__}",
         *notes,
-        *(f"link.{x} was not measured: no two ranks have it" for x in ("inside", "between")
-          if x not in where.partners),
-    ]  # fmt: skip
+    ]
     together(comm, lambda: write_machine(args.output, machine, "\n".join(lines)), on=0)
     if comm.rank == 0:
         print("\n".join((*notes, f"written to {args.output}")), flush=True)
     return 0
 
 
-class Place:
-    """The nodes of all ranks, and the place of this rank.  Collective over `comm`.
-
-    Attributes
-    ----------
-    hosts : list of str
-        Names of the nodes.
-    ranks_per_node : int
-    cores_per_node : float
-        Cores that a node may use.  Emulated nodes on one host share its cores.  The environment
-        variable ``A2D_MPI_NODE_CORES`` lowers the number, for nodes whose CPU time is limited (by
-        a cgroup).
-    share : float
-        Cores per rank, at most 1.
-    memory : int
-        Bytes of memory per rank.
-    partners : dict of str to list of int
-        Ranks with which this rank exchanges messages "inside" its node and "between" nodes (one
-        rank of each other node).  A key is missing if it has no ranks.  Ranks are in the order of
-        a ring, from the rank after this one on.
-
-    Raises
-    ------
-    CollectiveError
-        If nodes have different numbers of ranks.
-    """
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        own, machine = socket.gethostname(), machine_of_rank()
-        cores = tuple(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (0,)
-        everyone = comm.allgather((own, [(machine, core) for core in cores]))
-        self.hosts = list(dict.fromkeys(host for host, _ in everyone))
-        nodes = [[r for r, x in enumerate(everyone) if x[0] == host] for host in self.hosts]
-        uneven = len({len(ranks) for ranks in nodes}) > 1
-        agree(comm, "calibrate needs the same number of ranks on every node" if uneven else None)
-        self.ranks_per_node = len(nodes[0])
-        limit = float(os.environ.get("A2D_MPI_NODE_CORES") or "inf")
-        all_cores = {core for _, cores in everyone for core in cores}
-        self.cores_per_node = min(len(all_cores) / len(nodes), limit)
-        self.share = min(1.0, self.cores_per_node / self.ranks_per_node)
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self.memory = memory // sharing(comm)
-        node = self.hosts.index(own)
-        local = nodes[node].index(comm.rank)
-        partners = {
-            "inside": nodes[node][local + 1 :] + nodes[node][:local],
-            "between": [x[local] for x in nodes[node + 1 :] + nodes[:node]],
-        }
-        self.partners = {name: ranks for name, ranks in partners.items() if ranks}
-
-
 def measure(
-    comm: MPI.Intracomm, where: Place, dtypes: list[str], seconds: float, name: str | None = None
+    comm: MPI.Intracomm, dtypes: list[str], seconds: float, name: str | None = None
 ) -> tuple[Machine, list[str]]:
     """Measure the machine for some seconds, with the kernels of `dtypes` on the host.
 
     Collective over `comm`; the same on all ranks.
 
+    Parameters
+    ----------
+    comm : Intracomm
+    dtypes : list of str
+    seconds : float
+    name : str, optional
+        Name of the machine.  Default: the name of its first node.
+
     Returns
     -------
     Machine
-        Its default name is the name of the first node.
     list of str
-        Notes on the errors.
+        Notes on the nodes and the errors, for people.
+
+    Raises
+    ------
+    CollectiveError
+        If the name is not valid, or nodes have different numbers of ranks.
     """
-    name = where.hosts[0] if name is None else name
-    together(comm, lambda: Machine(name, None, None, {}))  # raises an error for a bad name now
-    kernels, links, notes = {}, {}, []
+    machine, hosts, partners = _here(comm, name)
+    notes = [f"{comm.size} ranks on {len(hosts)} nodes: {', '.join(hosts[:8])}"]
+    kernels, links = {}, {}
     with threadpool_limits(1):
         for dtype in progress(dtypes, comm.rank, desc="kernels"):
-            kernels[dtype], new = _kernels(comm, where, dtype, 0.5 * seconds / len(dtypes))
+            kernels[dtype], new = _kernels(comm, machine, dtype, 0.5 * seconds / len(dtypes))
             notes += new
-        for link in progress(where.partners, comm.rank, desc="links"):
-            links[link] = _link(comm, where, link, 0.15 * seconds)
+        for link, peers in progress(partners.items(), comm.rank, desc="links"):
+            if peers:
+                links[link] = _link(comm, peers, 0.15 * seconds)
+            else:
+                notes.append(f"link.{link} was not measured: no two ranks have it")
         copy, merging = _memory_rates(comm, 0.05 * seconds)
         # A barrier right after a barrier: seconds until the last rank has started.
         start = float(np.median(in_turn({"": comm.Barrier}, 20, comm)[""]))
         work, grid, ring = _tiny(comm, dtypes[0])
+    if between := links.get("between"):
+        # All ranks of a node sent at once, so their shared link carries the sum of their rates.
+        rate = between.bandwidth * machine.ranks_per_node
+        links["between"] = replace(between, bandwidth=rate)
     made = (f"{x}: {make_kernel('auto', HOST, as_dtype(x), 1.0).name}" for x in dtypes)
-    machine = Machine(
-        name,
-        links.get("inside"),
-        links.get("between"),
-        kernels,
-        where.ranks_per_node,
-        where.cores_per_node,
-        where.memory,
+    machine = replace(
+        machine,
+        **links,
+        kernels=kernels,
         start=start,
-        copy=copy / where.share,
-        merge=merging / where.share,
-        # Kernels by dtype, and BLAS.
+        copy=copy / machine.share,
+        merge=merging / machine.share,
         computed_by=f"{', '.join(made)}; {blas_name()[:100]}; 1 thread",
     )
     measured = {"step": (Attention2D.method, grid), "hop_overhead": (RingAttention.method, ring)}
     return fit_steps(machine, comm.size, work, measured), notes
 
 
+def _here(
+    comm: MPI.Intracomm, name: str | None
+) -> tuple[Machine, list[str], dict[str, list[int]]]:
+    """Return the machine of these ranks, without what is measured; its nodes; and partners.
+
+    Partners are the ranks with which this rank exchanges messages "inside" its node and "between"
+    nodes, one rank of each other node.  They are in the order of a ring, from the rank after this
+    one on.
+
+    Emulated nodes on one host share its cores.  The environment variable ``A2D_MPI_NODE_CORES``
+    lowers the number, for nodes whose CPU time is limited (by a cgroup).
+    """
+    own, host = socket.gethostname(), machine_of_rank()
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else [0]
+    everyone = comm.allgather((own, [(host, core) for core in usable]))
+    names = list(dict.fromkeys(node for node, _ in everyone))
+    nodes = [[r for r, x in enumerate(everyone) if x[0] == node] for node in names]
+    uneven = len({len(ranks) for ranks in nodes}) > 1
+    agree(comm, "calibrate needs the same number of ranks on every node" if uneven else None)
+    cores = len({core for _, cores in everyone for core in cores}) / len(nodes)
+    cores = min(cores, float(os.environ.get("A2D_MPI_NODE_CORES") or "inf"))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // sharing(comm)
+    sizes = {"ranks_per_node": len(nodes[0]), "cores_per_node": cores, "memory": memory}
+    name = names[0] if name is None else name
+    machine = together(comm, lambda: Machine(name, None, None, {}, **sizes))
+    node = names.index(own)
+    local = nodes[node].index(comm.rank)
+    inside = nodes[node][local + 1 :] + nodes[node][:local]
+    between = [x[local] for x in nodes[node + 1 :] + nodes[:node]]
+    return machine, names, {"inside": inside, "between": between}
+
+
 def _kernels(
-    comm: MPI.Intracomm, where: Place, dtype: str, seconds: float
+    comm: MPI.Intracomm, machine: Machine, dtype: str, seconds: float
 ) -> tuple[dict[str, KernelModel], list[str]]:
     """Measure kernels by phase; also return notes on the errors."""
     calls, samples = {}, []
@@ -190,13 +181,13 @@ def _kernels(
         by_phase, sample = _kernel_calls(dtype, shape)
         # Repeated for so long that ranks on one core have taken turns.
         once = _mean(comm, call := by_phase[phase])
-        n = min(200, max(1, math.ceil(0.02 / where.share / once)))
+        n = min(200, max(1, math.ceil(0.02 / machine.share / once)))
         calls[phase, shape] = lambda call=call, n=n: [call() for _ in range(n)]
         samples.append((phase, sample, n))
     rounds = _rounds(comm, calls, seconds)
     fitted: dict[str, list[Sample]] = {phase: [] for phase in PHASES}
     for (phase, sample, n), taken in zip(samples, np.median(rounds, axis=0).tolist()):
-        fitted[phase].append(replace(sample, seconds=taken / n * where.share))
+        fitted[phase].append(replace(sample, seconds=taken / n * machine.share))
     kernels, notes = {}, [f"{dtype}: {steadiness(rounds)}"]
     for phase, of_phase in fitted.items():
         kernels[phase], worst = fit_kernel(of_phase, phase == "backward")
@@ -220,12 +211,12 @@ def _kernel_calls(
     return calls, Sample(area, nq, nk, cut, (nheads, nheads_kv, headdim, headdim), 0.0)
 
 
-def _link(comm: MPI.Intracomm, where: Place, name: str, seconds: float) -> Link:
+def _link(comm: MPI.Intracomm, peers: list[int], seconds: float) -> Link:
     """Measure a link: all ranks send to the next rank or node at once, and receive likewise.
 
     Many messages go to different ranks, as in a gather.  TCP would join messages to one rank.
     """
-    peers, buffers = where.partners[name], np.zeros((2, LARGEST), np.uint8)
+    buffers = np.zeros((2, LARGEST), np.uint8)
 
     def post(nbytes: int, number: int = 1) -> list[MPI.Request]:
         sent, received = buffers[:, :nbytes]
@@ -249,9 +240,7 @@ def _link(comm: MPI.Intracomm, where: Place, name: str, seconds: float) -> Link:
     nbytes, taken = sizes[-1], times[-1]
     link = fit_link(sizes, times, (FLOOD, float(np.median(posted))))
     hidden, late = _busy(comm, post, nbytes, taken)
-    # All ranks of a node sent at once, so their shared link carries the sum of their rates.
-    rate = link.bandwidth * (where.ranks_per_node if name == "between" else 1)
-    return replace(link, bandwidth=rate, latency=link.latency + late, hidden=hidden)
+    return replace(link, latency=link.latency + late, hidden=hidden)
 
 
 def _busy(comm: MPI.Intracomm, post: Callable, nbytes: int, taken: float) -> tuple[float, float]:

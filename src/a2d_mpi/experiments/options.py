@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -43,21 +44,17 @@ def number(
     """Make a type of options: numbers from `least` to `most`."""
 
     def parse(text: str) -> T:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise BadOption(f"must be {what}, got {text[:40]!r}") from None
-        if not least <= value <= most:  # NaN is refused, too
-            bound = f"at most {most}" if value > most else f"at least {least}"
-            raise BadOption(f"must be {bound}, got {str(value)[:40]}")
-        return value
+        with suppress(ValueError):
+            if least <= (value := kind(text)) <= most:  # NaN is not
+                return value
+        raise BadOption(f"must be {what} from {least} to {most}, got {text[:40]!r}")
 
     return parse
 
 
 whole = partial(number, int, "a whole number")
 real = partial(number, float, "a number")
-tokens = partial(number, parse_count, "a number of tokens, as 65536 or 64K")
+tokens = partial(number, parse_count, "a number of tokens (65536 or 64K)")
 
 
 def form(what: str, pattern: str, make: Callable[..., T]) -> Callable[[str], T]:

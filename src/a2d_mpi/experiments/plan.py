@@ -92,16 +92,12 @@ def rank(args: argparse.Namespace) -> int:
         vars(args).update(PRESETS[args.gpt].heads, backward=True)
     machine, case = read_problem(args)
     work = case.work(args.overlap)
-    plans = candidates(
-        machine,
-        args.ranks,
-        work,
-        machine.memory,
-        tuple(METHODS),
-        number=None if args.simulate == "all" else 1,
-        idle=IDLE if args.ranks <= IDLE_RANKS else 0.0,
-        progress=partial(progress, desc="plans", delay=2),
-    )
+    options = {
+        "number": None if args.simulate == "all" else 1,
+        "idle": IDLE if args.ranks <= IDLE_RANKS else 0.0,
+        "progress": partial(progress, desc="plans", delay=2),
+    }
+    plans = candidates(machine, args.ranks, work, machine.memory, tuple(METHODS), **options)
     _print(plans, args, machine, work)
     if not plans[0].fits:
         raise ValueError(f"no plan fits in {_bytes(machine.memory)} per rank")

@@ -24,8 +24,6 @@ from a2d_mpi.experiments.options import (
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_ABOUT = "-h", "--help", "--version"  # options of a program before its subcommand
-
 
 class Commands(Parser):
     """A parser of a program with subcommands, one for each of `builders`.
@@ -45,38 +43,37 @@ class Commands(Parser):
         default: str | None = None,
     ) -> None:
         super().__init__(prog, description, comm)
+        self._default = default
         text = "one of the following; COMMAND --help lists its options"
-        added = self.add_subparsers(
+        self._added = self.add_subparsers(
             dest="command", metavar="COMMAND", required=True, title="commands",
             help=text + f"; default: {default}" * bool(default), parser_class=Parser,
         )  # fmt: skip
-        self._default = [default] if default else []
-        self._builders = {x.__name__: x for x in builders}
-        self._commands: dict[str, Parser] = {}
-        for name, build in self._builders.items():
+        for build in builders:
             doc = inspect.getdoc(build)
             first = doc.partition("\n")[0]
-            self._commands[name] = added.add_parser(name, description=doc, help=first, comm=comm)
+            new = self._added.add_parser(build.__name__, description=doc, help=first, comm=comm)
+            new.build = build
 
     def command(self, name: str) -> Parser:
         """Return the parser of a subcommand."""
-        new = self._commands[name]
-        if new.body is None:
-            new.body = self._builders[name](new)
+        new = self._added.choices[name]
+        new.body = new.body or new.build(new)
         return new
 
     @property
     def commands(self) -> dict[str, Parser]:
         """The parsers of all subcommands, by name."""
-        return {name: self.command(name) for name in self._commands}
+        return {name: self.command(name) for name in self._added.choices}
 
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse the options of the subcommand that comes first, or of the default."""
-        if self._default and args[:1] not in [[x] for x in (*self._commands, *_ABOUT)]:
-            args = self._default + args
-        if self._commands.keys() & set(args[:1]):
+        names = self._added.choices
+        if self._default and args[:1] not in [[x] for x in (*names, "-h", "--help", "--version")]:
+            args = [self._default, *args]
+        if args[:1] and args[0] in names:
             self.body = self.command(args[0]).body
         return super().parse_known_args(args, namespace)
 

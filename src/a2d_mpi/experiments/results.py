@@ -159,10 +159,8 @@ class Summary:
     def layout(self) -> Layout:
         """Grid and order of the ranks."""
         rows, cols, heads = (int(self.config[x]) for x in ("rows", "cols", "heads"))
-        # The simulations of data/results/scale have blocks in their order, and no slices.
-        order, _, block = str(self.config["order"]).partition("/")
-        block = block or str(self.config.get("block", "1x1"))
-        return Layout(rows, cols, heads, order, tuple(map(int, block.split("x"))))
+        block = tuple(map(int, str(self.config["block"]).split("x")))
+        return Layout(rows, cols, heads, str(self.config["order"]), block)
 
     @property
     def family(self) -> str:
@@ -179,7 +177,7 @@ class Summary:
     @property
     def plan(self) -> str:
         """Method and shape, slices, and "in turn" if it computes and communicates in turn."""
-        slices = self.config.get("slices", "1x1")
+        slices = self.config["slices"]
         sliced = f" in {slices} slices" * (slices != "1x1")
         return f"{self.method} {self.shape}{sliced}" + " in turn" * (not self.overlap)
 

@@ -125,19 +125,12 @@ def add_workloads(parser: Parser) -> None:
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
     """Return all combinations of the sizes in a driver's options, without duplicates."""
+    heads_kv = args.nheads_kv or [None]  # None: as many KV heads as query heads
+    wires = [None if x == "none" else x for x in args.wire]
+    names = "dtype", "wire", "headdim", "nheads", "nheads_kv", "seqlen", "mask"
+    sizes = args.dtypes, wires, args.headdim, args.nheads, heads_kv, args.seqlens, args.masks
     common = {"headdim_v": args.headdim_v, "backward": args.backward}
-    cases = (
-        Case(seqlen, nheads, headdim, kv, dtype=dtype, wire=wire, mask=mask, **common)
-        for dtype, wire, headdim, nheads, kv, seqlen, mask in product(
-            args.dtypes,
-            [None if x == "none" else x for x in args.wire],
-            args.headdim,
-            args.nheads,
-            args.nheads_kv or [None],  # None: as many KV heads as query heads
-            args.seqlens,
-            args.masks,
-        )
-    )
+    cases = (Case(**dict(zip(names, x)), **common) for x in product(*sizes))
     return list(dict.fromkeys(cases))
 
 
