@@ -17,7 +17,7 @@ Exit code 0: the profile is written.  2: bad input, or the output cannot be writ
 
 from mpi4py import MPI
 
-from a2d_mpi.experiments.calibrate import calibrate
+from a2d_mpi.experiments.autotune import calibrate
 from a2d_mpi.experiments.cli import Parser, run
 from a2d_mpi.experiments.options import add_options, real
 from a2d_mpi.experiments.sweep import add_list
