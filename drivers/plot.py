@@ -109,13 +109,12 @@ def masks(parser: Parser) -> Callable:
 
 def _add_picture(parser: Parser, seqlen: int) -> argparse._ArgumentGroup:
     """Add the options of both `grid` and `masks`; return their group."""
-    from a2d_mpi.figures.mask_plots import LONGEST, RANKS
+    from a2d_mpi.figures.mask_plots import LONGEST
 
     parser.add_argument("output", type=path, help="PNG, SVG or PDF file")
     group = parser.add_argument_group("what to draw")
-    ranks = whole(1, RANKS)
-    add_options(group, "rows", type=ranks, default=2, help="rows of the grid")
-    add_options(group, "cols", type=ranks, default=3, help="columns of the grid")
+    add_options(group, "rows", default=2, help="rows of the grid")
+    add_options(group, "cols", default=3, help="columns of the grid")
     add_options(
         group, "distribution", help="distribution of tokens over ranks; default: the mask's own"
     )

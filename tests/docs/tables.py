@@ -85,7 +85,7 @@ def named(x):
     """A plan in short, as in tables: `2D 8x4x2@ruc`."""
     order = "" if x.config["order"] == "rcu" else f"@{x.config['order']}"
     shape = shape_of(x).removesuffix("x1") if x.config["heads"] == 1 else shape_of(x)
-    slices = x.config.get("slices", "1x1")  # older files have none
+    slices = x.config["slices"]
     cut = "" if slices == "1x1" else f"*{slices}"
     return f"`{SHORT.get(x.method, x.method)} {shape}{order}{cut}`"
 

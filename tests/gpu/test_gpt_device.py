@@ -19,10 +19,10 @@ from mpi4py import MPI
 from a2d_mpi.comm.gpus import bind_gpu
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.gpt.apart import attention_grid, open_apart, weights_of_rank
+from a2d_mpi.gpt.cache import step_traffic
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.parameters import Parameters, initial
-from a2d_mpi.gpt.steps import step_traffic
 from a2d_mpi.gpt.text import Text
 
 pytestmark = pytest.mark.grids

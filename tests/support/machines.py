@@ -31,6 +31,6 @@ def plan_of(c: Mapping[str, object]) -> tuple[str, Layout, Workload]:
     nodes = None
     if METHODS[c["method"]].knows_nodes:
         nodes = tuple(int(x) for x in c["nodes"].split())
-    block = tuple(int(x) for x in c.get("block", "1x1").split("x"))
+    block = tuple(int(x) for x in c["block"].split("x"))
     shape = (int(c[x]) for x in ("rows", "cols", "heads"))
     return c["method"], Layout(*shape, c["order"], block, nodes), work

@@ -13,13 +13,12 @@ from refused import assert_raises
 from a2d_mpi import Causal, ProcessGrid
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.gpt.apart import attention_grid, open_apart, step_traffic_apart, weights_of_rank
-from a2d_mpi.gpt.cache import BlockTable, Cache
+from a2d_mpi.gpt.cache import BlockTable, Cache, step_traffic
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters
 from a2d_mpi.gpt.serve import Service, sample
-from a2d_mpi.gpt.steps import step_traffic
 
 pytestmark = pytest.mark.grids
 
@@ -369,7 +368,7 @@ FAILING = {
                   "error: no memory (on rank 1)", 2),
     "ffn": ("a2d_mpi.gpt.apart", "FFNRank._embedded", 2, 3, MemoryError, "rank 2 failed", 70),
     "cache": ("a2d_mpi.gpt.cache", "Cache._array", 1, 1, MemoryError, "rank 1 failed", 70),
-    "Ctrl-C": ("a2d_mpi.gpt.steps", "SpreadAttention.attend", 0, 2, KeyboardInterrupt,
+    "Ctrl-C": ("a2d_mpi.gpt.cache", "SpreadAttention.attend", 0, 2, KeyboardInterrupt,
                "rank 0 interrupted", 130),
     "choice": ("a2d_mpi.experiments.generate", "sample", 2, 2, ValueError,
                "error: no memory", 2),
@@ -445,10 +444,10 @@ def test_bench(tmp_path):
     assert sent["1"] == [0, 0] and sent["2"] == [4 * 2 * (2 * 10 + 1) * 4] * 2
     assert sent["1+2"] == [4 * 4 * (2 * 16 + 128)] * 2
     wrong = """
-import a2d_mpi.gpt.apart as apart, a2d_mpi.gpt.steps as steps
-right, attention = apart.step_traffic_apart, steps.attention
+import a2d_mpi.gpt.apart as apart, a2d_mpi.gpt.cache as cache
+right, attention = apart.step_traffic_apart, cache.attention
 apart.step_traffic_apart = lambda *of: (right(*of)[0] + 1, right(*of)[1])
-steps.attention = lambda q, k, v: tuple(1.001 * x for x in attention(q, k, v))
+cache.attention = lambda q, k, v: tuple(1.001 * x for x in attention(q, k, v))
 """
     done = drive("bench.py decode", 3, *sizes, sabotage=wrong, code=1)
     assert "FAILED 1+1/40, traffic" in done.stdout

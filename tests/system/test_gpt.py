@@ -11,7 +11,7 @@ from mpi4py import MPI
 from a2d_mpi import Causal, Documents, LinearAttention
 from a2d_mpi.experiments.checkpoint import latest
 from a2d_mpi.gpt.config import LINEAR, PRESETS, GPTConfig
-from a2d_mpi.gpt.gradients import GradientSum, total
+from a2d_mpi.gpt.exchange import GradientSum, total
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import Text

@@ -15,7 +15,7 @@ from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.sweep import Case
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import STEP_PARTS, activations, predict_step, product_flops, sum_seconds
-from a2d_mpi.gpt.gradients import GradientSum
+from a2d_mpi.gpt.exchange import GradientSum
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.masks.mask import Causal

@@ -213,7 +213,8 @@ def test_jobs_take_the_active_environment(tmp_path):
 
     run(copy, "jobs/local.sh", "--seqlen", "64", "--trials", "1")
     with h5py.File(copy / "results/local.h5") as result:
-        assert result.attrs["mpi_library"].startswith(MPI.Get_library_version().strip("\0")[:20])
+        library = result["origin"].attrs["mpi_library"]
+        assert library.startswith(MPI.Get_library_version().strip("\0")[:20])
     other = "mpich" if MPI.get_vendor()[0] == "Open MPI" else "openmpi"
     refused(f"this job needs {other}, but mpi4py has", copy, "jobs/test.sh", other)
     lacks = f"lacks no-such-package, h5py>=99 (has {h5py.__version__})"

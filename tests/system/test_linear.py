@@ -12,8 +12,7 @@ from oracles import linear_attention
 from refused import message_of
 
 from a2d_mpi import Attention2D, Causal, Full, LinearAttention, SlidingWindow
-from a2d_mpi.linear.features import FEATURE_MAPS, random_projections
-from a2d_mpi.linear.norms import NORMS
+from a2d_mpi.linear.features import FEATURE_MAPS, NORMS, random_projections
 from a2d_mpi.sharding.distribution import distribute
 
 NHEADS, HEADDIM, NFEATURES, SEED = 3, 8, 10, 5

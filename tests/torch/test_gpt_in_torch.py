@@ -13,7 +13,7 @@ from torch import nn
 from a2d_mpi import Documents
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.gpt.config import GPTConfig
-from a2d_mpi.gpt.gradients import GradientSum, total
+from a2d_mpi.gpt.exchange import GradientSum, total
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
 

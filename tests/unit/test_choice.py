@@ -76,14 +76,13 @@ def test_planner_tries_all():
     tokens = 1 << 15
     work = Workload(tokens, 4, 128, mask=make_mask("causal_document", tokens), backward=True)
     best = best_candidate(H100, 16, work, methods=("attention2d",))
-    assert best.layout.distribution == best.distribution
     seconds = {
         x: slowest_seconds(predict(H100, "attention2d", best.layout, work, x)) for x in CHOICES
     }
-    assert best.seconds == seconds[best.distribution] == min(seconds.values())
+    assert best.seconds == seconds[best.layout.distribution] == min(seconds.values())
     every = candidates(H100, 4, work, methods=("attention2d",), number=None)
     tried = {(x.layout.rows, x.layout.cols, x.layout.heads): [] for x in every}
     for x in every:
-        tried[x.layout.rows, x.layout.cols, x.layout.heads].append(x.distribution)
+        tried[x.layout.rows, x.layout.cols, x.layout.heads].append(x.layout.distribution)
     spread = {shape: sorted(names) for shape, names in tried.items() if shape[:2] != (1, 1)}
     assert spread and all(names == sorted(CHOICES) for names in spread.values())

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from a2d_mpi.kernels import graphs
-from a2d_mpi.kernels.cudnn_blocks import Block, supported
-from a2d_mpi.kernels.graphs import Graphs, NotSupported
+from a2d_mpi.kernels.graphs import Block, Graphs, NotSupported, supported
 
 BLOCK = Block("bfloat16", 16, 16, 128, nq=512, nk=1024, shape="full", scale=0.1)
 

@@ -16,6 +16,7 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.plan import read_problem
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning import cost
+from a2d_mpi.planning.candidate import Candidate
 from a2d_mpi.planning.layouts import layouts
 from a2d_mpi.planning.memory import peak_memory
 from a2d_mpi.planning.model import predict
@@ -65,12 +66,15 @@ def test_one_axis_inside_the_nodes():
 
 
 def test_sorted_and_consistent():
+    job = work(1 << 14)
     for machine in (H100, A100):
-        found = candidates(machine, 8, work(1 << 14), number=None)
+        found = candidates(machine, 8, job, number=None)
         assert all(a.seconds <= b.seconds for a, b in pairwise(p for p in found if p.fits))
         for plan in found:
             assert sum(plan.split.values()) == pytest.approx(plan.seconds)
-            assert 0.6 * plan.seconds < plan.bound <= plan.seconds
+            again = Candidate(machine, plan.method, replace(plan.layout, slices=None), job, None)
+            bounds = [again.bound] + [again.bound for _ in iter(again.refine, False)]
+            assert bounds == sorted(bounds) and 0.6 * bounds[-1] < bounds[2] <= bounds[-1]
             if plan.layout.heads == 1:
                 assert plan.over_bound >= 1
     names = {p.known_as for p in found}
@@ -96,7 +100,7 @@ def test_all_ranks_at_once_as_one_by_one(seqlen, nheads_kv, node_size, methods):
     of_ranks = lru_cache(None)(_of_ranks)  # the same for all orders of the axes
     for plan in found:
         method, layout = plan.method, plan.layout
-        sizes = problem_of(plan.method, layout, job, job.mask, plan.distribution)
+        sizes = problem_of(plan.method, layout, job, job.mask)
         node = layout.world_ranks() // node_size
         received, crossing = [0] * 12, [0] * 3
         moves, held = of_ranks(method, essence(method, layout), sizes)

@@ -33,7 +33,6 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from threadpoolctl import threadpool_limits
 
 from a2d_mpi import Causal, LinearAttention, ProcessGrid
 from a2d_mpi.attention.methods import make_plan
@@ -53,12 +52,12 @@ from a2d_mpi.experiments.results import LINEAR_SCHEMA, STEPS_SCHEMA, extend_file
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
 from a2d_mpi.experiments.train_gpt import model_of
 from a2d_mpi.gpt import apart
+from a2d_mpi.gpt.cache import step_traffic
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.cost import STEP_PARTS, cache_bytes, predict_step, training_bytes
 from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
-from a2d_mpi.gpt.steps import step_traffic
 from a2d_mpi.gpt.text import VOCAB, Batch
 from a2d_mpi.gpt.training import Training
 from a2d_mpi.masks.mask import Mask
@@ -73,13 +72,14 @@ BLOCK, UNLIMITED = 16, 1 << 30  # tokens of a block of the cache, and blocks of 
 LINEAR = {"lasp2": "gather", "lasp": "ring"}  # plans of linear attention, and their `states`
 # Numbers of attention ranks and FFN ranks.  Without FFN ranks all are alike.
 Split = tuple[int, int]
-Steps = dict[str, tuple[Configuration, bool]]  # by name: a plan, and whether it recomputes
+# By name in files: a plan, whether the backward pass recomputes, and predictions.
+Steps = dict[str, tuple[Configuration, bool, dict]]
 
 
 def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Measure training steps by the plans that a file lacks; return the exit code."""
     prepared = comm.bcast(together(comm, lambda: _prepare(args, comm.size), on=0))
-    config, todo, machine = prepared
+    config, todo = prepared
     if not todo:
         if comm.rank == 0:
             print(f"all runs are in {args.output} already")
@@ -96,30 +96,35 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         extend_file(args.output, STEPS_SCHEMA, {"runs": runs})
 
     columns = ("plan", "step", *STEP_PARTS, "operator", "activations", "error")
-    return benchmark.measured(comm, columns, _steps(comm, args, config, todo, machine), write)
+    return benchmark.measured(comm, columns, _steps(comm, args, config, todo), write)
 
 
-def _prepare(args: argparse.Namespace, ranks: int) -> tuple[GPTConfig, Steps, Machine | None]:
-    """Return sizes, the steps that the file lacks, and the machine; on one rank."""
+def _prepare(args: argparse.Namespace, ranks: int) -> tuple[GPTConfig, Steps]:
+    """Return sizes, and the steps that the file lacks; on one rank."""
     config = model_of(args, vocab=VOCAB, seqlen=args.seqlen)
     machine = read_machine(args.profile) if args.profile else None
     sizes = {"seqlen": args.seqlen, "dtype": args.dtype, **config.heads}
-    plans = plans_for(
-        Case(**sizes, mask=args.mask, backward=True), args.plans, ranks, machine=machine
-    )
+    case, todo = Case(**sizes, mask=args.mask, backward=True), {}
     there = check_output(args.output, STEPS_SCHEMA, args.resume)
     done = read_file(args.output, STEPS_SCHEMA)["runs"] if there else {}
-    ways, model = (False, True)[: 1 + args.recompute], f"-{config.layers}x{config.width}"
-    steps = {c.name + model + "-recompute" * x: (c, x) for c in plans for x in ways}
-    return config, {name: x for name, x in steps.items() if name not in done}, machine
+    plans = plans_for(case, args.plans, ranks, machine=machine)
+    for c, again in product(plans, (False, True)[: 1 + args.recompute]):
+        name = f"{c.name}-{config.layers}x{config.width}" + "-recompute" * again
+        if name not in done:
+            todo[name] = c, again, _predicted(machine, c, config, again) if machine else {}
+    return config, todo
+
+
+def _predicted(machine: Machine, c: Configuration, config: GPTConfig, again: bool) -> dict:
+    """Return the predictions of a run by their names in files."""
+    plan = candidate(machine, c.method, c.layout, c.case.work())
+    step = predict_step(machine, plan, config, config.seqlen, c.case.dtype, again)
+    predicted = {**step.seconds, "memory": step.memory, "operator": plan.seconds}
+    return {"machine": machine.name, **{f"predicted/{x}": y for x, y in predicted.items()}}
 
 
 def _steps(
-    comm: MPI.Intracomm,
-    args: argparse.Namespace,
-    config: GPTConfig,
-    todo: Steps,
-    machine: Machine | None,
+    comm: MPI.Intracomm, args: argparse.Namespace, config: GPTConfig, todo: Steps
 ) -> Iterator[benchmark.Run]:
     """Check a first step by each plan, time others in turn, and yield the runs."""
     weights = Parameters(config, initial(config, args.seed, args.dtype))
@@ -130,7 +135,7 @@ def _steps(
     exact = comm.bcast(_exact_step(weights, batch, mask) if comm.rank == 0 else None)
     moments = np.zeros((2, config.parameters), args.dtype)
     # A learning rate of 0 keeps the weights, so that all plans can use the same ones.
-    trainings = {x: Training(comm, weights, moments, recompute=x) for _, x in todo.values()}
+    trainings = {x: Training(comm, weights, moments, recompute=x) for _, x, _ in todo.values()}
     plans: dict[str, AttentionPlan] = {}
     grids, tensors, times, checks, peaks = {}, {}, {}, {}, {}
 
@@ -142,22 +147,21 @@ def _steps(
         times[name].append((loss, [*parts.values()], sum(seconds)))
         return loss
 
-    with threadpool_limits(args.threads):
-        for name, (c, again) in todo.items():
-            plan = plans[name] = benchmark.plan_of(comm, c, grids, threads=args.threads)
-            tensors[name], times[name] = benchmark.random_inputs(plan, True), []
-            training = trainings[again]
-            first = step(name), training.gradients.flat
-            checks[name] = benchmark.check_step(first, exact, args.dtype, args.seqlen, comm)
-            tracemalloc.start()
-            training.loss(plan, batch, args.seqlen, training.gradients)
-            _, peaks[name] = tracemalloc.get_traced_memory()  # peak bytes
-            tracemalloc.stop()
-        order = list(benchmark.turns(list(todo), args.trials))
-        for name in progress(order, comm.rank, desc="steps"):
-            step(name)
+    for name, (c, again, _) in todo.items():
+        plan = plans[name] = benchmark.plan_of(comm, c, grids, threads=args.threads)
+        tensors[name], times[name] = benchmark.random_inputs(plan, True), []
+        training = trainings[again]
+        first = step(name), training.gradients.flat
+        checks[name] = benchmark.check_step(first, exact, args.dtype, args.seqlen, comm)
+        tracemalloc.start()
+        training.loss(plan, batch, args.seqlen, training.gradients)
+        _, peaks[name] = tracemalloc.get_traced_memory()  # peak bytes
+        tracemalloc.stop()
+    order = list(benchmark.turns(list(todo), args.trials))
+    for name in progress(order, comm.rank, desc="steps"):
+        step(name)
     origin = origin_of(comm)
-    for name, (c, again) in todo.items():
+    for name, (c, again, predicted) in todo.items():
         losses, seconds, operator = zip(*times[name])
         differ = comm.allreduce(sum(x != losses[0] for x in losses))
         checks[name]["repeat"] = Check(float(differ), 0.0, comm.size)
@@ -167,22 +171,11 @@ def _steps(
             "origin": origin, **c.attributes, **asdict(config), "parts": list(STEP_PARTS),
             "recompute": again, "distribution": plans[name].distribution.name,
             "seconds": seconds.swapaxes(0, 1), "operator": operator.T, "activations": peak,
+            **predicted,
         }  # fmt: skip
-        if machine and comm.rank == 0:
-            run |= _predicted(machine, c, config, again)
         yield name, run, _row(run, checks[name]), checks[name]
     for x in (*trainings.values(), *plans.values(), *grids.values()):
         x.free()
-
-
-def _predicted(
-    machine: Machine, c: Configuration, config: GPTConfig, again: bool
-) -> dict[str, object]:
-    """Return the predictions of a run by their names in files."""
-    plan = candidate(machine, c.method, c.layout, c.case.work())
-    step = predict_step(machine, plan, config, config.seqlen, c.case.dtype, again)
-    predicted = {**step.seconds, "memory": step.memory, "operator": plan.seconds}
-    return {"machine": machine.name, **{f"predicted/{x}": y for x, y in predicted.items()}}
 
 
 def _row(run: Mapping[str, Any], checks: Mapping[str, Check]) -> list[str]:
@@ -275,8 +268,7 @@ def _decoding_runs(
         part = comm.Split(0 if comm.rank < sum(split) else MPI.UNDEFINED, comm.rank)
         label, run, row, checks = "+".join(str(x) for x in split if x), {}, (), {}
         if part != MPI.COMM_NULL:
-            with threadpool_limits(args.threads):
-                run, checks = _decoded(part, split, config, args, context)
+            run, checks = _decoded(part, split, config, args, context)
             part.Free()
             milliseconds = (f"{1e3 * x:.2f}" for x in step_seconds(run).values())
             traffic = f"{run['sent_bytes']}", f"{run['sent_messages']}"

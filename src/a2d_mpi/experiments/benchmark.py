@@ -28,14 +28,12 @@ if TYPE_CHECKING:
 
 STEP_BOUNDS = {"float32": 1e-5, "float64": 1e-10}  # largest relative errors of training steps
 T = TypeVar("T")
+Step = tuple[float, np.ndarray]  # loss and gradient
 Run = tuple[str, dict[str, Any], Sequence[str], Mapping[str, Check]]
 
 
 def measured(
-    comm: MPI.Intracomm,
-    columns: Sequence[str],
-    runs: Iterable[Run],
-    write: Callable[[dict[str, Any]], object],
+    comm: MPI.Intracomm, columns: Sequence[str], runs: Iterable[Run], write: Callable
 ) -> int:
     """Make runs one after the other, and report them; return the exit code.  Collective.
 
@@ -48,7 +46,8 @@ def measured(
         Of each run its name and what stands in the file, a row of the table, and its checks; those
         of rank 0 count.
     write : callable
-        Writes the runs by name, on rank 0; called after each run, should the job be ended.
+        ``write(runs)`` writes a dict of the runs so far by name, on rank 0.  It is called after
+        each run, should the job be ended.
     """
     tree, rows, all_checks = {}, [columns], {}
     for name, run, row, checks in progress(runs, comm.rank, desc="runs"):
@@ -72,11 +71,7 @@ def within(
 
 
 def check_step(
-    step: tuple[float, np.ndarray],
-    exact: tuple[float, np.ndarray],
-    dtype: str,
-    tokens: int,
-    comm: MPI.Intracomm = MPI.COMM_SELF,
+    step: Step, exact: Step, dtype: str, tokens: int, comm: MPI.Intracomm = MPI.COMM_SELF
 ) -> dict[str, Check]:
     """Check loss and gradient of a training step by their relative errors, the worst of all ranks.
 

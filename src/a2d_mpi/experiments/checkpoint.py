@@ -51,15 +51,9 @@ class State:
         """Updates so far."""
         return len(self.losses)
 
-    @property
-    def settings(self) -> dict[str, object]:
-        """Settings of the latest step that may change the bits of results; empty at the start."""
-        last = self.ranges[-1] if self.ranges else {}
-        return {name: x for name, x in last.items() if name not in ("begin", "end")}
-
     def add_step(self, loss: float, seconds: float, settings: Mapping[str, object]) -> None:
         """Count a step that was computed with these settings; the caller changes the weights."""
-        if self.settings != settings:
+        if not self.ranges or differences(self.ranges[-1], settings):
             self.ranges.append({"begin": self.step, "end": self.step, **settings})
         self.losses = np.append(self.losses, loss)
         self.seconds = np.append(self.seconds, seconds)

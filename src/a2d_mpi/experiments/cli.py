@@ -14,6 +14,7 @@ from typing import NoReturn, TypeVar
 
 import numpy as np
 from mpi4py import MPI
+from threadpoolctl import threadpool_limits
 
 from a2d_mpi.comm.agreement import Call, CollectiveError, agree
 from a2d_mpi.comm.grid import ProcessGrid
@@ -135,11 +136,11 @@ def run(
 ) -> NoReturn:
     """Run a program, or its subcommand, with its options, and exit with its code on all ranks.
 
-    Options in `apart` may differ between the ranks.  A CollectiveError is printed once, on rank 0,
-    and the exit code is 2.  Any other exception, and Ctrl-C, may have happened on one rank only.
-    Its traceback, or a line after Ctrl-C, is printed and the whole job is aborted, so that no rank
-    waits for this one.  The job is also aborted if only a part of the ranks raise a
-    CollectiveError, for example the ranks of a smaller grid.
+    BLAS gets the threads of --threads.  Options in `apart` may differ between the ranks.  A
+    CollectiveError is printed once, on rank 0, and the exit code is 2.  Any other exception, and
+    Ctrl-C, may have happened on one rank only.  Its traceback, or a line after Ctrl-C, is printed
+    and the whole job is aborted, so that no rank waits for this one.  The job is also aborted if
+    only a part of the ranks raise a CollectiveError, for example the ranks of a smaller grid.
     If MPI continues when ranks die, a rank that dies after `body` has ended changes nothing.
     """
     open_streams()
@@ -158,7 +159,8 @@ def run(
     try:
         args = arguments(comm, parser, apart)
         together(comm, lambda: check_files(args))
-        with holding(comm, *files_written(args)):
+        threads = threadpool_limits(getattr(args, "threads", None))  # None: no limit
+        with holding(comm, *files_written(args)), threads:
             code = (body or parser.body)(comm, args)
     except SystemExit as end:  # --help, on all ranks
         code = end.code

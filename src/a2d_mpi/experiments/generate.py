@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
-from threadpoolctl import threadpool_limits
 
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
@@ -71,16 +70,15 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         decoder = Decoder(grid, weights, least, **options)
         return answer(comm.rank, numbers[0])
 
-    with threadpool_limits(args.threads):
-        if split:
-            options["micro_batches"] = args.micro_batches or MICRO_BATCHES
-            decoder = open_apart(comm, grid, split, weights, rooms, **options)
-            code = answer(comm.rank, 0)
-            if grid:
-                grid.free()
-        else:
-            room_of = dict(enumerate(np.repeat(rooms, args.head_ranks).tolist()))
-            code = surviving("generate.py", grid, work, args.survive, args.method)
+    if split:
+        options["micro_batches"] = args.micro_batches or MICRO_BATCHES
+        decoder = open_apart(comm, grid, split, weights, rooms, **options)
+        code = answer(comm.rank, 0)
+        if grid:
+            grid.free()
+    else:
+        room_of = dict(enumerate(np.repeat(rooms, args.head_ranks).tolist()))
+        code = surviving("generate.py", grid, work, args.survive, args.method)
     if code is not None:
         decoder.free()
     return code or 0

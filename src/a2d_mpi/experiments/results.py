@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,10 +159,8 @@ class Summary:
     def layout(self) -> Layout:
         """Grid and order of the ranks."""
         rows, cols, heads = (int(self.config[x]) for x in ("rows", "cols", "heads"))
-        # The simulations of data/results/scale have blocks in their order, and no slices.
-        order, _, block = str(self.config["order"]).partition("/")
-        block = block or str(self.config.get("block", "1x1"))
-        return Layout(rows, cols, heads, order, tuple(map(int, block.split("x"))))
+        block = tuple(map(int, str(self.config["block"]).split("x")))
+        return Layout(rows, cols, heads, str(self.config["order"]), block)
 
     @property
     def family(self) -> str:
@@ -179,7 +177,7 @@ class Summary:
     @property
     def plan(self) -> str:
         """Method and shape, slices, and "in turn" if it computes and communicates in turn."""
-        slices = self.config.get("slices", "1x1")
+        slices = self.config["slices"]
         sliced = f" in {slices} slices" * (slices != "1x1")
         return f"{self.method} {self.shape}{sliced}" + " in turn" * (not self.overlap)
 
@@ -234,25 +232,6 @@ def table(summaries: Sequence[Summary]) -> str:
         ))  # fmt: skip
     title = f"{first.workload}, {first.ranks} ranks"
     return f"{title}\n{aligned(rows, left=(0, 1, len(TABLE) - 1))}"
-
-
-def in_order(families: Iterable[str]) -> list[str]:
-    """Sort families as in `FAMILIES`, without duplicates; a user's methods come last."""
-    given = set(families)
-    return [x for x in FAMILIES if x in given] + sorted(given.difference(FAMILIES))
-
-
-def best_of_families(
-    summaries: Iterable[Summary], key: Callable[[Summary], float]
-) -> dict[str, list[Summary]]:
-    """Choose the summary of least `key` for each family and number of ranks, in their order."""
-    best: dict[tuple[str, int], Summary] = {}
-    for x in summaries:
-        best[x.family, x.ranks] = min(best.get((x.family, x.ranks), x), x, key=key)
-    by_family: dict[str, list[Summary]] = {}
-    for (family, _), x in sorted(best.items(), key=lambda item: item[0]):
-        by_family.setdefault(family, []).append(x)
-    return by_family
 
 
 def print_study(files: Sequence[Path], read: Callable[[Path], list[Summary]]) -> int:

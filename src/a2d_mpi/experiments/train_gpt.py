@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 
 import numpy as np
 from mpi4py import MPI
-from threadpoolctl import threadpool_limits
 
 from a2d_mpi import Causal, Documents, LinearAttention, ProcessGrid
 from a2d_mpi.attention.methods import make_plan
@@ -29,7 +28,7 @@ from a2d_mpi.experiments.ranks import check_room, check_survive, surviving
 from a2d_mpi.experiments.results import TRAINING_SCHEMA as SCHEMA
 from a2d_mpi.gpt.config import LINEAR, POSITIONS, PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import training_bytes
-from a2d_mpi.gpt.gradients import total
+from a2d_mpi.gpt.exchange import total
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
 from a2d_mpi.gpt.training import Training, learning_rate
@@ -124,8 +123,7 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             return trainer.finish(held)
 
     # No warnings: each step checks that its numbers are finite.
-    finite = np.errstate(over="ignore", invalid="ignore")
-    with threadpool_limits(args.threads), finite:
+    with np.errstate(over="ignore", invalid="ignore"):
         code = surviving("train.py", grid, work, args.survive, args.method)
     if code is not None:
         if trainer.rank == 0 and code == 0:
@@ -220,7 +218,7 @@ class Trainer:
         Collective.
         """
         comm, args, state = self._comm, self._args, self.state
-        if state.step and (changes := differences(state.settings, self.settings)):
+        if state.ranges and (changes := differences(state.ranges[-1], self.settings)):
             self._say(f"{changes}: from now on rounding differs from an uninterrupted run")
         try:
             with progress(range(state.step, args.steps), comm.rank, desc="steps") as shown:
@@ -323,11 +321,7 @@ def agree_on_text(comm: MPI.Intracomm, text: Text) -> None:
 
 
 def write_training(
-    comm: MPI.Intracomm,
-    args: argparse.Namespace,
-    device: Device,
-    text: Text,
-    tree: Mapping[str, object],
+    comm: MPI.Intracomm, args: argparse.Namespace, device: Device, text: Text, tree: Mapping
 ) -> None:
     """Write the file of a training program: `tree`, the text and the origin.  Collective."""
     of_text = {"name": args.text.name, "sha256": text.sha256, **text.sizes()}

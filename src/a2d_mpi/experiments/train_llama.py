@@ -10,7 +10,6 @@ from copy import deepcopy
 import numpy as np
 import torch
 from mpi4py import MPI
-from threadpoolctl import threadpool_limits
 from torch.nn.functional import cross_entropy
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
@@ -22,7 +21,7 @@ from a2d_mpi.experiments.measure import open_device
 from a2d_mpi.experiments.options import FAILED_CHECK, progress
 from a2d_mpi.experiments.ranks import check_room
 from a2d_mpi.experiments.train_gpt import agree_on_text, say_losses, write_training
-from a2d_mpi.gpt.gradients import total
+from a2d_mpi.gpt.exchange import total
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning.workload import Workload
@@ -40,35 +39,34 @@ def train_llama(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     if device is not HOST:
         torch.cuda.set_device(device.index)
     torch.set_num_threads(args.threads)
-    heads = {"nheads": args.nheads, "nheads_kv": args.nheads_kv, "headdim": config.head_dim}
-    sizes = {"seqlen": args.seqlen, "dtype": args.dtype, **heads}
-    work = together(comm, lambda: Workload(**sizes, mask=Causal(), backward=True))
+    sizes = {x: getattr(args, x) for x in ("seqlen", "dtype", "nheads", "nheads_kv")}
+    sizes |= {"headdim": config.head_dim, "mask": Causal(), "backward": True}
+    work = together(comm, lambda: Workload(**sizes))
     grid = open_grid(comm, args, work)
     losses, seconds, checks = [], [], {}
-    with threadpool_limits(args.threads):
-        model = _new_model(config, args).to(where)
-        names = ("method", "seqlen", "dtype", "threads", "kernel", "transfers")
-        cp = ContextParallel(grid, model, **{x: getattr(args, x) for x in names})
-        hooks = GradientHooks(model, comm)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate)
-        shown = progress(range(args.steps), comm.rank, desc="steps")
-        for step in shown:
-            batch, start = text.batch(args.seqlen, args.seed, step), time.perf_counter()
-            own = cp.shard(batch.tokens, cu_seqlens=batch.cu_seqlens if args.separator else None)
-            model.zero_grad()
-            term = cp.loss(model(**own.inputs).logits, own)
-            term.backward()
-            hooks.finish()
-            loss = total(comm, term.item())
-            if step == 0:
-                own = _check(model, config, args, batch, loss) if comm.rank == 0 else None
-                checks = comm.bcast(own)
-            optimizer.step()
-            losses.append(loss)
-            seconds.append(time.perf_counter() - start)
-            shown.set_postfix(loss=f"{loss:.3f}")
-            if not math.isfinite(loss):
-                break
+    model = _new_model(config, args).to(where)
+    names = ("method", "seqlen", "dtype", "threads", "kernel", "transfers")
+    cp = ContextParallel(grid, model, **{x: getattr(args, x) for x in names})
+    hooks = GradientHooks(model, comm)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate)
+    shown = progress(range(args.steps), comm.rank, desc="steps")
+    for step in shown:
+        batch, start = text.batch(args.seqlen, args.seed, step), time.perf_counter()
+        own = cp.shard(batch.tokens, cu_seqlens=batch.cu_seqlens if args.separator else None)
+        model.zero_grad()
+        term = cp.loss(model(**own.inputs).logits, own)
+        term.backward()
+        hooks.finish()
+        loss = total(comm, term.item())
+        if step == 0:
+            own = _check(model, config, args, batch, loss) if comm.rank == 0 else None
+            checks = comm.bcast(own)
+        optimizer.step()
+        losses.append(loss)
+        seconds.append(time.perf_counter() - start)
+        shown.set_postfix(loss=f"{loss:.3f}")
+        if not math.isfinite(loss):
+            break
     (kernel,) = {x.kernel for x in cp.plans.values()}
     if comm.rank == 0:
         for name, x in checks.items():

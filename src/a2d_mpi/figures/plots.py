@@ -7,10 +7,11 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,11 +20,10 @@ from a2d_mpi.experiments.hdf5 import read_file
 from a2d_mpi.experiments.plan import read_summaries
 from a2d_mpi.experiments.results import (
     BENCHMARK_SCHEMA,
+    FAMILIES,
     PARTS,
     TRAINING_SCHEMA,
     Summary,
-    best_of_families,
-    in_order,
     kernel_speeds,
     read_measured,
 )
@@ -89,6 +89,22 @@ def _usual(workloads: Sequence, plans: Sequence[Summary]):
     return max(entries, key=lambda x: (ranks[x], entries[x], x))
 
 
+def _order(family: str) -> tuple[int, str]:
+    """Sort families as in `FAMILIES`; a user's methods come last."""
+    return (FAMILIES.index(family) if family in FAMILIES else len(FAMILIES)), family
+
+
+def _best(
+    plans: Iterable[Summary], place: Callable[[Summary], Any], key: Callable[[Summary], float]
+) -> dict[str, dict[Any, Summary]]:
+    """Choose the plan of least `key` for each family and place, both in order."""
+    best: dict[str, dict[Any, Summary]] = {}
+    for x in sorted(plans, key=place):
+        of_family = best.setdefault(x.family, {})
+        of_family[place(x)] = min(of_family.get(place(x), x), x, key=key)
+    return {name: best[name] for name in sorted(best, key=_order)}
+
+
 # Benchmarks.
 
 
@@ -110,14 +126,13 @@ class Runs:
     of_workload: list[Summary]
     ranks: int
 
-    def families(
+    def best(
         self, key: Callable[[Summary], float], fewest: int = 1
-    ) -> dict[str, list[Summary]]:
+    ) -> dict[str, dict[int, Summary]]:
         """Find each method's plan of least `key` at every number of ranks from `fewest` on."""
         # Only `phases` shows plans that communicate and compute in turn, if both kinds were run.
         plans = [x for x in self.of_workload if x.overlap] or self.of_workload
-        best = best_of_families((x for x in plans if x.ranks >= fewest), key)
-        return {name: best[name] for name in in_order(best)}
+        return _best((x for x in plans if x.ranks >= fewest), lambda x: x.ranks, key)
 
     @property
     def title(self) -> str:
@@ -143,13 +158,13 @@ def read_runs(args: argparse.Namespace) -> Runs:
 
 def draw_scaling(plt, runs: Runs):
     """Draw per cent of ideal scaling by number of ranks."""
-    families = runs.families(lambda x: x.seconds)
-    plans = [x for of_family in families.values() for x in of_family]
-    first = min(plans, key=lambda x: (x.ranks, x.seconds))
+    plans = runs.best(lambda x: x.seconds)
+    each = (x for best in plans.values() for x in best.values())
+    first = min(each, key=lambda x: (x.ranks, x.seconds))
     ideal = 100 * first.seconds * first.ranks  # of one rank, times 100 %
     speeds = {
-        name: {x.ranks: ideal / x.ranks / x.seconds for x in of_family}
-        for name, of_family in families.items()
+        name: {ranks: ideal / ranks / x.seconds for ranks, x in best.items()}
+        for name, best in plans.items()
     }
     title = f"100 %: {duration(first.seconds)} on {first.ranks} ranks"
     return finish(_by_ranks(plt, {title: speeds}, "speed, % of ideal"), runs.title)
@@ -187,15 +202,15 @@ def draw_phases(plt, runs: Runs):
 
 def draw_bytes(plt, runs: Runs):
     """Draw bytes by number of ranks: counted, by the formula, and the lower bound."""
-    if not (families := runs.families(lambda x: x.received, fewest=2)):
+    if not (plans := runs.best(lambda x: x.received, fewest=2)):
         raise ValueError("no run on more than one rank")
-    counted = {name: {x.ranks: x.received / 1e6 for x in xs} for name, xs in families.items()}
+    counted = {y: {ranks: x.received / 1e6 for ranks, x in plans[y].items()} for y in plans}
     figure = _by_ranks(plt, {"": counted}, "MB received by a rank", log=True)
-    bounds = {x.ranks: x.bound / 1e6 for xs in families.values() for x in xs if x.bound > 0}
+    each = [x for best in plans.values() for x in best.values()]
+    bounds = {x.ranks: x.bound / 1e6 for x in each if x.bound > 0}
     for axes in figure.axes:
-        for xs in families.values():
-            axes.plot([x.ranks for x in xs], [x.formula / 1e6 for x in xs], "k_", markersize=9,
-                      label="formula", zorder=3)  # fmt: skip
+        axes.plot([x.ranks for x in each], [x.formula / 1e6 for x in each], "k_", markersize=9,
+                  label="formula", zorder=3)  # fmt: skip
         if bounds:
             axes.plot(*zip(*sorted(bounds.items())), "k:", label="bound without heads")
             # The bound may be next to nothing on few ranks. Then the line leaves the axes.
@@ -214,7 +229,8 @@ def draw_model(plt, runs: Runs):
         for band, grey in ((0.3, "#EEEEEE"), (0.15, "#CCCCCC")):
             axes.fill_between(ends, ends * (1 - band), ends * (1 + band), color=grey, linewidth=0)
         axes.plot(ends, ends, color="black", linewidth=0.8)
-        for name in in_order(x.family for x in runs if (" + heads" in x.family) == heads):
+        families = {x.family for x in runs if (" + heads" in x.family) == heads}
+        for name in sorted(families, key=_order):
             of_family = [x for x in runs if x.family == name]
             axes.plot([1e3 * x.seconds for x in of_family], [1e3 * x.predicted for x in of_family],
                       linestyle="none", markersize=3, label=name.partition(" + ")[0],
@@ -270,17 +286,16 @@ def read_scale(path: str | Path, part: str | None = None) -> Scale:
     if not named:
         raise ValueError(f"no workload {part or ''!r} in {path}")
     *usual, seqlen = _usual([workloads[x.name] for x in named], named)
-    panels: dict[str, dict[str, dict[tuple[int, int], Summary]]] = {}
+    panels: dict[str, list[Summary]] = {}
     for x in every:
-        *workload, tokens = workloads[x.name]
-        if workload == usual:
+        if [*workloads[x.name][:-1]] == usual:
             # An axis has the number of ranks, so the name has no number of nodes.
             panel = f"{nodes_of(x.config['machine'])}, {x.config['network']}"
-            best = panels.setdefault(panel, {}).setdefault(x.family, {})
-            best[x.ranks, tokens] = min(best.get((x.ranks, tokens), x), x, key=lambda y: y.seconds)
-    plans = {y: {name: x[name] for name in in_order(x)} for y, x in panels.items()}
-    config = dict(zip(WORKLOAD, usual))
-    return Scale(plans, seqlen, f"simulated: {workload_title(config)}")
+            panels.setdefault(panel, []).append(x)
+    place, seconds = lambda x: (x.ranks, x.config["seqlen"]), lambda x: x.seconds
+    plans = {name: _best(of_panel, place, seconds) for name, of_panel in panels.items()}
+    title = workload_title(dict(zip(WORKLOAD, usual)))
+    return Scale(plans, seqlen, f"simulated: {title}")
 
 
 def draw_slopes(plt, scale: Scale):

@@ -32,14 +32,13 @@ from a2d_mpi.comm.survival import NoFailures
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.gpt import layers
-from a2d_mpi.gpt.cache import BlockTable
+from a2d_mpi.gpt.cache import BlockTable, step_traffic
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.exchange import ArrayExchange, Way
 from a2d_mpi.gpt.layers import module_of
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters
-from a2d_mpi.gpt.steps import step_traffic
 from a2d_mpi.masks.documents import positions_in
 
 MICRO_BATCHES = 3  # one for each stage: attention, transfer, FFN

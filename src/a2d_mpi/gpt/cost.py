@@ -69,7 +69,7 @@ def cache_bytes(config: GPTConfig, tokens: int, size: int) -> int:
 def sum_seconds(machine: Machine, ranks: int, buckets: list[int]) -> list[float]:
     """Return the seconds of half of the transfers of each bucket of gradients.
 
-    `buckets` are in bytes.  The sum of a bucket has two halves (`a2d_mpi.gpt.gradients`): in each
+    `buckets` are in bytes.  The sum of a bucket has two halves (`a2d_mpi.gpt.exchange`): in each
     half every rank sends one share of the bucket to each other rank.
     """
     inside, between = machine.links(ranks)

@@ -1,7 +1,7 @@
 """Inference: a plan computes prompts, then tokens follow one by one; all ranks share the KV cache.
 
 A decoding step has one row for each request.  Attention of the rows is divided among the ranks
-(`a2d_mpi.gpt.steps`); all ranks compute everything else for all rows.
+(`a2d_mpi.gpt.cache`); all ranks compute everything else for all rows.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import misfit
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array
-from a2d_mpi.gpt.cache import BlockTable, Cache
+from a2d_mpi.gpt.cache import BlockTable, Cache, SpreadAttention, heads_kv_of
 from a2d_mpi.gpt.exchange import ArrayExchange, Way
 from a2d_mpi.gpt.layers import module_of
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters
-from a2d_mpi.gpt.steps import SpreadAttention, heads_kv_of
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.masks.documents import Documents, positions_in
 

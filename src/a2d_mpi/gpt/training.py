@@ -18,7 +18,7 @@ from a2d_mpi.core.config import PHASES
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.gpt.cost import STEP_PARTS
-from a2d_mpi.gpt.gradients import GradientSum, total
+from a2d_mpi.gpt.exchange import GradientSum, total
 from a2d_mpi.gpt.layers import module_of
 from a2d_mpi.gpt.model import GPT, Attention
 from a2d_mpi.gpt.parameters import Parameters

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from a2d_mpi.devices.protocol import Array
-from a2d_mpi.kernels.cudnn_blocks import Block, reads_past, supported
 from a2d_mpi.kernels.cupy import CupyKernel
-from a2d_mpi.kernels.graphs import Launch, NotSupported
+from a2d_mpi.kernels.graphs import Block, Launch, NotSupported, reads_past, supported
 from a2d_mpi.kernels.ragged import batches, is_ragged, room, sequences, size_classes
 from a2d_mpi.kernels.shapes import Run, runs
 from a2d_mpi.masks.intervals import Interval, Intervals, queries_per_key

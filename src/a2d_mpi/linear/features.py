@@ -1,6 +1,8 @@
-"""Feature maps of queries and keys, and their gradients.
+"""Feature maps of queries and keys, normalisations of the output, and their gradients.
 
-Arrays are head-major: x is (H, n, D), features are (H, n, F).
+Arrays of feature maps are head-major: x is (H, n, D), features are (H, n, F).  Arrays of
+normalisations are token-major: sums are (n, H, D), or (n, H, D + 1) if the last column is the
+denominator.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from a2d_mpi.devices.protocol import Array
 
 FEATURE_MAPS = ("none", "elu+1", "relu", "random")
 ROTARY_BASE = 10000.0
+# Added to a denominator or a mean square; 1e-6 as in the code of Katharopoulos et al.
+EPSILON = 1e-6
 Map = Callable[..., np.ndarray]
 
 
@@ -90,3 +94,54 @@ def make_feature_map(
         lambda x: relu(rotate(x, cos, sin) @ projections),
         lambda dy, y: rotate(relu_backward(dy, y) @ projections.T, cos, -sin),
     )
+
+
+class Norm:
+    """A normalisation of sums.  This base class is the identity.
+
+    Attributes
+    ----------
+    columns : int
+        Columns of ones that are appended to the values: 1 for a denominator, else 0.
+    """
+
+    columns = 0
+
+    def forward(self, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Compute out, (n, H, D), and the scale of each row, which `backward` needs."""
+        return sums, None
+
+    def backward(self, dout: np.ndarray, out: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
+        """Compute the gradient of the sums."""
+        return dout
+
+
+class Denominator(Norm):
+    """Division by the sum of the weights (Katharopoulos et al., arXiv:2006.16236)."""
+
+    columns = 1
+
+    def forward(self, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        scale = 1 / (sums[..., -1:] + sums.dtype.type(EPSILON))  # (n, H, 1)
+        return sums[..., :-1] * scale, scale
+
+    def backward(self, dout: np.ndarray, out: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        along = (dout * out).sum(axis=2, keepdims=True)  # (n, H, 1)
+        return np.concatenate([dout, -along], axis=2) * scale
+
+
+class OutputNorm(Norm):
+    """Division by the root mean square of all heads of a token (TransNormer, arXiv:2307.14995)."""
+
+    def forward(self, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        # In float32 the square of 2e19 overflows: the scale would be 0, and out wrong.
+        square = np.square(sums, dtype=np.float64).mean(axis=(1, 2), keepdims=True)  # (n, 1, 1)
+        scale = (1 / np.sqrt(square + EPSILON)).astype(sums.dtype)
+        return sums * scale, scale
+
+    def backward(self, dout: np.ndarray, out: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        along = (dout * out).mean(axis=(1, 2), keepdims=True)  # (n, 1, 1)
+        return (dout - out * along) * scale
+
+
+NORMS = {"none": Norm(), "denominator": Denominator(), "output": OutputNorm()}

@@ -20,8 +20,7 @@ from a2d_mpi.core.sizes import check_memory
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.kernels.threads import BlasThreads
 from a2d_mpi.linear.chunks import CausalSums, FullSums
-from a2d_mpi.linear.features import FEATURE_MAPS, make_feature_map
-from a2d_mpi.linear.norms import NORMS
+from a2d_mpi.linear.features import FEATURE_MAPS, NORMS, make_feature_map
 from a2d_mpi.linear.states import STATES, Decay, Piece, StateExchange, count_pieces, pieces_of
 from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.sharding.distribution import Distribution, distribute

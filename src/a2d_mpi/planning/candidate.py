@@ -45,8 +45,9 @@ class Candidate:
         One of `a2d_mpi.schedules.METHODS`.
     layout : Layout
         With the distribution and the slices that were chosen.
-    least : float
-        Lower bound of the seconds; the predicted seconds once all phases are simulated.
+    bound : float
+        Lower bound of the seconds of one slice of the heads; the predicted seconds once all phases
+        are simulated.
     memory : int
         Peak bytes of any rank.  If the candidate was not simulated, only rank 0 counts.
     received, crossing : int
@@ -70,7 +71,7 @@ class Candidate:
         self._held: dict[str, list[list[Held]]] = {}  # memory by phase, rank and program
         self._moved: dict[str, np.ndarray] = {}  # bytes by phase: received, crossing by node
         self._seconds = {x: _floor(machine, layout.size, work, x) for x in work.phases}
-        self._bound = self.least = sum(self._seconds.values())
+        self.bound = sum(self._seconds.values())
         self._stages = self._refinements()
 
     @property
@@ -90,21 +91,10 @@ class Candidate:
         return slowest_seconds(self.phases) if self.phases else math.inf
 
     @property
-    def bound(self) -> float:
-        """Lower bound of the seconds; of one slice of the heads if it was simulated."""
-        return min(self._bound, self.least) if self.phases else self.least
-
-    @property
     def split(self) -> dict[str, float]:
         """Seconds of each part on the slowest ranks; they add up to `seconds`."""
         slowest = [(phase, int(phase.total.argmax())) for phase in self.phases.values()]
         return {x: sum(float(getattr(phase, x)[i]) for phase, i in slowest) for x in PARTS}
-
-    @property
-    def distribution(self) -> str:
-        """Name of the distribution."""
-        name = METHODS[self.method].distribution or self.layout.distribution
-        return name or self._work.mask.default_distribution
 
     @property
     def known_as(self) -> str:
@@ -123,9 +113,7 @@ class Candidate:
     def refine(self) -> bool:
         """Raise the bound or simulate a phase; return False if nothing is left to do."""
         more = next(self._stages, False)
-        self.least = sum(self._seconds.values())
-        if not self._phases:
-            self._bound = self.least
+        self.bound = sum(self._seconds.values())
         return more
 
     def _refinements(self) -> Iterator[bool]:
@@ -210,7 +198,7 @@ class Candidate:
         self._sum_memory()
         if not self.fits:  # two slices need more memory than one
             self.layout, self._phases, self.memory = whole, phases, memory
-        self.least = sum(float(x.total.max()) for x in self.phases.values())
+        self.bound = self.seconds
 
     def _simulate(self, phase: str) -> None:
         """Simulate a phase; count its bytes."""

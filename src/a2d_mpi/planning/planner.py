@@ -93,9 +93,9 @@ def candidates(
     found: list[Candidate] = []
     for _ in progress(_search(found, shapes, machine, work, room, number)):
         pass
-    fastest = sorted((x for x in found if x.fits), key=lambda x: x.least)
+    fastest = sorted((x for x in found if x.fits), key=lambda x: x.bound)
     for x in progress(iter(fastest[: SLICED if ranks <= SMALL else 2])):
-        if x.least < 1.3 * fastest[0].least:
+        if x.bound < 1.3 * fastest[0].bound:
             while x.refine():
                 pass
             x.slice_heads()
@@ -114,7 +114,7 @@ def _search(
     for method, layout in shapes:
         found.append(Candidate(machine, method, layout, work, room))
         yield
-    queue = [(x.least, i) for i, x in enumerate(found)]
+    queue = [(x.bound, i) for i, x in enumerate(found)]
     heapify(queue)
     while queue and number != 0:
         i = heappop(queue)[1]
@@ -129,7 +129,7 @@ def _search(
         else:
             continue
         for j in new:
-            heappush(queue, (found[j].least, j))
+            heappush(queue, (found[j].bound, j))
         yield
 
 

@@ -130,8 +130,8 @@ class ContextParallel:
         call = Call(grid.comm)
         with call.checks(text=lambda x: f"{type(model).__name__}: {x}"):
             self.layers = layers_of(model, self.longest)
-        sizes = {"seqlen": seqlen, "longest": self.longest}
-        call.agree(sizes | {"layers": [*self.layers.values()]})
+        kinds = [*self.layers.values()]
+        call.agree({"seqlen": seqlen, "longest": self.longest, "layers": kinds})
         self._numbers: dict[bytes, int] = {}  # of plans, by their documents
         self._sets: dict[int, Plans] = {}
         self._bases: dict[tuple[str | None, Kind], AttentionPlan] = {}
@@ -328,12 +328,11 @@ class ContextParallel:
             call.problem, whole = comm.bcast((call.problem, whole), root)
         names = "input_ids", "labels", "cu_seqlens"
         with call.checks():
-            self._check(*whole)
+            bounds = self._check(*whole)
         call.agree({x: _digest(y) for x, y in zip(names, whole)})
         ids, targets, ends = whole
         self._plans_of(ends)
         tokens = next(iter(self.plans.values())).tokens
-        bounds = np.unique([0, self.seqlen] if ends is None else [*ends, self.seqlen])
         ahead = [x.mask.dense(np.array([0]), np.array([1])).any() for x in self.layers.values()]
         if not any(ahead):  # no layer sees the next token
             targets = np.append((ids if targets is None else targets)[1:], IGNORED)
@@ -357,8 +356,8 @@ class ContextParallel:
         """See the attributes of the class."""
         return self._sets[self._current]
 
-    def _check(self, ids: Any, labels: Any, cu_seqlens: Any) -> None:
-        """Raise ValueError if arguments of `shard` are wrong."""
+    def _check(self, ids: Any, labels: Any, cu_seqlens: Any) -> np.ndarray:
+        """Return the bounds of documents and padding; ValueError if arguments are wrong."""
         if ids is None or ids.shape != (self.seqlen,):
             got = "none" if ids is None else f"{len(ids)} tokens"
             raise ValueError(f"input_ids must be one sequence of {self.seqlen} tokens, got {got}")
@@ -366,10 +365,10 @@ class ContextParallel:
             raise ValueError(f"labels must be {len(ids)} numbers, got {len(labels)}")
         if cu_seqlens is not None:
             Documents(cu_seqlens).check(self.seqlen)
-        ends = [] if cu_seqlens is None else cu_seqlens
-        most = np.diff([0, *ends, self.seqlen]).max()
-        if most > self.longest:
+        bounds = np.unique([0, self.seqlen] if cu_seqlens is None else [*cu_seqlens, self.seqlen])
+        if (most := np.diff(bounds).max()) > self.longest:
             raise ValueError(f"documents must have at most {self.longest} tokens, got {most}")
+        return bounds
 
     def loss(
         self, logits: torch.Tensor, batch: Batch, averaged_over: int | None = None
