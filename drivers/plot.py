@@ -100,9 +100,10 @@ def masks(parser: Parser) -> Callable:
     in the colour of the rank that computes them: the rank in the row of the query's owner and the
     column of the key's owner.  Below: the distribution, and the largest area of a rank / mean.
     """
+    from a2d_mpi.experiments.sweep import add_list
     from a2d_mpi.figures.mask_plots import plot_masks
 
-    add_options(_add_picture(parser, 96), "masks", default="all")
+    add_list(_add_picture(parser, 96), "masks", "mask", default="all")
     return plot_masks
 
 
