@@ -156,8 +156,8 @@ def study(parser: Parser) -> Callable:
     Every workload of a file has a line for each plan, of all phases that ran.  The line has
     milliseconds of the slowest rank in the median trial, and their ratio to the planner's pick.
     Without a pick it is the ratio to the fastest plan.  Then come the wait, the time that the
-    model predicted, and the bytes that the busiest rank received.  The last lines say how far the model was off, and how many picks take at most 1.1 times the
-    fastest.
+    model predicted, and the bytes that the busiest rank received.  The last lines say how far the
+    model was off, and how many picks take at most 1.1 times the fastest.
     """
     from a2d_mpi.experiments.results import print_study, read_measured
 
