@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from a2d_mpi.experiments.cli import Parser, add_grid, run
 from a2d_mpi.experiments.job import attention
-from a2d_mpi.experiments.options import CHECK_HELP, add_engine, add_options, path
+from a2d_mpi.experiments.options import CHECK_HELP, add_engine, add_options, path, slices
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -29,7 +29,12 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add_options(group, "dtype", "backward", "wire")
 
     group = add_grid(parser)
-    add_options(group, "distribution", "overlap", "slices")
+    add_options(group, "distribution", "overlap")
+    text = (
+        "slices of the heads, whose messages travel while others compute; forward and backward: "
+        "4 or 2x4; default: chosen from the sizes"
+    )
+    group.add_argument("--slices", type=slices, metavar="F[xB]", help=text)
 
     group = parser.add_argument_group("measurement and checks")
     add_options(group, "trials", "warmup")

@@ -89,6 +89,7 @@ def kernels(parser: Parser) -> Callable:
     the file.
     """
     from a2d_mpi.experiments.bench_kernel import MASKS, bench_kernel, shape
+    from a2d_mpi.experiments.sweep import add_list
 
     group = parser.add_argument_group("workloads and kernels")
     add = group.add_argument
@@ -96,7 +97,7 @@ def kernels(parser: Parser) -> Callable:
     text = "SEQLENxNHEADSxHEADDIM; default: 4096x4x128,8192x2x64 or, on a GPU, 16384x16x128"
     add("--shapes", type=listed(shape), metavar="SHAPE,...", help=text)
     add_options(group, "nheads-kv", help="KV heads of all shapes; default: as many as query heads")
-    add_options(group, "masks", default=",".join(MASKS))
+    add_list(group, "masks", "mask", default=",".join(MASKS))
     text = "storage dtype; default: float32 or, on a GPU, bfloat16"
     add_options(group, "dtype", default=None, help=text)
     text = "names in a2d_mpi.kernels.KERNELS; default: numpy,auto or, on a GPU, auto"
@@ -174,6 +175,7 @@ def linear(parser: Parser) -> Callable:
     all bytes with the formula.
     """
     from a2d_mpi.experiments.bench_models import LINEAR, bench_linear
+    from a2d_mpi.experiments.sweep import add_list
     from a2d_mpi.experiments.train_gpt import FLOATS
     from a2d_mpi.schedules import METHODS
 
@@ -182,7 +184,7 @@ def linear(parser: Parser) -> Callable:
     text = f"plans, from {', '.join(plans)}"
     group.add_argument("--plans", type=listed(one_of(plans)), metavar="PLAN,...",
                        default="lasp2,lasp,attention2d", help=text)  # fmt: skip
-    add_options(group, "seqlens", default="1K,2K,4K")
+    add_list(group, "seqlens", "seqlen", default="1K,2K,4K")
     add_options(group, "nheads", default=8)
     add_options(group, "headdim", default=64)
     add_options(group, "dtype", choices=FLOATS)

@@ -17,9 +17,10 @@ Exit code 0: the profile is written.  2: bad input, or the output cannot be writ
 
 from mpi4py import MPI
 
-from a2d_mpi.experiments.calibrate import calibrate
+from a2d_mpi.experiments.autotune import calibrate
 from a2d_mpi.experiments.cli import Parser, run
 from a2d_mpi.experiments.options import add_options, real
+from a2d_mpi.experiments.sweep import add_list
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -28,7 +29,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     group = parser.add_argument_group("measurement")
     group.add_argument("--seconds", type=real(1e-3, 86400), metavar="S", default=30.0,
                        help="approximate time to measure")  # fmt: skip
-    add_options(group, "dtypes")
+    add_list(group, "dtypes", "dtype")
     group = parser.add_argument_group("output")
     add_options(group, "output", required=True, help="TOML file to write")
     text = "name of the machine; default: the name of its first node"

@@ -19,7 +19,7 @@ from a2d_mpi.core.kernel_memory import kernel_buffers
 from a2d_mpi.core.sizes import Layout, flops
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.workspace import Workspace
-from a2d_mpi.experiments import calibrate
+from a2d_mpi.experiments import autotune
 from a2d_mpi.experiments.results import summarise
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.masks.mask import Causal, Full
@@ -403,10 +403,10 @@ def test_steadiness():
 def test_a_disturbed_machine(tmp_path, monkeypatch, capsys):
     """The profile and the output report a disturbed machine; one rank measures no link."""
     told = "DISTURBED by other work: of this"
-    monkeypatch.setattr(calibrate, "steadiness", lambda _: told)
+    monkeypatch.setattr(autotune, "steadiness", lambda _: told)
     path = tmp_path / "here.toml"
     args = parser_of("drivers/calibrate.py").parse_args(["--output", f"{path}", "--seconds=0.1"])
-    assert calibrate.calibrate(MPI.COMM_SELF, args) == 0
+    assert autotune.calibrate(MPI.COMM_SELF, args) == 0
     told = f"float32: {told}\n"
     assert f"\n# {told}" in path.read_text() and told in capsys.readouterr().out
     found = read_machine(path)

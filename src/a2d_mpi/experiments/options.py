@@ -21,7 +21,7 @@ from a2d_mpi.core.config import DISTRIBUTIONS, LARGEST, TRANSFERS, WIRES
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import parse_count
 from a2d_mpi.kernels import KERNELS
-from a2d_mpi.masks.patterns import PATTERNS, parse_mask, split_masks
+from a2d_mpi.masks.patterns import PATTERNS, parse_mask
 from a2d_mpi.schedules import METHODS
 
 if TYPE_CHECKING:
@@ -146,14 +146,6 @@ def mask_text(text: str) -> str:
     return text.strip()
 
 
-def masks(text: str) -> list[str]:
-    """Parse texts of masks with commas between them; "all": one mask of each name."""
-    texts = [mask_text(x) for x in split_masks(text)]
-    if not texts:
-        raise BadOption(f"must name a mask, got {text[:40]!r}")
-    return texts
-
-
 def _imported(text: str) -> Path:
     """Run a file of --import, which few runs have."""
     from a2d_mpi.experiments.user_files import import_file
@@ -178,11 +170,7 @@ OPTIONS: dict[str, dict[str, object]] = {
                 "help": "TOML profile of a machine: see data/machines and drivers/calibrate.py"},
     # The problem.
     "seqlen": {"type": tokens(), "metavar": "TOKENS", "help": "sequence length: 65536 or 64K"},
-    "seqlens": {"type": listed(tokens()), "metavar": "TOKENS,...",
-                "help": "sequence lengths: 4096,64K"},
     "mask": {"type": mask_text, "metavar": "MASK", "default": "causal", "help": MASK_HELP},
-    "masks": {"type": masks, "metavar": "MASK,...", "default": "causal",
-              "help": f"all, or {MASK_HELP}"},
     "nheads": {"type": HEADS, "metavar": "N", "help": "number of query heads"},
     "nheads-kv": {"type": HEADS, "metavar": "N", "help": "number of KV heads; default: --nheads"},
     "headdim": {"type": HEADDIM, "metavar": "N", "help": "elements of a head of q and k"},
@@ -193,8 +181,6 @@ OPTIONS: dict[str, dict[str, object]] = {
     "headdim-v": {"type": HEADDIM, "metavar": "N",
                   "help": "elements of a head of v and out; default: --headdim"},
     "dtype": {"choices": DTYPES, "default": "float32", "help": "storage dtype"},
-    "dtypes": {"type": listed(one_of(DTYPES)), "metavar": "DTYPE,...", "default": "float32",
-               "help": f"storage dtypes, from {', '.join(DTYPES)}"},
     "wire": {"choices": ("none", *WIRES), "default": "none",
              "help": "format of tensors in messages, see docs/wire.md; none: the storage dtype"},
     "backward": {"action": "store_true", "help": "also compute the gradients"},
@@ -214,9 +200,6 @@ OPTIONS: dict[str, dict[str, object]] = {
     "distribution": {"choices": DISTRIBUTIONS,
                      "help": "distribution of tokens over ranks; default: the fastest one for "
                              "the mask, as predicted"},
-    "slices": {"type": slices, "metavar": "F[xB]",
-               "help": "slices of the heads, whose messages travel while others compute; forward "
-                       "and backward: 4 or 2x4; default: chosen from the sizes"},
     "overlap": {"action": argparse.BooleanOptionalAction, "default": True,
                 "help": "communicate while computing; --no-overlap: in turn"},
     # Measurement.

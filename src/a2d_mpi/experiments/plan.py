@@ -3,7 +3,7 @@
 A file of `simulate_all`::
 
     /       attributes: schema, schema_version, and the origin of the latest simulations
-    /runs   a table: arrays of one length, where NaN and "" mean that a simulation has no value
+    /runs   a table: arrays of one length, where NaN means that a simulation has no value
 
 ====================================  ==========================================================
 ``name``                              plan, network and machine
@@ -252,23 +252,21 @@ def read_simulations(path: str | Path) -> dict[str, dict[str, object]]:
     ValueError
         If its schema is wrong.
     """
-    simulations = {}
     table = flat(read_file(path, SCHEMA)["runs"])
-    columns = [np.char.decode(x) if x.dtype.kind == "S" else x for x in table.values()]
-    for values in zip(*(x.tolist() for x in columns)):
-        row = {x: y for x, y in zip(table, values) if y == y and y != ""}  # NaN is not itself
-        simulations[row.pop("name")] = row
-    return simulations
+    columns = (np.char.decode(x) if x.dtype.kind == "S" else x for x in table.values())
+    rows = [dict(zip(table, values)) for values in zip(*(x.tolist() for x in columns))]
+    return {row.pop("name"): row for row in rows}
 
 
 def _table(rows: Mapping[str, Mapping[str, object]]) -> dict[str, np.ndarray]:
     """Return the columns of a table; bytes in place of text, because HDF5 packs only these."""
-    table = {"name": np.char.encode(list(rows))}
-    for name, x in {x: y for row in rows.values() for x, y in row.items()}.items():
-        is_text = isinstance(x, str)
-        column = np.array([row.get(name, "" if is_text else np.nan) for row in rows.values()])
-        table[name] = np.char.encode(column, errors="backslashreplace") if is_text else column
-    return table
+    names = {name: None for row in rows.values() for name in row}
+    table = {x: np.array([row.get(x, np.nan) for row in rows.values()]) for x in names}
+    table["name"] = np.array([*rows])
+    return {
+        name: np.char.encode(x, errors="backslashreplace") if x.dtype.kind == "U" else x
+        for name, x in table.items()
+    }
 
 
 def read_summaries(path: str | Path) -> list[Summary]:
@@ -295,9 +293,9 @@ def read_summaries(path: str | Path) -> list[Summary]:
 
 
 def seconds(entry: Mapping[str, object], kind: str, part: str = "") -> float:
-    """Sum the "simulated" or "predicted" seconds of an entry over its phases; NaN without any.
+    """Sum the "simulated" or "predicted" seconds of an entry over its phases.
 
     With the `part` " wait", sum the waits.
     """
     phases = ("forward", "backward") if entry["backward"] else ("forward",)
-    return sum(float(entry.get(f"{phase} {kind}{part}", np.nan)) for phase in phases)
+    return sum(float(entry[f"{phase} {kind}{part}"]) for phase in phases)

@@ -12,7 +12,7 @@ from itertools import product
 
 import numpy as np
 
-from a2d_mpi.core.config import WIRES, AttentionConfig
+from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.options import (
     OPTIONS,
@@ -20,11 +20,12 @@ from a2d_mpi.experiments.options import (
     Parser,
     add_options,
     listed,
+    mask_text,
     method_name,
     one_of,
     slices,
 )
-from a2d_mpi.masks.patterns import make_mask
+from a2d_mpi.masks.patterns import make_mask, split_masks
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.layouts import layouts
 from a2d_mpi.planning.machine import Machine
@@ -109,18 +110,39 @@ def add_plans(parser: Parser, group: argparse._ArgumentGroup, **changes: object)
     group.add_argument("--plans", **{**usual, **changes})
 
 
+def _masks(text: str) -> list[str]:
+    """Parse texts of masks with commas between them; "all": one mask of each name."""
+    texts = [mask_text(x) for x in split_masks(text)]
+    if not texts:
+        raise BadOption(f"must name a mask, got {text[:40]!r}")
+    return texts
+
+
+def add_list(to: argparse._ActionsContainer, name: str, option: str, **changes: object) -> None:
+    """Add an option that takes several values of one of `OPTIONS`, with commas between them."""
+    usual = dict(OPTIONS[option])
+    if choices := usual.pop("choices", None):
+        usual |= {"type": one_of(choices), "metavar": option.upper()}
+        usual["help"] += f"; from {', '.join(choices)}"
+    kind = listed(usual["type"])
+    if option == "mask":  # its arguments have commas, too
+        kind, usual["help"] = _masks, f"all, or {usual['help']}"
+    usual |= {"type": kind, "metavar": f"{usual['metavar']},..."}
+    to.add_argument(f"--{name}", **{**usual, **changes})
+
+
 def add_workloads(parser: Parser) -> None:
     """Add the options of a sweep, see `cases_of`."""
     group = parser.add_argument_group("workloads (every combination is run)")
-    add_options(group, "seqlens", default="2048")
-    for name, default in (("nheads", "8"), ("nheads-kv", None), ("headdim", "64")):
-        kind = listed(OPTIONS[name]["type"])
-        add_options(group, name, type=kind, metavar="N,...", default=default)
-    add_options(group, "headdim-v", "masks", "dtypes", "backward")
-    formats = "none", *WIRES
-    text = f"formats of tensors in messages, from {', '.join(formats)}: see docs/wire.md"
-    kind = {"type": listed(one_of(formats)), "metavar": "FORMAT,..."}
-    group.add_argument("--wire", default="none", help=text, **kind)
+    add_list(group, "seqlens", "seqlen", default="2048")
+    add_list(group, "nheads", "nheads", default="8")
+    add_list(group, "nheads-kv", "nheads-kv")
+    add_list(group, "headdim", "headdim", default="64")
+    add_options(group, "headdim-v")
+    add_list(group, "masks", "mask")
+    add_list(group, "dtypes", "dtype")
+    add_options(group, "backward")
+    add_list(group, "wire", "wire")
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
