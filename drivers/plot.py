@@ -153,18 +153,16 @@ def study(parser: Parser) -> Callable:
         python drivers/plot.py study data/results/ratio.h5
         python drivers/plot.py study data/results/*.h5
 
-    Every workload of a file has a line for each plan, forward and forward with backward.  The
-    line has milliseconds of the slowest rank in the median trial, and their ratio to the planner's
-    pick.  Without a pick it is the ratio to the fastest plan.  Then come the wait, the time that
-    the model predicted, and the bytes that the busiest rank received.
-    The last lines say how far the model was off, and how many picks take at most 1.1 times the
-    fastest.
+    Every workload of a file has a line for each plan, of all phases that ran.  The line has
+    milliseconds of the slowest rank in the median trial, and their ratio to the planner's pick.
+    Without a pick it is the ratio to the fastest plan.  Then come the wait, the time that the
+    model predicted, and the bytes that the busiest rank received.  The last lines say how far the
+    model was off, and how many picks take at most 1.1 times the fastest.
     """
     from a2d_mpi.experiments.results import print_study, read_measured
 
     parser.add_argument("files", type=path, nargs="+", help="HDF5 files of bench.py")
-    phases = ("forward",), ("forward", "backward")
-    return lambda args: print_study(args.files, lambda path: read_measured(path, *phases))
+    return lambda args: print_study(args.files, read_measured)
 
 
 def scale(parser: Parser) -> Callable:

@@ -1,6 +1,5 @@
 """Run a benchmark or a tool: python jobs/run.py [--dry-run] JOB [ARGUMENT...]
 
-  test [ARGUMENT...]          the tests, as jobs/test.sh runs them
   fuzz [MPI] SECONDS [RANKS [FIRST]]    random configurations against a dense float64 computation
   fuzz [MPI] --case SEED RANKS [WIRE]   one of them again, with its errors; MPI: mpich or openmpi
   net COMMIT                  differences to another commit in bits of results, bytes and messages
@@ -50,7 +49,6 @@ SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 # stands for a row with the first of each, a row with the second of each, and so on.  A row begins
 # with the job, or with its part.  Words in braces are of NAMES, or the folder, or the options.
 COMMANDS = """
-test bash jobs/test.sh {options}
 simulate use_env any "" numba
 simulate python drivers/plan.py simulate {options}
 docs use_env any docs docs .venv-docs
@@ -356,7 +354,6 @@ def study(folder, *parts):
 
 
 JOBS = {
-    "test": lambda *options: parts_of(COMMANDS, ["test"], options=options),
     "fuzz": fuzz,
     "net": lambda commit: compare(commit, "tests/tools/net.py", ["run_mpi 6 300 @"]),
     "speed": lambda commit, place: compare(

@@ -10,7 +10,7 @@ from helpers import SAMPLE, assert_all, drive, read_run
 
 from a2d_mpi import Attention2D, Causal, Full, IntervalMask
 from a2d_mpi.attention import hooks
-from a2d_mpi.core import reference, wire
+from a2d_mpi.core import wire
 from a2d_mpi.core.wire import FORMATS
 from a2d_mpi.experiments.check import check_attention
 
@@ -22,7 +22,7 @@ def ranks(test):
 def rounded(given, name):
     """Return a problem whose inputs are rounded to a format."""
     given = copy(given)
-    given.inputs = [reference.rounded(x.astype(np.float32), name) for x in given.inputs]
+    given.inputs = [wire.rounded(x.astype(np.float32), name) for x in given.inputs]
     return given
 
 
@@ -111,11 +111,11 @@ def test_a_wrong_scale(comm, grid_of, monkeypatch, what):
         right(to, x, name)
         blocks = -(-x.shape[2] // 32)
         # Only partial results are not rounded yet when they are sent.
-        if what == "all" or not np.array_equal(reference.rounded(x, name), x):
+        if what == "all" or not np.array_equal(wire.rounded(x, name), x):
             to[..., -blocks:] += to[..., -blocks:] < 254
 
     def half_rounded(device, x, name):
-        return x if what == "all" else reference.rounded(x, name)
+        return x if what == "all" else wire.rounded(x, name)
 
     monkeypatch.setattr(wire, "encode", wrong)
     monkeypatch.setattr(hooks, "as_sent", half_rounded)

@@ -19,7 +19,7 @@ from a2d_mpi.core import reference
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
 from a2d_mpi.core.sizes import misfit
-from a2d_mpi.core.wire import FORMATS
+from a2d_mpi.core.wire import FORMATS, rounded
 from a2d_mpi.sharding import triangle
 
 METHODS = (
@@ -91,7 +91,7 @@ class Case:
             return whole
         config = AttentionConfig(**self.sizes, dtype=self.dtype, wire=wire)
         return [
-            reference.rounded(x, wire) if config.rounds(name) else x
+            rounded(x, wire) if config.rounds(name) else x
             for name, x in zip(("q", "k", "v", "dout"), whole)
         ]
 

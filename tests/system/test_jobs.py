@@ -44,7 +44,6 @@ def test_scripts(script):
 
 # Arguments of the jobs of jobs/run.py, and how many commands run then.
 RUN = {
-    "test": {"all -k causal": 1},
     "fuzz": {"60": 2, "openmpi 60 6 0": 2, "--case 7 4": 2, "mpich --case 7 4 mxfp4": 2},
     "net": {"HEAD": 5},
     "speed": {"HEAD local": 31, "HEAD 16x1": 17, "HEAD 64x1": 17, "HEAD 16x4": 17},

@@ -9,7 +9,7 @@ import pytest
 from helpers import deeper
 
 from a2d_mpi import Causal, Full
-from a2d_mpi.core import reference
+from a2d_mpi.core import wire
 from a2d_mpi.core.config import PHASES, WIRES, AttentionConfig
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import Layout
@@ -118,7 +118,7 @@ def test_ways_and_back(name):
         np.testing.assert_array_equal(decoded(encoded(y, name), x, name), y)
         np.testing.assert_array_equal(encoded(x[:, 1:], name), first[:, 1:])
         with np.errstate(invalid="ignore"):
-            np.testing.assert_array_equal(y, reference.rounded(x, name))
+            np.testing.assert_array_equal(y, wire.rounded(x, name))
             form, size = FORMATS[name], np.abs(x.astype(float))
             bound = np.maximum(form.error * size, form.floor * size.max(-1, keepdims=True))
             tiny = 1e-40 + form.floor * 2.0 ** (form.highest - 127)  # the smallest scale is 2^-127

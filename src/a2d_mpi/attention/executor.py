@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from a2d_mpi.attention.engine import Engine
 from a2d_mpi.comm.channel import Channel
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.devices.protocol import Array
-from a2d_mpi.devices.workspace import Constant, Workspace
+from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.masks.intervals import Intervals
 from a2d_mpi.schedules import steps
 from a2d_mpi.schedules.program import Program, common_rows, index_of
@@ -261,11 +262,12 @@ class Executor:
                 for x, y in zip(tensors(source), tensors(target)):
                     self._engine.device.put(y, x, add)
 
-    def _by_index(self, how: str, source: Rows, target: Rows, index: Constant) -> None:
-        move = getattr(self._engine.device, how)
+    def _by_index(self, how: str, source: Rows, target: Rows, index_on: Callable) -> None:
+        device = self._engine.device
+        move, index = getattr(device, how), index_on(device)
         with self._engine.clocks.span("merge"):
             for x, y in zip(self._tensors(source), self._tensors(target)):
-                move(y, x, index.on(self._engine.device))
+                move(y, x, index)
 
     def _code(self, how: str, parts: list[tuple[Rows, Rows]]) -> None:
         tensors, device = self._tensors, self._engine.device
@@ -315,7 +317,8 @@ def _moved(step: steps.Copy | steps.Add, program: Program) -> tuple:
         how, index[:] = "put_at", index_of(target)
     else:
         how, index[index_of(target)] = "take", index_of(source)
-    return Executor._by_index, how, *(program.rows(x.array) for x in step), Constant(index)
+    on = cache(lambda device: device.upload(index))  # once for each device
+    return Executor._by_index, how, *(program.rows(x.array) for x in step), on
 
 
 def _called(step: steps.KernelCall, program: Program) -> tuple:

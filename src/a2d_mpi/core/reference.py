@@ -148,42 +148,6 @@ def sink_gradient(
     return -(p * delta).sum(axis=0)
 
 
-def rounded(x: np.ndarray, wire: str) -> np.ndarray:
-    """Round a tensor as encoding for the wire and decoding do.
-
-    Source: OCP Microscaling Formats (MX) Specification v1.0, section 6.3.
-
-    Parameters
-    ----------
-    x : (tokens, heads, headdim) float
-    wire : str
-        One of `a2d_mpi.core.wire.FORMATS`.
-
-    Returns
-    -------
-    (tokens, heads, headdim), dtype of x
-    """
-    from a2d_mpi.core.wire import BLOCK, FORMATS
-
-    form, result = FORMATS[wire], np.empty_like(x)
-    exact = x.astype(np.float32).astype(np.float64)
-    for first in range(0, x.shape[2], BLOCK if form.blocks else x.shape[2]):
-        block = exact[..., first : first + BLOCK] if form.blocks else exact  # (tokens, heads, 32)
-        scale = 1.0
-        if form.blocks:
-            largest = np.abs(block).max(axis=-1, keepdims=True)
-            exponent = np.frexp(largest)[1] - 1.0 - form.highest  # frexp's mantissa is below 1
-            scale = np.exp2(np.maximum(exponent, -127))
-            scale[~np.isfinite(largest)] = np.nan
-        scaled = block / scale  # exact
-        last_place = np.exp2(np.maximum(np.frexp(scaled)[1] - 1, form.lowest) - form.mantissa)
-        scaled = np.rint(scaled / last_place) * last_place
-        if form.blocks:
-            scaled = np.clip(scaled, -form.largest, form.largest)
-        result[..., first : first + scaled.shape[-1]] = scaled * scale
-    return result
-
-
 def _rounded(x: np.ndarray, dtype: np.typing.DTypeLike | None) -> np.ndarray:
     return x if dtype is None else x.astype(dtype).astype(x.dtype)
 

@@ -159,3 +159,37 @@ def decode(to: np.ndarray, x: np.ndarray, name: str) -> None:
         scaled = values.reshape(*encoded.shape[:2], blocks, BLOCK)
         scaled *= _SCALES[encoded[..., -blocks:]][..., None]
         to[i : i + tokens] = values[..., :elements]
+
+
+def rounded(x: np.ndarray, wire: str) -> np.ndarray:
+    """Round a tensor as `encode` and `decode` do, whose results are checked against this function.
+
+    It is slow, computes in float64, and shares no code with them.
+
+    Parameters
+    ----------
+    x : (tokens, heads, headdim) float
+    wire : str
+        One of `FORMATS`.
+
+    Returns
+    -------
+    (tokens, heads, headdim), dtype of x
+    """
+    form, result = FORMATS[wire], np.empty_like(x)
+    exact = x.astype(np.float32).astype(np.float64)
+    for first in range(0, x.shape[2], BLOCK if form.blocks else x.shape[2]):
+        block = exact[..., first : first + BLOCK] if form.blocks else exact  # (tokens, heads, 32)
+        scale = 1.0
+        if form.blocks:
+            largest = np.abs(block).max(axis=-1, keepdims=True)
+            exponent = np.frexp(largest)[1] - 1.0 - form.highest  # frexp's mantissa is below 1
+            scale = np.exp2(np.maximum(exponent, -127))
+            scale[~np.isfinite(largest)] = np.nan
+        scaled = block / scale  # exact
+        last_place = np.exp2(np.maximum(np.frexp(scaled)[1] - 1, form.lowest) - form.mantissa)
+        scaled = np.rint(scaled / last_place) * last_place
+        if form.blocks:
+            scaled = np.clip(scaled, -form.largest, form.largest)
+        result[..., first : first + scaled.shape[-1]] = scaled * scale
+    return result

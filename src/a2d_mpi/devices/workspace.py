@@ -1,4 +1,4 @@
-"""Buffers and constant arrays that plans keep."""
+"""Buffers that plans keep."""
 
 from __future__ import annotations
 
@@ -13,20 +13,6 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 
 KEPT = 1024  # most views of buffers that a workspace keeps
-
-
-class Constant:
-    """An array on the host that does not change; it is copied to each device once."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self._array = array
-        self._copies: dict[Device, Array] = {}
-
-    def on(self, device: Device) -> Array:
-        """Return the array on a device."""
-        if device not in self._copies:
-            self._copies[device] = device.upload(self._array)
-        return self._copies[device]
 
 
 class Views(dict):

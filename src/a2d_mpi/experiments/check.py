@@ -65,7 +65,7 @@ def check_attention(
     of lse is a relative error of all probabilities, and the bound of lse is at most 0.1.
 
     A plan with `wire` is compared with exact values of tensors that were rounded to this format by
-    `reference.rounded`, which shares no code with the plan.  Its gradients are compared with exact
+    `core.wire.rounded`, which shares no code with the plan.  Its gradients are compared with exact
     gradients at its own out.  So the bounds need no term for the rounding of q, k, v and dout.
     The rounding of partial results widens the bounds: see `error_bounds`.
     """

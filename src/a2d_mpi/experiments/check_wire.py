@@ -12,9 +12,8 @@ from mpi4py import MPI
 
 from a2d_mpi.attention.hooks import ROUNDED
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.core import reference
 from a2d_mpi.core.config import OF_KEYS, PHASES
-from a2d_mpi.core.wire import FORMATS
+from a2d_mpi.core.wire import FORMATS, rounded
 from a2d_mpi.schedules import write
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import KINDS, Encode, Merge, Message, Move, Send
@@ -52,7 +51,7 @@ class WireErrors:
     def rounded(self, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return those of the caller's tensors that travel in the format, rounded to it."""
         names = (x for x in ROUNDED if x in tensors and self._plan.config.rounds(x))
-        return {x: reference.rounded(tensors[x], self._plan.config.wire) for x in names}
+        return {x: rounded(tensors[x], self._plan.config.wire) for x in names}
 
     def add(self, name: str, own: np.ndarray, contributions: Sequence[np.ndarray]) -> None:
         """Count this rank's contributions to some rows, of which it owns `own`.  Collective."""

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.hdf5 import Tree, fill, key_of, load, new_file, read_file
+from a2d_mpi.experiments.hdf5 import fill, key_of, load, new_file, read_file
 from a2d_mpi.experiments.options import FAILED_CHECK, aligned
 from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.simulator import PARTS
@@ -43,20 +42,11 @@ def all_passed(run: Mapping[str, Any]) -> bool:
     return all(x["passed"] for x in run["checks"].values())
 
 
-def read_measured(path: str | os.PathLike[str], *phases: Sequence[str]) -> list[Summary]:
-    """Read a benchmark, and summarise each of its runs for each of `phases`.
-
-    Those that a run has count, and equal ones count once.  Default: all phases together.
-    """
-
-    def build(tree: Tree) -> list[Summary]:
-        found = []
-        for run in tree["runs"].values():
-            given = [tuple(x for x in each if x in run["timings"]) for each in phases or (PHASES,)]
-            found += [summarise(run, each) for each in dict.fromkeys(given)]
-        return found
-
-    return read_file(path, BENCHMARK_SCHEMA, build)
+def read_measured(path: str | os.PathLike[str]) -> list[Summary]:
+    """Read the summaries of all runs of a benchmark, of all phases that ran."""
+    return read_file(
+        path, BENCHMARK_SCHEMA, lambda tree: [summarise(x) for x in tree["runs"].values()]
+    )
 
 
 def flat(tree: Mapping[str, object]) -> dict[str, np.ndarray]:
@@ -235,10 +225,7 @@ def table(summaries: Sequence[Summary]) -> str:
 
 
 def print_study(files: Sequence[Path], read: Callable[[Path], list[Summary]]) -> int:
-    """Print the tables of files; return the exit code.
-
-    `read` returns the summaries of a file: for each plan its forward pass, and all phases.
-    """
+    """Print the tables of files, whose summaries `read` returns; return the exit code."""
     passed, picks, good, off = True, 0, 0, []
     for path in files:
         summaries = read(path)
@@ -248,23 +235,17 @@ def print_study(files: Sequence[Path], read: Callable[[Path], list[Summary]]) ->
         for workload, ranks in dict.fromkeys((x.workload, x.ranks) for x in summaries):
             these = [x for x in summaries if (x.workload, x.ranks) == (workload, ranks)]
             print(table(these))
-            plans = [x for x in these if _is_whole(x) and x.overlap]
+            plans = [x for x in these if x.overlap]
             pick = next((x for x in plans if x.picked), None)
             if pick and len(plans) > 1:
                 picks += 1
                 good += pick.seconds <= CLOSE * min(x.seconds for x in plans)
-        here = [x.predicted / x.seconds - 1 for x in filter(_is_whole, summaries)
-                if not math.isnan(x.predicted)]  # fmt: skip
+        here = [x.predicted / x.seconds - 1 for x in summaries if not math.isnan(x.predicted)]
         off += here
         print(f"model: {_errors(here)}")
     print(f"\nmodel, all files: {_errors(off)}")
     print(f"picks within {100 * (CLOSE - 1):.0f} % of the fastest: {good} of {picks}")
     return 0 if passed else FAILED_CHECK
-
-
-def _is_whole(x: Summary) -> bool:
-    """Return whether a summary has all phases that ran."""
-    return (x.phase == "both") == bool(x.config["backward"])
 
 
 def _errors(off: Sequence[float]) -> str:

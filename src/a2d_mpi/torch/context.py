@@ -144,8 +144,7 @@ class ContextParallel:
             self._probe()
         self._options, self._training = options, model.training
         self._before = model.config._attn_implementation
-        whole = self.longest == seqlen
-        self._plans_of(None if whole else np.append(np.arange(0, seqlen, self.longest), seqlen))
+        self._plans_of(None)
         model.set_attn_implementation(self._name)
         self._handle = model.register_forward_pre_hook(begin, with_kwargs=True)
 

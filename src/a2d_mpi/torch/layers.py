@@ -38,7 +38,7 @@ POISONED = 9  # the one with the NaN
 PAIRS = 4096  # random queries for which a mask is compared
 
 Outputs = list[tuple[str, torch.Tensor]]  # names and rows, (n, width)
-Note = Callable[[str, torch.Tensor], torch.Tensor | None]
+Note = Callable[[str, torch.Tensor], "torch.Tensor | None"]
 
 
 class Kind(NamedTuple):
@@ -62,7 +62,7 @@ class Kind(NamedTuple):
     dtype: str
 
 
-Call = tuple[str, torch.nn.Module, Kind, torch.Tensor | None, dict[str, Any]]
+Call = tuple[str, torch.nn.Module, Kind, "torch.Tensor | None", dict[str, Any]]
 
 
 def layers_of(model: torch.nn.Module, seqlen: int) -> dict[torch.nn.Module, Kind]:
