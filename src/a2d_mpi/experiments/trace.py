@@ -127,10 +127,9 @@ def _events(
         programs = write(plan.method, call.phase, plan.layout, plan.problem, rank, plan.overlap)
         labels: dict[int, tuple[str, dict]] = {len(call.spans) - 1: (f"{name} {call.phase}", {})}
         for program, times in zip(programs, call.programs):
-            blocks, posted = _blocks(program), {}
-            of = section, number, program.slice, program.number
+            of, posted = (section, number, program.slice, program.number), {}
             for step, (begin, first), (end, last) in zip(program.steps, times, times[1:]):
-                args = next(blocks) if isinstance(step, Attend | Differentiate) else {}
+                args = _block(program, step) if isinstance(step, Attend | Differentiate) else {}
                 for span in range(first, last):  # one, or none
                     labels[span] = type(step).__name__.lower(), args
                 if isinstance(step, Message):
@@ -167,12 +166,10 @@ def _arrow(program: Program, step: Message, place: list[int], phase: str, of: tu
     return {**event, "name": kind, "cat": "message", "args": args}
 
 
-def _blocks(program: Program) -> Iterator[dict[str, object]]:
-    """Yield the block of every kernel call of a program, with its visible pairs per head."""
-    calls = [x for x in program.steps if isinstance(x, Attend | Differentiate)]
-    pairs = pairs_of(program, calls)[0].tolist() if calls else []
-    for call, count in zip(calls, pairs):
-        yield {"rows": call.queries.count, "columns": call.keys.count, "pairs": count}
+def _block(program: Program, call: Attend | Differentiate) -> dict[str, object]:
+    """Return the block of a kernel call, with its visible pairs per head."""
+    pairs = int(pairs_of(program, [call])[0][0])
+    return {"rows": call.queries.count, "columns": call.keys.count, "pairs": pairs}
 
 
 def _names(ranks: int) -> Iterator[Event]:
