@@ -64,7 +64,7 @@ def test_jobs_take_a_folder_of_wheels(machine):
     assert "lacks cupy" in machine(*local, code=2).stderr
     machine(*local, A2D_MPI_WHEELS=str(wheels))
     with h5py.File(machine.copy / "results/gpu_local.h5") as file:
-        assert file.attrs["device"] == "emulated GPU"
+        assert file["origin"].attrs["device"] == "emulated GPU"
     assert (machine.copy / ".venv-active").is_dir()
     # CuPy and cuDNN's frontend look for the wheels of CUDA in their own environment.
     outer = machine.folder / "outer"

@@ -32,9 +32,9 @@ from a2d_mpi.comm.transport import HostTransport
 from a2d_mpi.devices.host import Host
 from a2d_mpi.kernels.blocks import Blocker
 from a2d_mpi.kernels.numpy import NumpyKernel
+from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules import passes, pipeline
 from a2d_mpi.schedules.line import Line
-from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Add, Copy, Merge, Receive
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -212,7 +212,7 @@ def mask(rank):
         (begin, end), *others = right(self, q_tokens, k_tokens)
         return (begin, np.minimum(end + 1, len(k_tokens))), *others
 
-    return [around(Program, "intervals", wrong)]
+    return [around(Mask, "intervals", wrong)]
 
 
 # Merges and sums.
