@@ -35,9 +35,9 @@ MASKS = (
 PRIMES = (2, 3, 5, 7, 11, 13, 31, 53, 89, 97, 127, 149)
 FAR = 2**62
 AGAIN = ("none", "the same", "fresh", "fresh after free")
-# Orders of summation, of which the largest error counts: one draw of it may be anything.  Under a
-# soft-cap huge logits count only where their terms cancel, which few do: draws differ more.
-ORDERS, ORDERS_CAPPED = 4, 32
+# Orders of summation, of which the largest error counts: one draw of it may be anything.  Of huge
+# logits few terms count, those that tie or, under a soft-cap, cancel: draws differ more.
+ORDERS, ORDERS_HUGE = 4, 32
 
 
 @dataclass
@@ -252,7 +252,7 @@ def solve(
     rng, precision = np.random.default_rng([case.seed, 2]), compute_dtype(case.dtype)
     scaled = [(whole[0] * scale).astype(precision), *whole[1:]]
     # Kernels scale q, and the textbook the product: so half of the orders do this, and half that.
-    for order in range(ORDERS_CAPPED if cap and abs(scale) > 100 else ORDERS):
+    for order in range(ORDERS_HUGE if abs(scale) > 100 else ORDERS):
         given = (scaled, case.seen, 1.0, cap) if order % 2 else (whole, case.seen, scale, cap)
         same = plain(*given, dtype=precision, kept=case.dtype, at=out, rng=rng)
         same["dq"] *= scale if order % 2 else 1
