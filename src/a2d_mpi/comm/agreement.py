@@ -1,4 +1,4 @@
-"""What all ranks do together: they agree on it, or all raise the same error.
+"""Steps of all ranks together: they agree, or all raise the same error.
 
 A rank checks its arguments, and then agrees with all other ranks.  Only then it sends messages of
 the call.  So an error of one rank is an error of all ranks, and no rank waits for another rank

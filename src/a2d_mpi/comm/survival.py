@@ -1,4 +1,4 @@
-"""Whether the job goes on when ranks die, and what a grid does about it if not: nothing.
+"""Survival: whether the job goes on when ranks die, and what a grid does if not: nothing.
 
 `a2d_mpi.comm.failures` has the rest, for an MPI that continues without dead ranks.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 from zlib import crc32
 
@@ -15,7 +16,7 @@ from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import plan_of, random_inputs, turns
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.hdf5 import check_output, read_file
-from a2d_mpi.experiments.measure import Measurement, open_device
+from a2d_mpi.experiments.measure import Measurement, open_device, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows, progress
 from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, all_passed, extend_file, summarise, table
 from a2d_mpi.experiments.sweep import Configuration, cases_of, plans_for
@@ -39,7 +40,8 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             runs = _checked(comm, block, args, device, grids)
             for run in turns(list(runs.values()), args.trials):
                 run.trial()
-            results = {c.name: _result(c, run, args, machine) for c, run in runs.items()}
+            origin = origin_of(comm, device)
+            results = {c.name: _result(c, run, args, machine, origin) for c, run in runs.items()}
             for run in runs.values():
                 run.plan.free()
             new = {"settings": settings, "runs": results}
@@ -112,11 +114,15 @@ def _checked(
 
 
 def _result(
-    c: Configuration, run: Measurement, args: argparse.Namespace, machine: Machine | None
+    c: Configuration,
+    run: Measurement,
+    args: argparse.Namespace,
+    machine: Machine | None,
+    origin: Mapping[str, object],
 ) -> dict[str, Any]:
     """Return what the file has of a timed plan on rank 0, an empty dict on other ranks."""
     config = {"name": c.name, "workload": c.case.name, "mask": c.case.mask, "picked": c.picked}
-    result = run.result(args, config)
+    result = run.result(args, config, origin)
     if result:
         result["predicted"] = c.expected(machine, run.plan.layout, run.plan.distribution.name)
     return result

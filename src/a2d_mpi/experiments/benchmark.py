@@ -1,4 +1,4 @@
-"""What benchmarks share: random inputs, timing in turn, checks, a table, and a file that grows."""
+"""Parts of benchmarks: random inputs, timing in turn, checks, a table, and a file that grows."""
 
 from __future__ import annotations
 

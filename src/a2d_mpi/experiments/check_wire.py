@@ -1,4 +1,4 @@
-"""What a narrow format on the wire adds to the bounds of a check: see docs/wire.md."""
+"""Widening of the bounds of a check by a narrow format on the wire: see docs/wire.md."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from a2d_mpi.core.sizes import flops
 from a2d_mpi.experiments.cli import open_grid, together
 from a2d_mpi.experiments.files import InputInfo, inspect_input, read_shard
 from a2d_mpi.experiments.hdf5 import check_output, write_file
-from a2d_mpi.experiments.measure import RESULTS, Measurement, open_device, random_rows
+from a2d_mpi.experiments.measure import RESULTS, Measurement, open_device, origin_of, random_rows
 from a2d_mpi.experiments.options import FAILED_CHECK, aligned, checked_rows, progress
 from a2d_mpi.experiments.origin import sha256
 from a2d_mpi.masks.mask import Mask
@@ -70,9 +70,9 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     for _ in progress(range(args.trials), comm.rank, desc="trials"):
         measured.trial()
     outputs = {"outputs": measured.outputs()} if args.save_outputs else {}
-    result = measured.result(args, {"mask": args.mask, "input": str(args.input)}, **outputs)
-    if comm.rank == 0:
-        result["origin"] |= digests or {}
+    named = {"mask": args.mask, "input": str(args.input)}
+    origin = origin_of(comm, device) | (digests or {})
+    result = measured.result(args, named, origin, **outputs)
     try:
         if args.output:
             together(comm, lambda: write_file(args.output, RESULT_SCHEMA, result), on=0)

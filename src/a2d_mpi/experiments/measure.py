@@ -7,7 +7,7 @@
     run.check(rows=16)  # against float64, before anything is timed
     for _ in range(trials):
         run.trial()
-    result = run.result(args, config)  # on rank 0
+    result = run.result(args, config, origin)  # on rank 0
 
 All methods are collective over the plan's ranks.
 """
@@ -200,7 +200,11 @@ class Measurement:
         return {x: y if y.dtype.kind == "f" else y.astype("f4") for x, y in gathered.items()}
 
     def result(
-        self, args: argparse.Namespace, config: Mapping[str, object], **others: object
+        self,
+        args: argparse.Namespace,
+        config: Mapping[str, object],
+        origin: Mapping[str, object],
+        **others: object,
     ) -> dict[str, Any]:
         """Check the trials, and return what stands in files on rank 0, an empty dict on others.
 
@@ -213,6 +217,8 @@ class Measurement:
             Options of the measurement: trials, warmup, check, seed, threads.
         config : mapping
             Config that is neither in the plan nor in `args`: mask, ...
+        origin : mapping
+            Result of `origin_of`; the hosts become those of the grid's ranks.
         **others
             More that stands in the file.
 
@@ -226,11 +232,11 @@ class Measurement:
             changed = _differing(self._on_host(self._given), self._given_bits)
             for name, number in (("repeat", self._differ), ("inputs", changed)):
                 self.checks[name] = Check(float(comm.allreduce(number)), 0.0, comm.size)
-        origin = origin_of(comm, self.device)
-        gathered = comm.gather((self.seconds, plan.traffic.bytes, plan.area()))
+        gathered = comm.gather((self.seconds, plan.traffic.bytes, plan.area(), gethostname()))
         if gathered is None:
             return {}
-        seconds, counted, area = zip(*gathered)
+        seconds, counted, area, hosts = zip(*gathered)
+        origin = {**origin, "hostnames": list(hosts)}
         trials = max(1, len(self.seconds["forward/total"]))
         traffic, off = _traffic(plan, self.phases, counted, trials)
         self.checks["traffic"] = Check(float(off), 0.0, comm.size)

@@ -28,7 +28,7 @@ T = TypeVar("T", float, np.ndarray)
 
 
 class Way(NamedTuple):
-    """How arrays get to other ranks.
+    """The way of arrays to other ranks.
 
     Attributes
     ----------

@@ -58,7 +58,7 @@ class RunCall:
 
     @property
     def batch(self) -> bool:
-        """Whether one launch computes a batch of runs."""
+        """True if one launch computes a batch of runs."""
         return self.launch is not None and self.launch.block.batch > 0
 
 

@@ -76,7 +76,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether the memory suffices."""
+        """True if the memory suffices."""
         return self._room is None or self.memory <= self._room
 
     @property

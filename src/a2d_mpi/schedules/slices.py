@@ -1,4 +1,4 @@
-"""How many slices a rank cuts its heads into; `a2d_mpi.schedules.pipeline` runs them."""
+"""The number of slices of a rank's heads; `a2d_mpi.schedules.pipeline` runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the attention of a model of transformers computes, found by watching the model.
+"""The attention that a model of transformers computes, found by watching the model.
 
 Nothing here knows a model by its name.  The model runs on a few tokens, on each rank alone.  An
 attention function notes what it gets, and returns a function of each token alone.  The rest of the
