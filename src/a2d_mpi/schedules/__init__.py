@@ -22,7 +22,7 @@ from a2d_mpi.schedules.passes import lowered
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.slices import ATTEND, PUT, TAKE, sharing
-from a2d_mpi.sharding.distribution import distribute
+from a2d_mpi.sharding.distribution import Distribution, distribute
 
 
 class Methods(UserDict):
@@ -126,7 +126,7 @@ def problem_of(
     config: AttentionConfig,
     mask: Mask,
     distribution: str | None = None,
-    distribution_kv: str | None = None,
+    distribution_kv: str | Distribution | None = None,
 ) -> Problem:
     """Return the problem of a method on a layout, with the owner of each token.
 
@@ -140,8 +140,9 @@ def problem_of(
     distribution : str, optional
         Distribution of the queries and, in self-attention, of the keys.  Default: see
         `default_distribution`.
-    distribution_kv : str, optional
-        Distribution of the keys in cross-attention.  Default: the distribution of the queries.
+    distribution_kv : str or Distribution, optional
+        Distribution of the keys in cross-attention: a name, or the shards of all ranks.  Default:
+        the distribution of the queries.
 
     Raises
     ------
@@ -160,7 +161,9 @@ def problem_of(
         name, why = default_distribution(method, layout, config, mask)
     sizes = *chosen.tiles(layout), layout.heads
     keys = queries = distribute(name, mask if n == m else Full(), n, *sizes, why)
-    if n != m or distribution_kv not in (None, name):
+    if isinstance(distribution_kv, Distribution):
+        keys = distribution_kv
+    elif n != m or distribution_kv not in (None, name):
         keys = distribute(distribution_kv or name, Full(), m, *sizes)
     plain = AttentionConfig(**config.arguments)  # without the fields of a subclass
     return Problem(plain, queries, keys, aligned)
