@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
@@ -37,7 +36,6 @@ from a2d_mpi.torch.layers import (
 from a2d_mpi.torch.transformers import PADDING, attend_layer, check_shards, register, weakly
 
 PROBED = 16  # tokens of a rank in the probe
-STEP = -1
 KEPT = 8  # sets of documents whose plans are kept
 _numbers = count()  # of the plans of a set of documents, of all models of this process
 
@@ -141,63 +139,18 @@ class ContextParallel:
         lost = "ContextParallel was deleted: keep it as long as the model is used"
         methods = ContextParallel._attend, ContextParallel._mask, ContextParallel._begin
         attend, mask, begin = (weakly(self, x, lost) for x in methods)
-        self._name, self._generation = register(attend, mask), None
-        self._others: dict[int, dict[torch.nn.Module, Kind]] = {}
-        self.probe, self.options = probe, options
+        self._name = register(attend, mask)
         if probe:
             self._probe()
         self._options, self._training = options, model.training
         self._before = model.config._attn_implementation
         self._plans_of(None)
         model.set_attn_implementation(self._name)
-        self._hook = begin
         self._handle = model.register_forward_pre_hook(begin, with_kwargs=True)
-
-    @contextmanager
-    def aside(self):
-        """Let calls of the model pass."""
-        self._handle.remove()
-        try:
-            yield
-        finally:
-            self._handle = self.model.register_forward_pre_hook(self._hook, with_kwargs=True)
-
-    def make_plans(self, layers, seqlen, cu_seqlens):
-        before, self.layers = self.layers, layers
-        try:
-            return self._make(seqlen, cu_seqlens, {}, **self.options)
-        finally:
-            self.layers = before
-
-    def call(self, layers, plans, inputs, **options):
-        """Call the model with other plans."""
-        number = next(_numbers)
-        inputs = {x: y.to(self.model.device) for x, y in inputs.items()}
-        inputs["position_ids"].a2d_mpi = number
-        self._sets[number], self._others[number] = plans, layers
-        try:
-            return self.model(**inputs, **options)
-        finally:
-            del self._sets[number], self._others[number]
-            self._current = next(iter(self._sets))
-
-    @property
-    def generation(self):
-        if self._generation is None:
-            from a2d_mpi.torch.generation import Generation
-
-            self._generation = Generation(self)
-        return self._generation
-
-    def prefill(self, input_ids, attention_mask=None, root=None, room=None):
-        return self.generation.prefill(input_ids, attention_mask, root, room)
-
-    def generate(self, input_ids, attention_mask=None, root=None, room=None, **options):
-        return self.generation.generate(input_ids, attention_mask, root, room, options)
 
     def _mask(self, attention_mask: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
         """Return the number of the current plans, which goes through the model as a mask."""
-        if self._current != STEP and attention_mask is not None and not bool(attention_mask.all()):
+        if attention_mask is not None and not bool(attention_mask.all()):
             self._refuse(PADDING)
         return tag(self._current)
 
@@ -211,12 +164,7 @@ class ContextParallel:
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         """Compute the attention of a layer by its plan."""
-        number = self._current
-        if number == STEP:
-            sinks = [others.get(x, None) for x in ("s_aux", "sinks")]
-            sink = next((x for x in sinks if x is not None), None)
-            return self._generation.attend(module, (query, key, value), sink)
-        kind = self._others.get(number, self.layers).get(module)
+        kind, number = self.layers.get(module), self._current
         if kind is None:
             self._refuse("ContextParallel does not know a layer: has the model been copied?")
         if attention_mask is not None:  # not the current ones if a layer is computed again
@@ -237,12 +185,7 @@ class ContextParallel:
         """Take the plans of a batch before the model is called."""
         given = dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
         number = getattr(given.get("position_ids"), "a2d_mpi", None)
-
-        cache = next((given[x] for x in ("cache", "past_key_values") if given.get(x) is not None), None)
-        if hasattr(cache, "begin_step") and number is None:
-            self._generation.begin(cache, given)
-            self._current = STEP
-        elif number in self._sets:
+        if number in self._sets:
             self._current = number
         else:
             self._refuse("call the model with **batch.inputs of a new batch = cp.shard(...)")
