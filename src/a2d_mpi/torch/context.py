@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import threading
+import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from hashlib import blake2b
 from itertools import count
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -25,8 +31,10 @@ from a2d_mpi.torch.attention import IGNORED
 from a2d_mpi.torch.gradients import sum_gradients
 from a2d_mpi.torch.layers import (
     Kind,
+    Masks,
     attention_of,
     inputs_of,
+    known_mask,
     layers_of,
     number_of,
     run,
@@ -37,9 +45,36 @@ from a2d_mpi.torch.transformers import PADDING, attend_layer, check_shards, regi
 
 PROBED = 16  # tokens of a rank in the probe
 KEPT = 8  # sets of documents whose plans are kept
+MASKS = 1 << 16  # most masks of a model's functions; a tag has the number of plans and of a mask
+ENTRY = "call the model with **batch.inputs of a new batch = cp.shard(...), not a layer alone"
+COPY = "a copy of a model needs a ContextParallel of its own, and batches of that one"
 _numbers = count()  # of the plans of a set of documents, of all models of this process
 
 Plans = dict[Kind, AttentionPlan]
+# A model, the `forward` that it got, and the one that it had been given before.
+Entry = tuple[torch.nn.Module, Callable, "Callable | None"]
+
+
+class _Ticket:
+    """What the positions of a batch carry to the model: the number of their plans.
+
+    It keeps the `ContextParallel`: without it the model would attend to this rank's tokens only.
+    """
+
+    def __init__(self, owner: ContextParallel, number: int, positions: torch.Tensor) -> None:
+        self.owner, self.number, self._version = owner, number, _version(positions)
+
+    def belongs_to(self, positions: torch.Tensor) -> bool:
+        """Return whether the positions are as they were."""
+        return self._version == _version(positions)
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # copies of positions have no ticket
+
+
+def _version(x: torch.Tensor) -> int:
+    """Return a number that changes with a tensor, if PyTorch keeps one."""
+    return -1 if x.is_inference() else x._version
 
 
 @dataclass(frozen=True)
@@ -80,7 +115,13 @@ class ContextParallel:
     on one distribution.  Then a few tokens go through the model with its own attention, and
     through plans; the outputs of all layers must be the same.  A model that plans cannot compute
     is refused.  Making it, `shard`, `sum_gradients` and calls of the model are collective over
-    ``grid.comm``.  The caller must keep a reference as long as the model is used.
+    ``grid.comm``.
+
+    The plans of a batch travel with its positions.  Each call of the model, or of a model in it,
+    takes them from there, and passes them on to its layers as their mask, with the mask that the
+    model asks for in this call.  `free` gives the model its own attention back, and so does a
+    `ContextParallel` that neither the caller nor a batch keeps.  Another one of the same model
+    takes its place.
 
     Parameters
     ----------
@@ -124,35 +165,64 @@ class ContextParallel:
         probe: bool = True,
         **options: Any,
     ) -> None:
+        from transformers import PreTrainedModel
+
         self.grid, self.model, self.seqlen, self.method = grid, model, seqlen, method
         self.longest = min(longest or seqlen, seqlen)
         self.layers: dict[torch.nn.Module, Kind] = {}
         call = Call(grid.comm)
         with call.checks(text=lambda x: f"{type(model).__name__}: {x}"):
+            _release(model)
             self.layers = layers_of(model, self.longest)
         kinds = [*self.layers.values()]
         call.agree({"seqlen": seqlen, "longest": self.longest, "layers": kinds})
+        self._masks = Masks(self.longest, [x.mask for x in kinds])
         self._numbers: dict[bytes, int] = {}  # of plans, by their documents
         self._sets: dict[int, Plans] = {}
         self._bases: dict[tuple[str | None, Kind], AttentionPlan] = {}
-        self._current = -1
-        lost = "ContextParallel was deleted: keep it as long as the model is used"
-        methods = ContextParallel._attend, ContextParallel._mask, ContextParallel._begin
-        attend, mask, begin = (weakly(self, x, lost) for x in methods)
+        self._latest = -1
+        self._thread = threading.local()  # `number`: of the plans of the call that it is in
+        lost = "ContextParallel was deleted: make another one, of the model or of its copy"
+        attend, mask = (weakly(self, x, lost) for x in (type(self)._attend, type(self)._mask))
         self._name = register(attend, mask)
         if probe:
             self._probe()
         self._options, self._training = options, model.training
-        self._before = model.config._attn_implementation
         self._plans_of(None)
+        before = model.config._attn_implementation
         model.set_attn_implementation(self._name)
-        self._handle = model.register_forward_pre_hook(begin, with_kwargs=True)
+        # A model in the model may be called alone, and adapters call `forward`, without hooks.
+        models = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
+        names = [[*inspect.signature(x.forward).parameters] for x in models]
+        self._entries = {x: y for x, y in zip(models, names) if "position_ids" in y}
+        entries = [_enter(x, self, before) for x in self._entries]
+        self._end = weakref.finalize(self, _undo, model, before, self._name, entries, self._sets)
+        self._end.atexit = False
 
-    def _mask(self, attention_mask: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
-        """Return the number of the current plans, which goes through the model as a mask."""
+    @contextmanager
+    def _within(self, number: int) -> Iterator[None]:
+        """Let calls of the model in this context and thread have the plans of a number."""
+        outer = self._running
+        self._thread.number = number
+        try:
+            yield
+        finally:
+            self._thread.number = outer
+
+    @property
+    def _running(self) -> int | None:
+        """The number of the plans of the call that this thread is in."""
+        return getattr(self._thread, "number", None)
+
+    def _mask(
+        self, mask_function: Callable, attention_mask: torch.Tensor | None = None, **_: Any
+    ) -> torch.Tensor:
+        """Return the numbers of the plans of this call and of a mask, which go to the layers."""
         if attention_mask is not None and not bool(attention_mask.all()):
             self._refuse(PADDING)
-        return tag(self._current)
+        if self._running is None:
+            self._refuse(ENTRY)
+        return tag(self._running * MASKS + self._masks.number_of(mask_function))
 
     def _attend(
         self,
@@ -164,39 +234,73 @@ class ContextParallel:
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         """Compute the attention of a layer by its plan."""
-        kind, number = self.layers.get(module), self._current
+        kind, number, mask = self.layers.get(module), self._running, None
         if kind is None:
-            self._refuse("ContextParallel does not know a layer: has the model been copied?")
-        if attention_mask is not None:  # not the current ones if a layer is computed again
-            number = number_of(attention_mask)
+            self._refuse(f"ContextParallel does not know a layer: {COPY}")
+        if attention_mask is not None:  # also in a layer that is computed again, after its call
+            tagged = number_of(attention_mask)
+            number, mask = (None, None) if tagged is None else divmod(tagged, MASKS)
             if number not in self._sets:
                 self._refuse("a layer has a mask of its own, or plans that are no longer kept")
+            if self._running not in (None, number):
+                self._refuse("a layer has the mask of another batch")
+        if number is None:
+            self._refuse(ENTRY)
+        plan = self._sets[number][kind]
+        try:
+            asked = known_mask("the layer", module, mask, others, self._masks.found, self.longest)
+        except ValueError as error:
+            plan.refuse(f"{self._where(module)}: {error}")
+        if asked != kind.mask:
+            where = self._where(module)
+            plan.refuse(f"{where} asks for {asked} in this call, but its plan has {kind.mask}")
         others.pop("sliding_window", None)  # the plan's mask has it
         sinks = [others.pop(x, None) for x in ("s_aux", "sinks")]
         sink = next((x for x in sinks if x is not None), None)
-        plan = self._sets[number][kind]
         return attend_layer(plan, module, (query, key, value), {}, sink=sink, **others)
 
-    def _refuse(self, problem: str) -> None:
-        """Raise ValueError on all ranks, which call a plan."""
-        self.plans[next(iter(self.layers.values()))].refuse(problem)
+    def _where(self, module: torch.nn.Module) -> str:
+        return next((x for x, y in self.model.named_modules() if y is module), "a layer")
 
-    def _begin(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Take the plans of a batch before the model is called."""
-        given = dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
-        number = getattr(given.get("position_ids"), "a2d_mpi", None)
-        if number in self._sets:
-            self._current = number
-        else:
-            self._refuse("call the model with **batch.inputs of a new batch = cp.shard(...)")
-        if model.training and not self._training:
-            self._refuse("call model.train() before ContextParallel, which then looks for dropout")
-        if model.config._attn_implementation != self._name:
+    def _refuse(self, problem: str, number: int | None = None) -> None:
+        """Raise ValueError on all ranks, which call the first layer's plan."""
+        known = [x for x in (number, self._running, self._latest) if x in self._sets]
+        self._sets[known[0]][next(iter(self.layers.values()))].refuse(problem)
+
+    def _begin(
+        self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[int, dict[str, Any]]:
+        """Return the number of the plans of a call of a model, and its arguments."""
+        given = dict(zip(self._entries[module], args)) | kwargs
+        positions, number = given.get("position_ids"), self._running
+        ticket = getattr(positions, "a2d_mpi", None)
+        if isinstance(ticket, _Ticket):
+            if ticket.owner is not self or ticket.number not in self._sets:
+                self._refuse(ENTRY)
+            if number not in (None, ticket.number):
+                self._refuse("a call has the positions of two batches")
+            number = ticket.number
+            if not ticket.belongs_to(positions):
+                self._refuse("the positions of the batch have been changed", number)
+            if {x.config._attn_implementation for x in self.layers} != {self._name}:
+                self._refuse(
+                    "the model has got another attention implementation: call cp.free() first",
+                    number,
+                )
+            # Without a mask of padding, transformers takes jumps of positions for documents.
+            if "attention_mask" in self._entries[module] and given.get("attention_mask") is None:
+                given["attention_mask"] = torch.ones_like(positions)
+        if number is None:
+            self._refuse(ENTRY)
+        if module.training and not self._training:
             self._refuse(
-                "the model has got another attention implementation: call cp.free() first"
+                "call model.train() before ContextParallel, which then looks for dropout", number
             )
         if given.get("labels") is not None:
-            self._refuse("the model would shift labels on each rank alone: give them to cp.shard")
+            self._refuse(
+                "the model would shift labels on each rank alone: give them to cp.shard", number
+            )
+        return number, given
 
     def _plans_of(self, cu_seqlens: np.ndarray | None) -> None:
         """Make or find the plans of documents, and use them.  Collective."""
@@ -210,7 +314,7 @@ class ContextParallel:
                 del self._sets[self._numbers.pop(oldest)]
         elif key:  # the latest come last
             self._numbers[key] = self._numbers.pop(key)
-        self._current = self._numbers[key]
+        self._latest = self._numbers[key]
 
     def _make(
         self,
@@ -258,8 +362,8 @@ class ContextParallel:
         """Compare all layers with the model's own attention for a few tokens.  Collective."""
         n = min(self.longest, PROBED * self.grid.comm.size)
         positions = torch.from_numpy(np.linspace(0, self.longest - 1, n).round().astype(np.int64))
-        self._current = next(_numbers)
-        plans = self._sets[self._current] = self._make(n, None, {})
+        number = next(_numbers)
+        plans = self._sets[number] = self._make(n, None, {})
         tokens = next(iter(plans.values())).tokens
         whole, expected, problems = inputs_of(self.model, positions[None]), [], []
         call = Call(self.grid.comm)
@@ -274,14 +378,13 @@ class ContextParallel:
                 problems.append(f"{name} is not the same over ranks as on one")
             return y[tokens] if name == other else x
 
-        del whole["attention_mask"]  # as in calls for a batch
         own = {name: x[:, tokens] for name, x in whole.items()}
-        with attention_of(self.model, self._name):
+        with attention_of(self.model, self._name), self._within(number):
             run(self.model, own, compare, every=False)
         agree(self.grid.comm, next(iter(problems), None))
         for plan in plans.values():
             plan.free()
-        del self._sets[self._current]
+        del self._sets[number]
 
     def shard(
         self,
@@ -342,7 +445,7 @@ class ContextParallel:
             targets[ends[-1] :] = IGNORED
         own = (torch.from_numpy(x[tokens])[None] for x in (ids, positions_in(bounds), targets))
         inputs, positions, labels = (x.to(self.model.device) for x in own)
-        positions.a2d_mpi = self._current
+        positions.a2d_mpi = _Ticket(self, self._latest, positions)
         return Batch(
             {"input_ids": inputs, "position_ids": positions},
             labels,
@@ -353,7 +456,7 @@ class ContextParallel:
     @property
     def plans(self) -> Plans:
         """See the attributes of the class."""
-        return self._sets[self._current]
+        return self._sets[self._latest]
 
     def _check(self, ids: Any, labels: Any, cu_seqlens: Any) -> np.ndarray:
         """Return the bounds of documents and padding; ValueError if arguments are wrong."""
@@ -413,11 +516,73 @@ class ContextParallel:
 
     def free(self) -> None:
         """Give the model its own attention back, and release all buffers.  Local."""
-        self._handle.remove()
-        self.model.set_attn_implementation(self._before)
-        for plans in self._sets.values():
-            for plan in plans.values():
-                plan.free()
+        self._end()
+
+
+def _enter(module: torch.nn.Module, owner: ContextParallel, before: str) -> Entry:
+    """Let `forward` of a model take the plans of its batch, also in a copy's; see `_undo`."""
+    reference, name, own = weakref.ref(owner), owner._name, vars(module).get("forward")
+    inner = getattr(own or module.forward, "__func__", own)
+
+    @torch._disable_dynamo
+    def begin(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        owner = reference()
+        if owner is not None and owner._end.alive and module in owner._entries:
+            number, given = owner._begin(module, args, kwargs)
+            outer, owner._thread.number = owner._running, number
+            return owner._thread, outer, (), given
+        for x in (*args, *kwargs.values()):
+            if isinstance(ticket := getattr(x, "a2d_mpi", None), _Ticket):
+                ticket.owner._refuse(COPY)
+        if module.config._attn_implementation == name:  # of a copy, which is a model as any other
+            module.set_attn_implementation(before)
+        return None, None, args, kwargs
+
+    @torch._disable_dynamo
+    def end(thread: threading.local | None, outer: int | None) -> None:
+        if thread is not None:
+            thread.number = outer
+
+    @wraps(inner)
+    def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        thread, outer, args, kwargs = begin(module, args, kwargs)
+        try:
+            return inner(module, *args, **kwargs)
+        finally:
+            end(thread, outer)
+
+    forward.a2d_mpi = reference, before
+    module.forward = MethodType(forward, module)
+    return module, module.forward, own
+
+
+def _undo(
+    model: torch.nn.Module, before: str, name: str, entries: list[Entry], sets: dict[int, Plans]
+) -> None:
+    """Give a model what it had before, unless it has got something else since."""
+    for module, method, own in entries:
+        if vars(module).get("forward") is method:
+            del module.forward
+            if own is not None:
+                module.forward = own
+    if model.config._attn_implementation == name:
+        model.set_attn_implementation(before)
+    for plans in sets.values():
+        for plan in plans.values():
+            plan.free()
+
+
+def _release(model: torch.nn.Module) -> None:
+    """Undo what an earlier `ContextParallel` did to a model, or to the one it is a copy of."""
+    for x in model.modules():
+        function = getattr(vars(x).get("forward"), "__func__", None)
+        reference, before = getattr(function, "a2d_mpi", (None, None))
+        owner = reference and reference()
+        if owner is not None and x in owner._entries:
+            owner.free()
+        elif reference is not None:
+            del x.forward
+            model.set_attn_implementation(before)
 
 
 def _inside(mask: Mask, seqlen: int, cu_seqlens: np.ndarray | None) -> Mask:
