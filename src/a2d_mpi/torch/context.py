@@ -6,14 +6,14 @@ import inspect
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from hashlib import blake2b
 from itertools import count
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -42,6 +42,12 @@ from a2d_mpi.torch.layers import (
     tag,
 )
 from a2d_mpi.torch.transformers import PADDING, attend_layer, check_shards, register, weakly
+
+if TYPE_CHECKING:  # they load all of transformers
+    from transformers.generation.utils import GenerateOutput
+
+    from a2d_mpi.torch.cache import SpreadCache
+    from a2d_mpi.torch.generation import Generation
 
 PROBED = 16  # tokens of a rank in the probe
 KEPT = 8  # sets of documents whose plans are kept
@@ -182,6 +188,9 @@ class ContextParallel:
         self._bases: dict[tuple[str | None, Kind], AttentionPlan] = {}
         self._latest = -1
         self._thread = threading.local()  # `number`: of the plans of the call that it is in
+        self._generation: Generation | None = None
+        self.numbering = _numbers
+        self._probing, self._resting = probe, False
         lost = "ContextParallel was deleted: make another one, of the model or of its copy"
         attend, mask = (weakly(self, x, lost) for x in (type(self)._attend, type(self)._mask))
         self._name = register(attend, mask)
@@ -209,6 +218,20 @@ class ContextParallel:
         finally:
             self._thread.number = outer
 
+    @contextmanager
+    def _rest(self) -> Iterator[None]:
+        """Let the model be called without plans in this context."""
+        self._resting = True
+        try:
+            yield
+        finally:
+            self._resting = False
+
+    def _known(self, number: int | None) -> ContextParallel | Generation:
+        """Return what has the kinds of layers and masks of the plans of a number."""
+        other = self._generation
+        return other if other is not None and number in other.numbers else self
+
     @property
     def _running(self) -> int | None:
         """The number of the plans of the call that this thread is in."""
@@ -218,11 +241,13 @@ class ContextParallel:
         self, mask_function: Callable, attention_mask: torch.Tensor | None = None, **_: Any
     ) -> torch.Tensor:
         """Return the numbers of the plans of this call and of a mask, which go to the layers."""
-        if attention_mask is not None and not bool(attention_mask.all()):
-            self._refuse(PADDING)
-        if self._running is None:
+        number = self._running
+        if number is None:
             self._refuse(ENTRY)
-        return tag(self._running * MASKS + self._masks.number_of(mask_function))
+        padded = attention_mask is not None and not bool(attention_mask.all())
+        if padded and (self._generation is None or number != self._generation.step):
+            self._refuse(PADDING)
+        return tag(number * MASKS + self._known(number)._masks.number_of(mask_function))
 
     def _attend(
         self,
@@ -234,8 +259,8 @@ class ContextParallel:
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         """Compute the attention of a layer by its plan."""
-        kind, number, mask = self.layers.get(module), self._running, None
-        if kind is None:
+        number, mask = self._running, None
+        if module not in self.layers:
             self._refuse(f"ContextParallel does not know a layer: {COPY}")
         if attention_mask is not None:  # also in a layer that is computed again, after its call
             tagged = number_of(attention_mask)
@@ -246,9 +271,12 @@ class ContextParallel:
                 self._refuse("a layer has the mask of another batch")
         if number is None:
             self._refuse(ENTRY)
+        known = self._known(number)
+        kind = known.layers[module]
         plan = self._sets[number][kind]
         try:
-            asked = known_mask("the layer", module, mask, others, self._masks.found, self.longest)
+            found = known._masks.found
+            asked = known_mask("the layer", module, mask, others, found, known.longest)
         except ValueError as error:
             plan.refuse(f"{self._where(module)}: {error}")
         if asked != kind.mask:
@@ -265,7 +293,7 @@ class ContextParallel:
     def _refuse(self, problem: str, number: int | None = None) -> None:
         """Raise ValueError on all ranks, which call the first layer's plan."""
         known = [x for x in (number, self._running, self._latest) if x in self._sets]
-        self._sets[known[0]][next(iter(self.layers.values()))].refuse(problem)
+        next(iter(self._sets[known[0]].values())).refuse(problem)
 
     def _begin(
         self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
@@ -282,16 +310,19 @@ class ContextParallel:
             number = ticket.number
             if not ticket.belongs_to(positions):
                 self._refuse("the positions of the batch have been changed", number)
-            if {x.config._attn_implementation for x in self.layers} != {self._name}:
-                self._refuse(
-                    "the model has got another attention implementation: call cp.free() first",
-                    number,
-                )
             # Without a mask of padding, transformers takes jumps of positions for documents.
             if "attention_mask" in self._entries[module] and given.get("attention_mask") is None:
                 given["attention_mask"] = torch.ones_like(positions)
+        caches = (given.get(x) for x in ("cache", "past_key_values"))
+        cache = next((x for x in caches if hasattr(x, "begin_step")), None)
+        if number is None and cache is not None:
+            number = self._generator.begin(cache, given)
         if number is None:
             self._refuse(ENTRY)
+        if {x.config._attn_implementation for x in self.layers} != {self._name}:
+            self._refuse(
+                "the model has got another attention implementation: call cp.free() first", number
+            )
         if module.training and not self._training:
             self._refuse(
                 "call model.train() before ContextParallel, which then looks for dropout", number
@@ -306,7 +337,8 @@ class ContextParallel:
         """Make or find the plans of documents, and use them.  Collective."""
         key = b"" if cu_seqlens is None else cu_seqlens.tobytes()
         if key not in self._numbers:
-            plans = self._make(self.seqlen, cu_seqlens, self._bases, **self._options)
+            made = self.layers, self.seqlen, cu_seqlens, self._bases
+            plans = self._make(*made, **self._options)
             self._numbers[key] = number = next(_numbers)
             self._sets[number] = plans
             if len(self._numbers) > KEPT:
@@ -318,6 +350,7 @@ class ContextParallel:
 
     def _make(
         self,
+        layers: dict[torch.nn.Module, Kind],
         seqlen: int,
         cu_seqlens: np.ndarray | None,
         bases: dict[tuple[str | None, Kind], AttentionPlan],
@@ -327,7 +360,7 @@ class ContextParallel:
 
         `bases` has the first plan of each distribution and kind; later ones share its buffers.
         """
-        kinds, plans = Counter(self.layers.values()), {}
+        kinds, plans = Counter(layers.values()), {}
         masks = {x: _inside(x.mask, seqlen, cu_seqlens) for x in kinds}
         name = self._chosen(kinds, masks, seqlen)
         for kind, mask in masks.items():
@@ -363,7 +396,7 @@ class ContextParallel:
         n = min(self.longest, PROBED * self.grid.comm.size)
         positions = torch.from_numpy(np.linspace(0, self.longest - 1, n).round().astype(np.int64))
         number = next(_numbers)
-        plans = self._sets[number] = self._make(n, None, {})
+        plans = self._sets[number] = self._make(self.layers, n, None, {})
         tokens = next(iter(plans.values())).tokens
         whole, expected, problems = inputs_of(self.model, positions[None]), [], []
         call = Call(self.grid.comm)
@@ -385,6 +418,85 @@ class ContextParallel:
         for plan in plans.values():
             plan.free()
         del self._sets[number]
+
+    @property
+    def _generator(self) -> Generation:
+        """What generation needs, made at the first call; making it is collective."""
+        if self._generation is None:
+            from a2d_mpi.torch.generation import Generation
+
+            self._generation = Generation(self)
+        return self._generation
+
+    def prefill(
+        self,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None = None,
+        root: int | None = None,
+        room: Sequence[int] | None = None,
+    ) -> SpreadCache:
+        """Compute prompts without their last tokens.  Collective.
+
+        Parameters
+        ----------
+        input_ids, attention_mask, root, room
+            As of `generate`.
+
+        Returns
+        -------
+        SpreadCache
+            A cache of transformers whose tokens stay on the ranks that computed them, for
+            `generate`, or for ``model.generate`` on all ranks, with the same seeds.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, as of `generate`.
+        """
+        return self._generator.prefill(input_ids, attention_mask, root, room)
+
+    def generate(
+        self,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None = None,
+        root: int | None = None,
+        room: Sequence[int] | None = None,
+        **options: Any,
+    ) -> torch.Tensor | GenerateOutput:
+        """Generate tokens over a cache that is spread over the ranks.  Collective.
+
+        It gives what ``model.generate`` gives on one process.  Rank 0 samples, with its own random
+        state, and decides when to stop.
+
+        Parameters
+        ----------
+        input_ids : (B, N) or (N,) integer tensor
+            Prompts, the same on all ranks, or only on rank `root`.
+        attention_mask : tensor like `input_ids`, optional
+            0 for padding, before or behind the tokens of a prompt.  Default: as transformers'.
+        root : int, optional
+            The rank of ``grid.comm`` that passes the two tensors.  Default: all do.
+        room : sequence of int, optional
+            Most tokens that each rank may keep, of all prompts together.  A new token then goes to
+            the rank with the most room.  Default: new tokens go to the ranks in turn.
+        **options
+            Of ``model.generate``, the same on all ranks.  ``past_key_values`` (or ``cache``) is the
+            cache of `prefill` or of an earlier result, whose tokens begin the prompts: only what
+            is new is computed.  Only rank 0 calls ``streamer``.
+
+        Returns
+        -------
+        (B, n) tensor or GenerateOutput
+            As of ``model.generate``, on all ranks.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, before anything is computed: if an argument is wrong, the tokens do not
+            fit in the room, or an option is none of greedy search and sampling.  Also if the
+            model cannot generate, or the first decoded steps are not those of one process.
+        """
+        return self._generator.generate(input_ids, attention_mask, root, room, options)
 
     def shard(
         self,
@@ -527,6 +639,8 @@ def _enter(module: torch.nn.Module, owner: ContextParallel, before: str) -> Entr
     @torch._disable_dynamo
     def begin(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
         owner = reference()
+        if owner is not None and owner._resting:
+            return None, None, args, kwargs
         if owner is not None and owner._end.alive and module in owner._entries:
             number, given = owner._begin(module, args, kwargs)
             outer, owner._thread.number = owner._running, number

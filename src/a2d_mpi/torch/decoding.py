@@ -9,11 +9,12 @@ depend on the length of the context.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
 
+from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.transport import HostTransport
@@ -38,6 +39,8 @@ class Steps:
 
     Attributes
     ----------
+    cache : SpreadCache
+        Of the present step.
     traffic : Traffic
         Messages of this rank, of the phase "decode": channel "all" has partial results, channel
         "tokens" has the tokens that rank 0 chooses.
@@ -54,7 +57,6 @@ class Steps:
 
     def attend(
         self,
-        cache: SpreadCache,
         kind: Kind,
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         sink: torch.Tensor | None = None,
@@ -63,8 +65,6 @@ class Steps:
 
         Parameters
         ----------
-        cache : SpreadCache
-            It has begun the step.
         kind : Kind
             Of the layer.
         tensors : (B, H, n, D), (1, Hkv, slots, D), (1, Hkv, slots, Dv) tensors
@@ -78,13 +78,13 @@ class Steps:
             Rows of padding are 0.
         """
         q, (k,), (v,) = tensors
-        (rows, heads, n, _), width, kept = q.shape, v.shape[-1], cache.kept[kind.mask]
+        (rows, heads, n, _), width, kept = q.shape, v.shape[-1], self.cache.kept[kind.mask]
         wide = torch.promote_types(q.dtype, torch.float32)
         parts = q.new_zeros(heads, rows, n, width + 1, dtype=wide)  # out, and lse
         out, lse = parts[..., :-1], parts[..., -1]
         lse.fill_(-torch.inf)
         with torch.autocast(q.device.type, enabled=False):
-            for row, (length, held) in enumerate(zip(cache.lengths, kept.positions)):
+            for row, (length, held) in enumerate(zip(self.cache.lengths, kept.positions)):
                 new = slice(n - min(n, length), n)  # the others are padding
                 own = slice(kept.first[row], kept.first[row] + len(held))
                 if len(held) and new.start < n:
@@ -139,6 +139,25 @@ class Steps:
                 received[rank][...] = sent[rank]
             channel.wait(messages)
         channel.waits.clear()
+
+
+class Step:
+    """The attention of the layers of a kind in a step; a model uses it as a plan."""
+
+    def __init__(self, steps: Steps, kind: Kind) -> None:
+        self._steps, self._kind = steps, kind
+        self.softmax_scale, self.logit_softcap = kind.softmax_scale, kind.logit_softcap
+
+    def attend(self, tensors: tuple, sink: torch.Tensor | None) -> torch.Tensor:
+        """Compute the attention of a layer; see `Steps.attend`."""
+        return self._steps.attend(self._kind, tensors, sink)
+
+    def refuse(self, problem: str, phase: str = "forward") -> NoReturn:
+        """Raise an error, on all ranks, which pass the same."""
+        raise CollectiveError(problem)
+
+    def free(self) -> None:
+        """Do nothing, unlike a plan."""
 
 
 def _hidden(mask: Mask, queries: np.ndarray, keys: np.ndarray) -> torch.Tensor | None:

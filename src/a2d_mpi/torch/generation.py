@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import proxy
 
 import numpy as np
 import torch
@@ -24,8 +25,8 @@ from a2d_mpi.masks.documents import Documents
 from a2d_mpi.sharding.distribution import Distribution
 from a2d_mpi.torch.batches import agreed, check_padding, check_tokens, left_padded
 from a2d_mpi.torch.cache import SpreadCache
-from a2d_mpi.torch.decoding import Steps
-from a2d_mpi.torch.layers import Kind, attention_of, inputs_of, layers_of, same
+from a2d_mpi.torch.decoding import Step, Steps
+from a2d_mpi.torch.layers import Kind, Masks, attention_of, inputs_of, layers_of, same
 
 if TYPE_CHECKING:
     from a2d_mpi.torch.context import ContextParallel
@@ -47,12 +48,15 @@ class Generation:
     ----------
     steps : Steps
     layers : dict of torch.nn.Module to Kind
-        For up to `reach` tokens, which may be more than those of training.
+        For up to `longest` tokens, which may be more than those of training.
+    numbers : set of int
+        Numbers of plans that belong to these layers; `step` is that of steps.
     """
 
     def __init__(self, cp: ContextParallel) -> None:
-        self.cp, self.comm, self.steps = cp, cp.grid.comm, Steps(cp.grid)
-        self._cache: SpreadCache | None = None  # of the present step
+        self.cp, self.comm, self.steps = proxy(cp), cp.grid.comm, Steps(cp.grid)
+        self.step = next(cp.numbering)
+        self.numbers = {self.step}
         self._line: ProcessGrid | None = None
         self._plans: dict[tuple[int, ...], dict[Kind, AttentionPlan]] = {}
         self._probed, self._alike = False, False  # `_alike`: all ranks have the tokens of rank 0
@@ -62,8 +66,8 @@ class Generation:
         self._options |= {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self._take(cp.layers, cp.longest)
 
-    def _take(self, layers: dict[torch.nn.Module, Kind], reach: int) -> None:
-        """Use these kinds of layers for up to `reach` tokens."""
+    def _take(self, layers: dict[torch.nn.Module, Kind], longest: int) -> None:
+        """Use these kinds of layers for up to `longest` tokens."""
         call, masks = Call(self.comm), {}
         with call.checks():
             for module, kind in layers.items():
@@ -74,20 +78,24 @@ class Generation:
         # Layers that use the keys of other layers have none of their own, and any mask.
         last = max(masks)
         self.masks = [masks.get(i, masks[last]) for i in range(last + 1)]
-        self.layers, self.reach = layers, reach
+        self.layers, self.longest = layers, longest
+        self._masks = Masks(longest, self.masks)
+        self.cp._sets[self.step] = {x: Step(self.steps, x) for x in layers.values()}
 
     def _extend(self, total: int) -> None:
         """Find out what the layers compute among `total` tokens, if more than before."""
-        if total <= self.reach:
+        if total <= self.longest:
             return
         model, call = self.cp.model, Call(self.comm)
         most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or total
-        layers, reach = {}, max(total, min(2 * self.reach, most))
-        with call.checks(text=lambda x: f"{type(model).__name__}, {reach} tokens: {x}"):
-            with self.cp.aside():
-                layers = layers_of(model, reach)
+        layers, longest = {}, max(total, min(2 * self.longest, most))
+        with (
+            call.checks(text=lambda x: f"{type(model).__name__}, {longest} tokens: {x}"),
+            self.cp._rest(),
+        ):
+            layers = layers_of(model, longest)
         call.agree()
-        self._take(layers, reach)
+        self._take(layers, longest)
         self._plans.clear()
 
     def new_cache(self, room: Sequence[int] | None = None) -> SpreadCache:
@@ -97,8 +105,8 @@ class Generation:
             raise CollectiveError(f"room must be tokens for each of {ranks} ranks, got {room}")
         return SpreadCache(self.masks, self.comm.rank, ranks, room)
 
-    def begin(self, cache: SpreadCache, given: dict[str, Any]) -> None:
-        """Begin a step, before the model is called with the arguments `given`."""
+    def begin(self, cache: SpreadCache, given: dict[str, Any]) -> int:
+        """Begin a step, before the model is called with some arguments; return its number."""
         ids, positions = given["input_ids"].numpy(force=True), given.get("position_ids")
         (rows, n), mask = ids.shape, given.get("attention_mask")
         lengths, counts = np.array(cache.lengths or [0] * rows), np.full(rows, n)
@@ -119,13 +127,8 @@ class Generation:
         self._extend(int((lengths + counts).max()))
         cache.set_masks(self.masks)
         cache.begin_step(ids, counts.tolist())
-        self._cache = cache
-
-    def attend(
-        self, module: torch.nn.Module, tensors: tuple, sink: torch.Tensor | None
-    ) -> tuple[torch.Tensor, None]:
-        """Compute the attention of a layer in a step."""
-        return self.steps.attend(self._cache, self.layers[module], tensors, sink), None
+        self.steps.cache = cache
+        return self.step
 
     @torch.no_grad()
     def prefill(
@@ -281,7 +284,14 @@ class Generation:
         positions = np.concatenate([x + np.arange(n) for x, n in zip(old, lengths)])
         inputs = {"input_ids": ids[shown], "position_ids": positions}
         own = {x: torch.from_numpy(y[owners == self.comm.rank])[None] for x, y in inputs.items()}
-        self.cp.call(self.layers, plans, own, **{self._named: cache}, **self._options)
+        own = {x: y.to(self.cp.model.device) for x, y in own.items()}
+        number = next(self.cp.numbering)
+        self.numbers.add(number)
+        self.cp._sets[number] = plans
+        with self.cp._within(number):
+            self.cp.model(**own, **{self._named: cache}, **self._options)
+        del self.cp._sets[number]
+        self.numbers.remove(number)
         if cache.layers[0].length != cache.length:
             raise CollectiveError("the model did not use the cache: call model.eval()")
         for plan in plans.values():
@@ -317,7 +327,8 @@ class Generation:
         key = tuple(lengths)
         if key not in self._plans:
             ends = bounds if len(lengths) > 1 else None
-            self._plans[key] = self.cp.make_plans(self.layers, int(bounds[-1]), ends)
+            made = self.layers, int(bounds[-1]), ends, {}
+            self._plans[key] = self.cp._make(*made, **self.cp._options)
             if len(self._plans) > KEPT:
                 del self._plans[next(iter(self._plans))]
         return self._plans[key]
@@ -338,20 +349,20 @@ class Generation:
             rows = [np.append(x[y:], z) for x, y, z in zip(cache.owners, floors, new)]
             ends, keys = np.cumsum([0, *map(len, rows)]), _dealt(np.concatenate(rows), comm.size)
             mask = Documents(bounds, inside=kind.mask, cu_seqlens_kv=ends)
-            options = kind._asdict() | self.cp.options | {"distribution": ("zigzag", keys)}
+            options = kind._asdict() | self.cp._options | {"distribution": ("zigzag", keys)}
             sizes = {"seqlen": total, "seqlen_kv": int(ends[-1])}
             plans[kind] = Attention2D(self._line, **options | sizes | {"mask": mask})
         return plans
 
     def _probe(self) -> None:
         """Compare a few decoded steps with the model's own cache.  Collective."""
-        if self._probed or not self.cp.probe:
+        if self._probed or not self.cp._probing:
             return
         model, call, expected = self.cp.model, Call(self.comm), []
-        n = min(self.reach, 4 * self.comm.size + sum(PROBED))
+        n = min(self.longest, 4 * self.comm.size + sum(PROBED))
         sizes = [n - sum(PROBED), *PROBED] if n > sum(PROBED) else [1] * n
         ids = inputs_of(model, torch.arange(n)[None])["input_ids"]
-        with call.checks(), self.cp.aside(), attention_of(model, "eager"):
+        with call.checks(), self.cp._rest(), attention_of(model, "eager"):
             cache = None
             for part in ids.split(sizes, 1):
                 found = model(part, use_cache=True, **{self._named: cache})

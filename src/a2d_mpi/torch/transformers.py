@@ -95,8 +95,9 @@ def attend_layer(
     """
     q = tensors[0]
     scaling, softcap = q.shape[-1] ** -0.5 if scaling is None else scaling, others.get("softcap")
+    step = getattr(plan, "attend", None)  # of decoding steps, in place of a plan
     problems = problems | {
-        f"the batch must be one sequence, got {len(q)}": len(q) != 1,
+        f"the batch must be one sequence, got {len(q)}": len(q) != 1 and step is None,
         f"dropout must be 0 in attention, got {dropout}": dropout != 0,
         "output_attentions must be false: a plan does not keep the weights of attention": (
             others.get("output_attentions") or getattr(module.config, "output_attentions", False)
@@ -114,6 +115,8 @@ def attend_layer(
     for problem, is_there in problems.items():
         if is_there:
             plan.refuse(problem)
+    if step is not None:
+        return step(tensors, sink), None
     # (1, heads, n, headdim) to (n, heads, headdim)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in tensors)
     if sink is not None:
