@@ -68,7 +68,9 @@ def check_padding(mask: np.ndarray, shape: tuple[int, ...]) -> None:
         raise ValueError(f"attention_mask must have shape {shape}, got {mask.shape}")
     edges = np.abs(np.diff(mask, axis=1, prepend=0, append=0)).sum(1)
     if not np.isin(mask, (0, 1)).all() or (edges > 2).any():
-        raise ValueError("attention_mask must be 1 for consecutive tokens of a row, and 0 elsewhere")
+        raise ValueError(
+            "attention_mask must be 1 for consecutive tokens of a row, and 0 elsewhere"
+        )
     if len(empty := np.flatnonzero(edges == 0)):
         raise ValueError(f"row {empty[0]} of attention_mask has no token")
 

@@ -167,7 +167,11 @@ class SpreadLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep those of new tokens that are for this rank; return what the call sees."""
-        kept, self.is_initialized, self.length = self.cache.kept[self.mask], True, self.cache.length
+        kept, self.is_initialized, self.length = (
+            self.cache.kept[self.mask],
+            True,
+            self.cache.length,
+        )
         self.keys, keys = kept.store(self.keys, key_states)
         self.values, values = kept.store(self.values, value_states)
         return keys, values
@@ -289,7 +293,9 @@ class SpreadCache(Cache):
             self.ids = ids[:, :0]
             self.kept = {x.mask: Kept(x.mask, len(ids)) for x in self.layers}
         if any(x.length not in (0, self.length) for x in self.layers):
-            raise CollectiveError("an earlier call with this cache was interrupted: make a new one")
+            raise CollectiveError(
+                "an earlier call with this cache was interrupted: make a new one"
+            )
         lengths = self.lengths
         self.owners = [np.append(x, y) for x, y in zip(self.owners, owners)]
         self.ids = np.append(self.ids, ids, 1)

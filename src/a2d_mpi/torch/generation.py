@@ -122,7 +122,10 @@ class Generation:
         wanted = (lengths + counts)[:, None] - np.arange(n, 0, -1)  # below 0 for padding
         if positions is None and (lengths < cache.length).any():
             raise CollectiveError("position_ids must be given: the model would count padding")
-        if positions is not None and ((positions.numpy(force=True) != wanted) & (wanted >= 0)).any():
+        if (
+            positions is not None
+            and ((positions.numpy(force=True) != wanted) & (wanted >= 0)).any()
+        ):
             raise CollectiveError(f"position_ids must begin with {lengths.tolist()}")
         self._extend(int((lengths + counts).max()))
         cache.set_masks(self.masks)
@@ -372,7 +375,9 @@ class Generation:
         cache, ids = self.new_cache(), ids.numpy(force=True)
         with call.checks(), attention_of(model, model.config._attn_implementation):
             self._compute(cache, ids[:, : sizes[0]], np.ones_like(ids[:, : sizes[0]]), least=1)
-            steps = [self._step(cache, ids, np.ones_like(ids), x)[0] for x in sizes[-len(PROBED) :]]
+            steps = [
+                self._step(cache, ids, np.ones_like(ids), x)[0] for x in sizes[-len(PROBED) :]
+            ]
             if not same(torch.stack(steps), torch.stack(expected[-len(steps) :])):
                 raise ValueError("logits of decoded steps are not the same over ranks as on one")
         call.agree()
@@ -390,7 +395,10 @@ class _Decisions(StoppingCriteriaList):
         """Send the last tokens and whether rows are done; overwrite the tokens of other ranks."""
         decided = np.empty((2, len(input_ids)), np.int64)
         if self.steps.comm.rank == 0:
-            decided[:] = input_ids[:, -1].cpu(), super().__call__(input_ids, scores, **others).cpu()
+            decided[:] = (
+                input_ids[:, -1].cpu(),
+                super().__call__(input_ids, scores, **others).cpu(),
+            )
             if self.streamer is not None:
                 self.streamer.put(input_ids[:, -1].cpu())
         self.steps.choose(decided)
