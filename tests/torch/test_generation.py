@@ -226,3 +226,216 @@ def test_crop_and_reset(comm, parallel):
         cache.reset()
         assert_all(comm, cache.length == cache.get_seq_length() == cache.nbytes == 0, "not empty")
         assert_same(comm, spread(cp, again, past_key_values=cache, **options), one_)
+
+
+def test_room(comm, parallel):
+    """New tokens go where there is room; what does not fit is refused before it is computed."""
+    model, options = made("Llama"), SAMPLED | {"max_new_tokens": 30}
+    expected = one(comm, model, prompt(120), **options)
+    cp = parallel(model)
+    cache = cp.prefill(prompt(120))
+    own = np.bincount(cache.owners[0], minlength=comm.size)
+    room = own + np.eye(comm.size, dtype=int)[2] * 30
+    found = spread(cp, prompt(120), room=room.tolist(), return_dict_in_generate=True, **options)
+    assert_same(comm, found, expected)
+    later = found.past_key_values.owners[0][119:]
+    assert_all(comm, (later == 2).all(), f"tokens went to {later}")
+    text = f"ranks would keep {own.tolist()}, and 30 that follow do not fit"
+    before = cp._generation.steps.traffic.bytes.copy()
+    assert_raises(comm, text, cp.generate, prompt(120), room=(room - 1).tolist(), **options)
+    room[0] -= 1
+    room[1] += 9
+    assert_raises(comm, text, cp.generate, prompt(120), room=room.tolist(), **options)
+    assert_all(comm, before == cp._generation.steps.traffic.bytes, "computed something")
+    told = "there is room for [3, 3, 3, 3]"
+    assert_raises(comm, told, cp.generate, prompt(6), room=[3] * 4, max_new_tokens=9)
+    for wrong in ([1], [-1] * comm.size):
+        assert_raises(comm, "room must be tokens", cp.generate, prompt(6), room=wrong)
+
+
+class Stops(transformers.StoppingCriteria):
+    """Stops after some calls on one rank only, as a clock may."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __call__(self, input_ids, scores, **_):
+        self.calls -= 1
+        return torch.full((len(input_ids),), self.calls == 0)
+
+
+class Prints:
+    """A streamer that keeps what it gets."""
+
+    def __init__(self, fails=False):
+        self.put_so_far, self.ended, self.fails = [], False, fails
+
+    def put(self, tokens):
+        if self.fails and self.put_so_far:
+            raise BrokenPipeError("nobody reads")
+        self.put_so_far += tokens.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+def test_what_generate_takes(comm, parallel):
+    """Processors, several eos tokens, criteria, a streamer, scores; rank 0 decides alone."""
+    model, ids, first = made("Llama"), prompt(70), comm.rank == 0
+    alone, cp = made("Llama"), parallel(model)
+    cases = [
+        {"do_sample": True, "top_p": 0.7, "repetition_penalty": 1.3, "min_new_tokens": 3},
+        {"do_sample": False, "eos_token_id": [5, 9, 17, 23, 31], "no_repeat_ngram_size": 2},
+        {"do_sample": True, "typical_p": 0.5, "num_return_sequences": 3, "eos_token_id": [3, 4]},
+        {"do_sample": True, "min_p": 0.05, "bad_words_ids": [[7], [8, 9]], "renormalize_logits": True},
+    ]
+    for options in cases:
+        options = options | {"max_new_tokens": 15, "pad_token_id": 0}
+        options |= {"return_dict_in_generate": True, "output_scores": True}
+        expected = comm.bcast(one(comm, alone, ids, **options))
+        found = spread(cp, ids, **options)
+        assert_same(comm, found, expected)
+        near = [torch.allclose(x, y, atol=1e-4) for x, y in zip(found.scores, expected.scores)]
+        assert_all(comm, all(near) and len(near) == len(expected.scores), "other scores")
+    calls = 4 if first else 2  # another rank would have stopped before
+    stopping = transformers.StoppingCriteriaList([Stops(calls)])
+    found = spread(cp, ids, stopping_criteria=stopping, streamer=(shown := Prints()), **SAMPLED)
+    assert_all(comm, found.shape[1] == 74, f"{found.shape[1]} tokens")
+    printed = found[0].tolist() if first else []
+    assert_all(comm, shown.put_so_far == printed and shown.ended == first, "printed something else")
+    told = "rank 0 could not choose a token: nobody reads"
+    assert_raises(comm, told, cp.generate, ids, streamer=Prints(fails=True), max_new_tokens=5)
+    assert_same(comm, spread(cp, ids, max_new_tokens=5), one(comm, alone, ids, max_new_tokens=5))
+
+
+def test_a_cache_for_others(comm, parallel):
+    """`model.generate` with the cache of `prefill`; ranks that choose different tokens are told."""
+    model, ids = made("Llama"), prompt(90)
+    expected = one(comm, model, ids, max_new_tokens=9, **SAMPLED)
+    cp = parallel(model)
+    for n in (90, 12):
+        cache = cp.prefill(ids[:, :n] if comm.rank == 1 else None, root=1)
+        assert_all(comm, cache.get_seq_length() == n - 1, f"{cache.get_seq_length()} tokens")
+    torch.manual_seed(7)
+    options = SAMPLED | {"max_new_tokens": 9}
+    ones = torch.ones_like(ids)
+    found = model.generate(ids, attention_mask=ones, past_key_values=cp.prefill(ids), **options)
+    assert_same(comm, found, expected)
+    torch.manual_seed(comm.rank)
+    cache = cp.prefill(ids)
+    assert_raises(
+        comm, "ranks disagree on input_ids", model.generate, ids, past_key_values=cache, **options
+    )
+    assert_same(comm, cp.generate(ids if comm.rank == 3 else None, root=3, max_new_tokens=4),
+                one(comm, made("Llama"), ids, max_new_tokens=4))
+
+
+def test_refused(comm, parallel):
+    """Each is one sentence on all ranks, before anything is computed."""
+    model, ids = made("GPT-2"), prompt(20)
+    cp = parallel(model)
+    beams = "over ranks there are greedy search and sampling, no beam_search"
+    wrong_id = ids.clone()
+    wrong_id[0, 3] = VOCAB
+    holes = torch.ones_like(ids)
+    holes[0, 5] = 0
+    dynamic = transformers.DynamicCache(config=model.config)
+    cache = cp.prefill(prompt(20, 2))
+    cases = [
+        ({"num_beams": 2}, beams),
+        ({"cache_implementation": "static"}, "cache_implementation"),
+        ({"cache_implementation": "quantized"}, "cache_implementation"),
+        ({"past_key_values": dynamic}, "one of ContextParallel.prefill, got DynamicCache"),
+        ({"assistant_model": made("GPT-2")}, "no assisted_generation"),
+        ({"prompt_lookup_num_tokens": 3}, "no assisted_generation"),
+        ({"guidance_scale": 2.0}, "guidance_scale needs a second prompt"),
+        ({"use_cache": False}, "use_cache must be true"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions and"),
+        ({"custom_generate": "x"}, "takes no custom_generate"),
+        ({"input_ids": wrong_id}, f"tokens must be from 0 to {VOCAB - 1}, got {VOCAB}"),
+        ({"input_ids": ids[:, :0]}, "at least one in each row, got shape (1, 0)"),
+        ({"input_ids": None}, "input_ids must be (B, N) tokens"),
+        ({"input_ids": ids.double()}, "need integers"),
+        ({"attention_mask": holes}, "must be 1 for consecutive tokens"),
+        ({"attention_mask": holes[:, 1:]}, "attention_mask must have shape (1, 20)"),
+        ({"attention_mask": holes * 0}, "row 0 of attention_mask has no token"),
+        ({"max_new_tokens": 600}, "GPT2LMHeadModel, 619 tokens: a call with"),
+        ({"input_ids": prompt(700)}, "GPT2LMHeadModel, 703 tokens: a call with"),
+        ({"past_key_values": cache}, "the cache has 2 rows of 19 tokens, and the prompt 1 of 20"),
+        ({"max_length": 5, "max_new_tokens": None}, "max_length"),
+        ({"root": 9}, "root must be a rank"),
+        ({"temperature": -1.0, "do_sample": True}, "temperature"),
+    ]
+    for options, text in cases:
+        given = {"input_ids": ids, "max_new_tokens": 4} | options
+        assert_raises(comm, text, cp.generate, **given)
+    assert_raises(comm, "ranks disagree on input_ids", cp.generate, ids.roll(comm.rank))
+    told = "ranks disagree on new tokens"
+    assert_raises(comm, told, cp.generate, ids, max_new_tokens=4 + comm.rank)
+    other = prompt(30, 2, seed=1)
+    other[1, 7] += 1 if other[1, 7] < VOCAB - 1 else -1
+    assert_raises(comm, "at 7 of row 1, but the cache", cp.generate, other, cache=cache)
+    assert_raises(comm, "has no beams", cache.reorder_cache, torch.tensor([0]))
+    model.train()
+    cp._training = True
+    model.gradient_checkpointing_enable()
+    assert_raises(comm, "call model.eval()", cp.generate, prompt(80), max_new_tokens=2)
+    model.eval()
+    found = cp.generate(ids, max_new_tokens=4)
+    assert_same(comm, found, one(comm, made("GPT-2"), ids, max_new_tokens=4))
+
+
+def test_models_that_cannot(comm, parallel):
+    """A model that sees later tokens, or keeps other state."""
+    cp = parallel(build(*EQUAL["BERT"], torch.float32).eval())
+    assert_raises(comm, "a layer sees later tokens", cp.generate, prompt(9), max_new_tokens=1)
+    sparse = LATENTS | {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 8}
+    # vLLM 54300: sparse attention over latents, whose indexer has keys of its own.
+    model = build("DeepseekV32ForCausalLM", "DeepseekV32Config", sparse, torch.float32).eval()
+    with pytest.raises(ValueError):
+        parallel(model)
+
+
+def test_the_probe_compares_steps(comm, parallel, monkeypatch):
+    """It finds a sink that every rank counts, a token that two ranks keep, and a lost one."""
+    from a2d_mpi.torch import decoding
+
+    real = decoding.Steps.attend
+    told = "logits of decoded steps are not the same over ranks as on one"
+
+    def everywhere(self, kind, tensors, sink):
+        self.comm, comm = FirstRank(self.comm), self.comm
+        try:
+            return real(self, kind, tensors, sink)
+        finally:
+            self.comm = comm
+
+    model = made("gpt-oss")
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data.fill_(3.0)
+    monkeypatch.setattr(decoding.Steps, "attend", everywhere)
+    assert_raises(comm, told, parallel(model).generate, prompt(9), max_new_tokens=2)
+    monkeypatch.undo()
+    from a2d_mpi.torch.cache import Kept
+
+    begin = Kept.begin_step
+
+    def all_of_it(self, lengths, new, packed):
+        new = [np.arange(x, x + 1) for x in lengths]
+        begin(self, lengths, new, [np.arange(1)])
+
+    def none_of_it(self, lengths, new, packed):
+        begin(self, lengths, [x[:0] for x in new], [x[:0] for x in packed])
+
+    for wrong in (all_of_it, none_of_it):
+        monkeypatch.setattr(Kept, "begin_step", wrong)
+        assert_raises(comm, told, parallel(made("Llama")).generate, prompt(9), max_new_tokens=2)
+        monkeypatch.undo()
+    parallel(made("Llama"), probe=False).generate(prompt(9), max_new_tokens=2)
+
+
+class FirstRank:
+    """A communicator whose every rank takes itself for the first one."""
+
+    def __init__(self, comm):
+        self.size, self.rank = comm.size, 0

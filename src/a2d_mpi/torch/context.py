@@ -244,9 +244,11 @@ class ContextParallel:
         number = self._running
         if number is None:
             self._refuse(ENTRY)
-        padded = attention_mask is not None and not bool(attention_mask.all())
-        if padded and (self._generation is None or number != self._generation.step):
-            self._refuse(PADDING)
+        if attention_mask is not None and not bool(attention_mask.all()):
+            if self._generation is None or number != self._generation.step:
+                self._refuse(PADDING)
+            padding = int(attention_mask[0].int().argmax())  # of the first row, which is shown
+            mask_function = _after(mask_function, padding)
         return tag(number * MASKS + self._known(number)._masks.number_of(mask_function))
 
     def _attend(
@@ -697,6 +699,11 @@ def _release(model: torch.nn.Module) -> None:
         elif reference is not None:
             del x.forward
             model.set_attn_implementation(before)
+
+
+def _after(mask_function: Callable, padding: int) -> Callable:
+    """Return a mask function that counts tokens without the padding before them."""
+    return lambda b, h, q, k: mask_function(b, h, q + padding, k + padding)
 
 
 def _inside(mask: Mask, seqlen: int, cu_seqlens: np.ndarray | None) -> Mask:
