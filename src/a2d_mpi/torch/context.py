@@ -6,14 +6,14 @@ import inspect
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from hashlib import blake2b
 from itertools import count
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,30 +51,22 @@ COPY = "a copy of a model needs a ContextParallel of its own, and batches of tha
 _numbers = count()  # of the plans of a set of documents, of all models of this process
 
 Plans = dict[Kind, AttentionPlan]
-# A model, the `forward` that it got, and the one that it had been given before.
-Entry = tuple[torch.nn.Module, Callable, "Callable | None"]
+_before: dict[str, str] = {}  # the attention that models had, by the one that they got
+SWITCHES = "training", "gradient_checkpointing"  # attributes of modules that may change
 
 
-class _Ticket:
-    """What the positions of a batch carry to the model: the number of their plans.
+class _Ticket(NamedTuple):
+    """What the positions of a batch carry to the model; copies of positions get none.
 
     It keeps the `ContextParallel`: without it the model would attend to this rank's tokens only.
     """
 
-    def __init__(self, owner: ContextParallel, number: int, positions: torch.Tensor) -> None:
-        self.owner, self.number, self._version = owner, number, _version(positions)
-
-    def belongs_to(self, positions: torch.Tensor) -> bool:
-        """Return whether the positions are as they were."""
-        return self._version == _version(positions)
+    owner: ContextParallel
+    plans: int  # their number
+    version: int  # of the positions
 
     def __reduce__(self) -> tuple:
-        return type(None), ()  # copies of positions have no ticket
-
-
-def _version(x: torch.Tensor) -> int:
-    """Return a number that changes with a tensor, if PyTorch keeps one."""
-    return -1 if x.is_inference() else x._version
+        return type(None), ()
 
 
 @dataclass(frozen=True)
@@ -172,7 +164,8 @@ class ContextParallel:
         self.layers: dict[torch.nn.Module, Kind] = {}
         call = Call(grid.comm)
         with call.checks(text=lambda x: f"{type(model).__name__}: {x}"):
-            _release(model)
+            if isinstance(model, PreTrainedModel):
+                _release(model, _before)
             self.layers = layers_of(model, self.longest)
         kinds = [*self.layers.values()]
         call.agree({"seqlen": seqlen, "longest": self.longest, "layers": kinds})
@@ -189,21 +182,22 @@ class ContextParallel:
             self._probe()
         self._options, self._training = options, model.training
         self._plans_of(None)
-        before = model.config._attn_implementation
+        _before[self._name] = model.config._attn_implementation
         model.set_attn_implementation(self._name)
         # A model in the model may be called alone, and adapters call `forward`, without hooks.
         models = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
         names = [[*inspect.signature(x.forward).parameters] for x in models]
         self._entries = {x: y for x, y in zip(models, names) if "position_ids" in y}
-        entries = [_enter(x, self, before) for x in self._entries]
-        self._end = weakref.finalize(self, _undo, model, before, self._name, entries, self._sets)
+        for x in self._entries:
+            _enter(x, self)
+        self._state = [(x, _state_of(x)) for x in model.modules() if x not in models]
+        self._end = weakref.finalize(self, _end, model, self._name, self._sets)
         self._end.atexit = False
 
     @contextmanager
     def _within(self, number: int) -> Iterator[None]:
         """Let calls of the model in this context and thread have the plans of a number."""
-        outer = self._running
-        self._thread.number = number
+        outer, self._thread.number = self._running, number
         try:
             yield
         finally:
@@ -272,34 +266,37 @@ class ContextParallel:
     ) -> tuple[int, dict[str, Any]]:
         """Return the number of the plans of a call of a model, and its arguments."""
         given = dict(zip(self._entries[module], args)) | kwargs
-        positions, number = given.get("position_ids"), self._running
-        ticket = getattr(positions, "a2d_mpi", None)
-        if isinstance(ticket, _Ticket):
-            if ticket.owner is not self or ticket.number not in self._sets:
-                self._refuse(ENTRY)
-            if number not in (None, ticket.number):
-                self._refuse("a call has the positions of two batches")
-            number = ticket.number
-            if not ticket.belongs_to(positions):
-                self._refuse("the positions of the batch have been changed", number)
-            if {x.config._attn_implementation for x in self.layers} != {self._name}:
-                self._refuse(
-                    "the model has got another attention implementation: call cp.free() first",
-                    number,
-                )
+        positions, number, outer = given.get("position_ids"), self._running, self._running
+        if ticket := _ticket_of(positions):
+            number = ticket.plans if ticket.owner is self else None
             # Without a mask of padding, transformers takes jumps of positions for documents.
             if "attention_mask" in self._entries[module] and given.get("attention_mask") is None:
                 given["attention_mask"] = torch.ones_like(positions)
-        if number is None:
-            self._refuse(ENTRY)
-        if module.training and not self._training:
-            self._refuse(
-                "call model.train() before ContextParallel, which then looks for dropout", number
-            )
-        if given.get("labels") is not None:
-            self._refuse(
-                "the model would shift labels on each rank alone: give them to cp.shard", number
-            )
+        problems = {
+            ENTRY: number not in self._sets,
+            "a call has positions of two batches": outer not in (None, number),
+            "the positions of the batch have changed": (
+                ticket is not None and ticket.version != positions._version
+            ),
+            "the model has got another attention implementation: call cp.free() first": (
+                any(x.config._attn_implementation != self._name for x in self.layers)
+                and ticket is not None
+            ),
+            "call model.train() before ContextParallel, which then looks for dropout": (
+                module.training and not self._training
+            ),
+            "the model would shift labels on each rank alone: give them to cp.shard": (
+                given.get("labels") is not None
+            ),
+        }
+        for x, was in self._state if outer is None else ():
+            if (now := _state_of(x, was)) != was:
+                name = next(y for y in was if was[y] != now[y])
+                changed = f"{self._where(x)}.{name} was {was[name]} and is {now[name]}"
+                problems[f"{changed}: make a new ContextParallel"] = True
+        for problem, is_there in problems.items():
+            if is_there:
+                self._refuse(problem, number)
         return number, given
 
     def _plans_of(self, cu_seqlens: np.ndarray | None) -> None:
@@ -386,6 +383,7 @@ class ContextParallel:
             plan.free()
         del self._sets[number]
 
+    @torch.inference_mode(False)  # PyTorch then counts the changes of positions
     def shard(
         self,
         input_ids: torch.Tensor | None,
@@ -445,7 +443,7 @@ class ContextParallel:
             targets[ends[-1] :] = IGNORED
         own = (torch.from_numpy(x[tokens])[None] for x in (ids, positions_in(bounds), targets))
         inputs, positions, labels = (x.to(self.model.device) for x in own)
-        positions.a2d_mpi = _Ticket(self, self._latest, positions)
+        positions.a2d_mpi = _Ticket(self, self._latest, positions._version)
         return Batch(
             {"input_ids": inputs, "position_ids": positions},
             labels,
@@ -519,8 +517,8 @@ class ContextParallel:
         self._end()
 
 
-def _enter(module: torch.nn.Module, owner: ContextParallel, before: str) -> Entry:
-    """Let `forward` of a model take the plans of its batch, also in a copy's; see `_undo`."""
+def _enter(module: torch.nn.Module, owner: ContextParallel) -> None:
+    """Let `forward` of a model, also of a copy, take the plans of its batch."""
     reference, name, own = weakref.ref(owner), owner._name, vars(module).get("forward")
     inner = getattr(own or module.forward, "__func__", own)
 
@@ -528,61 +526,55 @@ def _enter(module: torch.nn.Module, owner: ContextParallel, before: str) -> Entr
     def begin(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
         owner = reference()
         if owner is not None and owner._end.alive and module in owner._entries:
-            number, given = owner._begin(module, args, kwargs)
-            outer, owner._thread.number = owner._running, number
-            return owner._thread, outer, (), given
+            number, kwargs = owner._begin(module, args, kwargs)
+            return owner._within(number), (), kwargs
         for x in (*args, *kwargs.values()):
-            if isinstance(ticket := getattr(x, "a2d_mpi", None), _Ticket):
+            if ticket := _ticket_of(x):
                 ticket.owner._refuse(COPY)
-        if module.config._attn_implementation == name:  # of a copy, which is a model as any other
-            module.set_attn_implementation(before)
-        return None, None, args, kwargs
-
-    @torch._disable_dynamo
-    def end(thread: threading.local | None, outer: int | None) -> None:
-        if thread is not None:
-            thread.number = outer
+        if module.config._attn_implementation == name:  # a copy is a model as any other
+            module.set_attn_implementation(_before[name])
+        return nullcontext(), args, kwargs
 
     @wraps(inner)
     def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        thread, outer, args, kwargs = begin(module, args, kwargs)
-        try:
+        within, args, kwargs = begin(module, args, kwargs)
+        with within:
             return inner(module, *args, **kwargs)
-        finally:
-            end(thread, outer)
 
-    forward.a2d_mpi = reference, before
-    module.forward = MethodType(forward, module)
-    return module, module.forward, own
+    forward.a2d_mpi = name, own
+    module.forward = MethodType(torch._disable_dynamo(forward, recursive=False), module)
 
 
-def _undo(
-    model: torch.nn.Module, before: str, name: str, entries: list[Entry], sets: dict[int, Plans]
-) -> None:
-    """Give a model what it had before, unless it has got something else since."""
-    for module, method, own in entries:
-        if vars(module).get("forward") is method:
-            del module.forward
-            if own is not None:
-                module.forward = own
-    if model.config._attn_implementation == name:
-        model.set_attn_implementation(before)
-    for plans in sets.values():
-        for plan in plans.values():
-            plan.free()
-
-
-def _release(model: torch.nn.Module) -> None:
-    """Undo what an earlier `ContextParallel` did to a model, or to the one it is a copy of."""
+def _release(model: torch.nn.Module, names: Collection[str]) -> None:
+    """Undo what `ContextParallel` did to a model, or to the one that it is a copy of."""
     for x in model.modules():
         function = getattr(vars(x).get("forward"), "__func__", None)
-        reference, before = getattr(function, "a2d_mpi", (None, None))
-        owner = reference and reference()
-        if owner is not None and x in owner._entries:
-            owner.free()
-        elif reference is not None:
+        name, own = getattr(function, "a2d_mpi", (None, None))
+        if name in names:
             del x.forward
-            model.set_attn_implementation(before)
+            if own is not None:
+                x.forward = own
+    if model.config._attn_implementation in names:
+        model.set_attn_implementation(_before[model.config._attn_implementation])
+
+
+def _end(model: torch.nn.Module, name: str, sets: dict[int, Plans]) -> None:
+    """Give a model its own attention back, and release the buffers of plans."""
+    _release(model, [name])
+    for plan in (x for plans in sets.values() for x in plans.values()):
+        plan.free()
+
+
+def _ticket_of(x: Any) -> _Ticket | None:
+    ticket = getattr(x, "a2d_mpi", None)
+    return ticket if isinstance(ticket, _Ticket) else None
+
+
+def _state_of(module: torch.nn.Module, names: Collection[str] | None = None) -> dict[str, Any]:
+    """Return the numbers, texts and switches of a module, or those of some names."""
+    kept = vars(module)
+    plain = names or (x for x, y in kept.items() if isinstance(y, (bool, int, float, str)))
+    return {x: kept.get(x) for x in plain if x[0] != "_" and x not in SWITCHES}
 
 
 def _inside(mask: Mask, seqlen: int, cu_seqlens: np.ndarray | None) -> Mask:

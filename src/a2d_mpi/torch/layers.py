@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -84,8 +84,8 @@ def layers_of(model: torch.nn.Module, seqlen: int) -> dict[torch.nn.Module, Kind
 
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            "it is no PreTrainedModel of transformers: make ContextParallel of the model first, and "
-            "then what wraps it (DDP, adapters of PEFT)"
+            "it is no PreTrainedModel of transformers: make ContextParallel of the model first, "
+            "and then what wraps it (DDP, adapters of PEFT)"
         )
     if model.config.is_encoder_decoder:
         raise ValueError("an encoder with a decoder has two sequences")
@@ -105,7 +105,7 @@ def layers_of(model: torch.nn.Module, seqlen: int) -> dict[torch.nn.Module, Kind
                 for where, *_, others in watch.calls:
                     if dropout := others.get("dropout"):
                         raise ValueError(f"{where} has dropout {dropout} in attention, not 0")
-                watch.compare(few, expected, "is random in training: set its dropout to 0")
+                watch.compare(few, expected, "is random in training: set its dropout to 0", 1)
                 model.eval()
             watch.check_tokens(seqlen)
             masks = [mask_of(x, seqlen) for x in watch.masks]
@@ -207,13 +207,15 @@ class _Watch:
         self.compare(whole, expected, "does not count positions 0, 1, 2, ...")
         self.calls, self.masks = calls, masks
 
-    def compare(self, inputs: dict[str, Any], expected: Outputs, what: str) -> None:
-        """Raise ValueError at the first thing that differs."""
+    def compare(
+        self, inputs: dict[str, Any], expected: Outputs, what: str, least: float = 0.51
+    ) -> None:
+        """Raise ValueError at the first thing that differs; see `same`."""
         rest = iter(expected)
 
         def note(name: str, x: torch.Tensor) -> torch.Tensor:
             other, y = next(rest, (None, x))
-            if name != other or not same(x, y[: len(x)]):
+            if name != other or not same(x, y[: len(x)], least):
                 raise ValueError(f"{name} {what}")
             return y[: len(x)]
 
@@ -295,22 +297,20 @@ class Masks:
         A function of the same code with the same arguments shows the same mask.  Any other one is
         called for many pairs of tokens.
         """
-        try:
+        key = None
+        with suppress(TypeError):
             key = arguments_of(mask_function)
-        except TypeError:
-            key = None
-        if key is None or key not in self._numbers:
-            try:
+        number = self._numbers.get(key)
+        if number is None:
+            mask = None
+            with suppress(Exception):  # of any kind: there are no such tokens
                 mask = mask_of(mask_function, self._seqlen)
-            except Exception:  # of any kind: it has no such tokens
-                mask = None
             if mask not in self.found:
                 self.found.append(mask)
             number = self.found.index(mask)
-            if key is None:
-                return number
-            self._numbers[key] = number
-        return self._numbers[key]
+            if key is not None:
+                self._numbers[key] = number
+        return number
 
 
 def arguments_of(x: Any) -> Any:
@@ -455,12 +455,12 @@ def run(model: torch.nn.Module, inputs: dict[str, Any], note: Note, every: bool 
             x.remove()
 
 
-def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return True if most rows are the same in the first half of their digits.
+def same(found: torch.Tensor, expected: torch.Tensor, least: float = 0.51) -> bool:
+    """Return True if a part of the rows, at least, is the same in the first half of their digits.
 
     A row may differ, because rounding may choose another expert for it.
     """
     eps = max(torch.finfo(found.dtype).eps, torch.finfo(torch.float32).eps)  # of softmax
     x, y = found.float(), expected.float()
     good = (x - y).norm(dim=1) <= eps**0.5 * y.norm(dim=1)
-    return 2 * int(good.sum()) > len(good)
+    return int(good.sum()) >= least * len(good)
