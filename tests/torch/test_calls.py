@@ -320,8 +320,18 @@ def test_free_undoes_all(comm, grid):
 
     cp = made()
     assert_all(comm, not is_undone(), "not made")
+    batch = cp.shard(ids)
     cp.free()
     cp.free()
+    assert_all(comm, model.config._attn_implementation == attention, "not its own attention")
+    found = step(model, ids, ids, ENDS)
+    assert_near(comm, found, exact)
+    for call in (model, model.forward, model.model):
+        assert_raises(
+            grid.comm, "the ContextParallel of this batch has been freed", call, **batch.inputs
+        )
+    del cp, batch
+    gc.collect()
     assert_all(comm, is_undone(), "not undone by free")
     made()  # and dropped
     gc.collect()
@@ -335,6 +345,8 @@ def test_free_undoes_all(comm, grid):
     gc.collect()
     assert_near(comm, spread_step(second, model, ids, ends=ENDS), exact)
     second.free()
+    del second
+    gc.collect()
     assert_all(comm, is_undone(), "not undone by the second")
 
 
@@ -376,7 +388,7 @@ def test_copies(comm, grid, parallel):
     for x in copies[2:]:
         assert_near(comm, spread_step(parallel(x.train()), x, ids, ends=ENDS), exact)
     assert_near(comm, spread_step(cp, model, ids, ends=ENDS), exact)
-    cp.free()
+    del cp, batch
     late = copy.deepcopy(copies[2])
     del copies
     assert_near(comm, spread_step(parallel(late), late, ids, ends=ENDS), exact)

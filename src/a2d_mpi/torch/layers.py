@@ -36,6 +36,7 @@ from a2d_mpi.torch.transformers import register
 FEW = 16  # tokens of a trial
 FIRST = 8  # those that are tried without the others
 POISONED = 9  # the one with the NaN
+NAN = 0x7FF8 << 48  # the bits of a NaN in float64
 PAIRS = 4096  # random queries for which a mask is compared
 
 Outputs = list[tuple[str, torch.Tensor]]  # names and rows, (n, width)
@@ -363,14 +364,17 @@ def mask_of(mask_function: Callable, seqlen: int) -> Mask | None:
 
 
 def tag(number: int) -> torch.Tensor:
-    """Return a number as a mask, which models pass on to their attention."""
-    return torch.full((1, 1, 1, 1), number, device="cpu")
+    """Return a number as a mask, which models pass on to their attention.
+
+    It is NaN, with the number in its fraction, so that no other attention takes it for a mask.
+    """
+    return torch.tensor(number | NAN, device="cpu").view(torch.float64).view(1, 1, 1, 1)
 
 
 def number_of(mask: torch.Tensor | None) -> int | None:
     """Return the number of a `tag`; None if the model has changed it, or there is none."""
-    is_tag = mask is not None and mask.shape == (1, 1, 1, 1) and mask.dtype == torch.int64
-    return int(mask) if is_tag else None
+    is_tag = mask is not None and mask.shape == (1, 1, 1, 1) and mask.dtype == torch.float64
+    return int(mask.view(torch.int64)) & ~NAN if is_tag else None
 
 
 @contextmanager
