@@ -48,6 +48,7 @@ KEPT = 8  # sets of documents whose plans are kept
 MASKS = 1 << 16  # most masks of a model's functions; a tag has the number of plans and of a mask
 ENTRY = "call the model with **batch.inputs of a new batch = cp.shard(...), not a layer alone"
 COPY = "a copy of a model needs a ContextParallel of its own, and batches of that one"
+LABELS = "the model would shift labels on each rank alone: give them to cp.shard"
 OTHER = f"the ContextParallel of this batch has been freed, or belongs to another model: {COPY}"
 _numbers = count()  # of the plans of a set of documents, of all models of this process
 
@@ -219,7 +220,7 @@ class ContextParallel:
         padded = attention_mask is not None and not bool(attention_mask.all())
         self._refuse({PADDING: padded, ENTRY: number is None}, number)
         mask = tag(number * MASKS + self._masks.number_of(mask_function))
-        mask.a2d_mpi = self  # which a layer needs if it is computed again
+        mask.a2d_mpi_owner = self  # which a layer needs if it is computed again
         return mask
 
     def _attend(
@@ -276,28 +277,29 @@ class ContextParallel:
             # Without a mask of padding, transformers takes jumps of positions for documents.
             if "attention_mask" in self._entries[module] and given.get("attention_mask") is None:
                 given["attention_mask"] = torch.ones_like(positions)
+        last = given.get("logits_to_keep", 0)
+        changed = ticket is not None and ticket.version != positions._version
+        others = {x.config._attn_implementation for x in self.layers} - {self._name}
         problems = {
             ENTRY: number not in self._sets,
             "a call has positions of two batches": outer not in (None, number),
-            "the positions of the batch have changed": (
-                ticket is not None and ticket.version != positions._version
-            ),
+            "the positions of the batch have changed": changed,
             "the model has got another attention implementation: call cp.free() first": (
-                ticket is not None
-                and any(x.config._attn_implementation != self._name for x in self.layers)
+                ticket is not None and bool(others)
             ),
             "call model.train() before ContextParallel, which then looks for dropout": (
                 module.training and not self._training
             ),
-            "the model would shift labels on each rank alone: give them to cp.shard": (
-                given.get("labels") is not None
+            LABELS: given.get("labels") is not None,
+            "logits_to_keep would count this rank's tokens": (
+                ticket is not None and isinstance(last, int) and last != 0
             ),
         }
         for x, was in self._state.items() if outer is None else ():
             now = {y: vars(x).get(y) for y in was}
             for y in was if now != was else ():
-                changed = f"{self._paths[x]}.{y} was {was[y]} and is {now[y]}"
-                problems[f"{changed}: make a new ContextParallel"] = was[y] != now[y]
+                what = f"{self._paths[x]}.{y} was {was[y]} and is {now[y]}"
+                problems[f"{what}: make a new ContextParallel"] = was[y] != now[y]
         self._refuse(problems, number)
         return number, given
 
@@ -526,7 +528,9 @@ class ContextParallel:
 def _enter(module: torch.nn.Module, owner: ContextParallel) -> None:
     """Let `forward` of a model, also of a copy, take the plans of its batch."""
     reference, name, own = weakref.ref(owner), owner._name, vars(module).get("forward")
-    inner = getattr(own or module.forward, "__func__", own)
+    inner = getattr(own or module.forward, "__func__", None)
+    if inner is None:  # of accelerate
+        inner = lambda module, *args, **kwargs: own(*args, **kwargs)  # noqa: E731
 
     @torch._disable_dynamo
     def begin(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
