@@ -6,14 +6,14 @@ import inspect
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from hashlib import blake2b
 from itertools import count
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,33 +54,27 @@ KEPT = 8  # sets of documents whose plans are kept
 MASKS = 1 << 16  # most masks of a model's functions; a tag has the number of plans and of a mask
 ENTRY = "call the model with **batch.inputs of a new batch = cp.shard(...), not a layer alone"
 COPY = "a copy of a model needs a ContextParallel of its own, and batches of that one"
+LABELS = "the model would shift labels on each rank alone: give them to cp.shard"
+OTHER = f"the ContextParallel of this batch has been freed, or belongs to another model: {COPY}"
 _numbers = count()  # of the plans of a set of documents, of all models of this process
 
 Plans = dict[Kind, AttentionPlan]
-# A model, the `forward` that it got, and the one that it had been given before.
-Entry = tuple[torch.nn.Module, Callable, "Callable | None"]
+_before: dict[str, str] = {}  # the attention that models had, by the one that they got
+SWITCHES = "training", "gradient_checkpointing"  # attributes of modules that may change
 
 
-class _Ticket:
-    """What the positions of a batch carry to the model: the number of their plans.
+class _Ticket(NamedTuple):
+    """What the positions of a batch carry to the model; copies of positions get none.
 
     It keeps the `ContextParallel`: without it the model would attend to this rank's tokens only.
     """
 
-    def __init__(self, owner: ContextParallel, number: int, positions: torch.Tensor) -> None:
-        self.owner, self.number, self._version = owner, number, _version(positions)
-
-    def belongs_to(self, positions: torch.Tensor) -> bool:
-        """Return whether the positions are as they were."""
-        return self._version == _version(positions)
+    owner: ContextParallel
+    plans: int  # their number
+    version: int  # of the positions
 
     def __reduce__(self) -> tuple:
-        return type(None), ()  # copies of positions have no ticket
-
-
-def _version(x: torch.Tensor) -> int:
-    """Return a number that changes with a tensor, if PyTorch keeps one."""
-    return -1 if x.is_inference() else x._version
+        return type(None), ()
 
 
 @dataclass(frozen=True)
@@ -178,7 +172,8 @@ class ContextParallel:
         self.layers: dict[torch.nn.Module, Kind] = {}
         call = Call(grid.comm)
         with call.checks(text=lambda x: f"{type(model).__name__}: {x}"):
-            _release(model)
+            if isinstance(model, PreTrainedModel):
+                _undo(model, _before, {})
             self.layers = layers_of(model, self.longest)
         kinds = [*self.layers.values()]
         call.agree({"seqlen": seqlen, "longest": self.longest, "layers": kinds})
@@ -187,10 +182,10 @@ class ContextParallel:
         self._sets: dict[int, Plans] = {}
         self._bases: dict[tuple[str | None, Kind], AttentionPlan] = {}
         self._latest = -1
+        self._paths = {x: name for name, x in model.named_modules()}
         self._thread = threading.local()  # `number`: of the plans of the call that it is in
         self._generation: Generation | None = None
-        self.numbering = _numbers
-        self._probing, self._resting = probe, False
+        self.numbering, self._probing, self._resting = _numbers, probe, False
         lost = "ContextParallel was deleted: make another one, of the model or of its copy"
         attend, mask = (weakly(self, x, lost) for x in (type(self)._attend, type(self)._mask))
         self._name = register(attend, mask)
@@ -198,21 +193,23 @@ class ContextParallel:
             self._probe()
         self._options, self._training = options, model.training
         self._plans_of(None)
-        before = model.config._attn_implementation
+        _before[self._name] = model.config._attn_implementation
         model.set_attn_implementation(self._name)
         # A model in the model may be called alone, and adapters call `forward`, without hooks.
         models = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
         names = [[*inspect.signature(x.forward).parameters] for x in models]
         self._entries = {x: y for x, y in zip(models, names) if "position_ids" in y}
-        entries = [_enter(x, self, before) for x in self._entries]
-        self._end = weakref.finalize(self, _undo, model, before, self._name, entries, self._sets)
+        for x in self._entries:
+            _enter(x, self)
+        self._state = {x: _state_of(x) for x in self._paths if x not in models}
+        self._freed = False
+        self._end = weakref.finalize(self, _undo, model, [self._name], self._sets)
         self._end.atexit = False
 
     @contextmanager
     def _within(self, number: int) -> Iterator[None]:
         """Let calls of the model in this context and thread have the plans of a number."""
-        outer = self._running
-        self._thread.number = number
+        outer, self._thread.number = self._running, number
         try:
             yield
         finally:
@@ -228,7 +225,7 @@ class ContextParallel:
             self._resting = False
 
     def _known(self, number: int | None) -> ContextParallel | Generation:
-        """Return what has the kinds of layers and masks of the plans of a number."""
+        """Return what has the kinds of layers and the masks of the plans of a number."""
         other = self._generation
         return other if other is not None and number in other.numbers else self
 
@@ -242,14 +239,14 @@ class ContextParallel:
     ) -> torch.Tensor:
         """Return the numbers of the plans of this call and of a mask, which go to the layers."""
         number = self._running
-        if number is None:
-            self._refuse(ENTRY)
-        if attention_mask is not None and not bool(attention_mask.all()):
-            if self._generation is None or number != self._generation.step:
-                self._refuse(PADDING)
-            padding = int(attention_mask[0].int().argmax())  # of the first row, which is shown
-            mask_function = _after(mask_function, padding)
-        return tag(number * MASKS + self._known(number)._masks.number_of(mask_function))
+        padded = attention_mask is not None and not bool(attention_mask.all())
+        if padded and self._generation is not None and number == self._generation.step:
+            padded, first = False, int(attention_mask[0].int().argmax())
+            mask_function = _after(mask_function, first)
+        self._refuse({PADDING: padded, ENTRY: number is None}, number)
+        mask = tag(number * MASKS + self._known(number)._masks.number_of(mask_function))
+        mask.a2d_mpi_owner = self  # which a layer needs if it is computed again
+        return mask
 
     def _attend(
         self,
@@ -261,57 +258,49 @@ class ContextParallel:
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         """Compute the attention of a layer by its plan."""
-        number, mask = self._running, None
-        if module not in self.layers:
-            self._refuse(f"ContextParallel does not know a layer: {COPY}")
-        if attention_mask is not None:  # also in a layer that is computed again, after its call
-            tagged = number_of(attention_mask)
-            number, mask = (None, None) if tagged is None else divmod(tagged, MASKS)
-            if number not in self._sets:
-                self._refuse("a layer has a mask of its own, or plans that are no longer kept")
-            if self._running not in (None, number):
-                self._refuse("a layer has the mask of another batch")
-        if number is None:
-            self._refuse(ENTRY)
-        known = self._known(number)
-        kind = known.layers[module]
+        running, mask = self._running, attention_mask
+        tagged = None if mask is None else number_of(mask)
+        # A layer that is computed again, in the backward pass, has its tag only.
+        number, shown = (running, None) if tagged is None else divmod(tagged, MASKS)
+        problems = {
+            f"ContextParallel does not know a layer: {COPY}": module not in self.layers,
+            "a layer has a mask of its own": mask is not None and tagged is None,
+            "a layer has the mask of another batch": running not in (None, number),
+            ENTRY: number not in self._sets,
+        }
+        self._refuse(problems, running)
+        known, where = self._known(number), self._paths[module]
+        kind, found = known.layers[module], known._masks.found
         plan = self._sets[number][kind]
         try:
-            found = known._masks.found
-            asked = known_mask("the layer", module, mask, others, found, known.longest)
+            asked = known_mask(where, module, shown, others, found, known.longest)
         except ValueError as error:
-            plan.refuse(f"{self._where(module)}: {error}")
+            plan.refuse(str(error))
         if asked != kind.mask:
-            where = self._where(module)
             plan.refuse(f"{where} asks for {asked} in this call, but its plan has {kind.mask}")
         others.pop("sliding_window", None)  # the plan's mask has it
         sinks = [others.pop(x, None) for x in ("s_aux", "sinks")]
         sink = next((x for x in sinks if x is not None), None)
         return attend_layer(plan, module, (query, key, value), {}, sink=sink, **others)
 
-    def _where(self, module: torch.nn.Module) -> str:
-        return next((x for x, y in self.model.named_modules() if y is module), "a layer")
+    def _refuse(self, problems: dict[str, bool], number: int | None) -> None:
+        """If there is a problem, raise ValueError on all ranks, which call the first layer's plan.
 
-    def _refuse(self, problem: str, number: int | None = None) -> None:
-        """Raise ValueError on all ranks, which call the first layer's plan."""
-        known = [x for x in (number, self._running, self._latest) if x in self._sets]
-        next(iter(self._sets[known[0]].values())).refuse(problem)
+        `number` is that of the plans that the other ranks call, if it is known.
+        """
+        for problem in (x for x, is_there in problems.items() if is_there):
+            plans = self._sets.get(number) or self.plans
+            next(iter(plans.values())).refuse(problem)
 
     def _begin(
         self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[int, dict[str, Any]]:
         """Return the number of the plans of a call of a model, and its arguments."""
         given = dict(zip(self._entries[module], args)) | kwargs
-        positions, number = given.get("position_ids"), self._running
+        positions, number, outer = given.get("position_ids"), self._running, self._running
         ticket = getattr(positions, "a2d_mpi", None)
-        if isinstance(ticket, _Ticket):
-            if ticket.owner is not self or ticket.number not in self._sets:
-                self._refuse(ENTRY)
-            if number not in (None, ticket.number):
-                self._refuse("a call has the positions of two batches")
-            number = ticket.number
-            if not ticket.belongs_to(positions):
-                self._refuse("the positions of the batch have been changed", number)
+        if ticket is not None:
+            number = ticket.plans if ticket.owner is self else None
             # Without a mask of padding, transformers takes jumps of positions for documents.
             if "attention_mask" in self._entries[module] and given.get("attention_mask") is None:
                 given["attention_mask"] = torch.ones_like(positions)
@@ -319,20 +308,30 @@ class ContextParallel:
         cache = next((x for x in caches if hasattr(x, "begin_step")), None)
         if number is None and cache is not None:
             number = self._generator.begin(cache, given)
-        if number is None:
-            self._refuse(ENTRY)
-        if {x.config._attn_implementation for x in self.layers} != {self._name}:
-            self._refuse(
-                "the model has got another attention implementation: call cp.free() first", number
-            )
-        if module.training and not self._training:
-            self._refuse(
-                "call model.train() before ContextParallel, which then looks for dropout", number
-            )
-        if given.get("labels") is not None:
-            self._refuse(
-                "the model would shift labels on each rank alone: give them to cp.shard", number
-            )
+        last = given.get("logits_to_keep", 0)
+        changed = ticket is not None and ticket.version != positions._version
+        others = {x.config._attn_implementation for x in self.layers} - {self._name}
+        problems = {
+            ENTRY: number not in self._sets,
+            "a call has positions of two batches": outer not in (None, number),
+            "the positions of the batch have changed": changed,
+            "the model has got another attention implementation: call cp.free() first": (
+                (ticket is not None or cache is not None) and bool(others)
+            ),
+            "call model.train() before ContextParallel, which then looks for dropout": (
+                module.training and not self._training
+            ),
+            LABELS: given.get("labels") is not None,
+            "logits_to_keep would count this rank's tokens": (
+                ticket is not None and isinstance(last, int) and last != 0
+            ),
+        }
+        for x, was in self._state.items() if outer is None else ():
+            now = {y: vars(x).get(y) for y in was}
+            for y in was if now != was else ():
+                what = f"{self._paths[x]}.{y} was {was[y]} and is {now[y]}"
+                problems[f"{what}: make a new ContextParallel"] = was[y] != now[y]
+        self._refuse(problems, number)
         return number, given
 
     def _plans_of(self, cu_seqlens: np.ndarray | None) -> None:
@@ -421,6 +420,7 @@ class ContextParallel:
             plan.free()
         del self._sets[number]
 
+    @torch.inference_mode(False)  # PyTorch then counts the changes of positions
     @property
     def _generator(self) -> Generation:
         """What generation needs, made at the first call; making it is collective."""
@@ -559,7 +559,7 @@ class ContextParallel:
             targets[ends[-1] :] = IGNORED
         own = (torch.from_numpy(x[tokens])[None] for x in (ids, positions_in(bounds), targets))
         inputs, positions, labels = (x.to(self.model.device) for x in own)
-        positions.a2d_mpi = _Ticket(self, self._latest, positions)
+        positions.a2d_mpi = _Ticket(self, self._latest, positions._version)
         return Batch(
             {"input_ids": inputs, "position_ids": positions},
             labels,
@@ -629,76 +629,69 @@ class ContextParallel:
         sum_gradients(self.model, self.grid.comm)
 
     def free(self) -> None:
-        """Give the model its own attention back, and release all buffers.  Local."""
-        self._end()
+        """Give the model its own attention back, and release all buffers.  Local.
+
+        As long as there is this object, or a batch of it, the model refuses its batches.
+        """
+        self._freed = True
+        _give_back(self.model, [self._name], self._sets)
 
 
-def _enter(module: torch.nn.Module, owner: ContextParallel, before: str) -> Entry:
-    """Let `forward` of a model take the plans of its batch, also in a copy's; see `_undo`."""
+def _enter(module: torch.nn.Module, owner: ContextParallel) -> None:
+    """Let `forward` of a model, also of a copy, take the plans of its batch."""
     reference, name, own = weakref.ref(owner), owner._name, vars(module).get("forward")
-    inner = getattr(own or module.forward, "__func__", own)
+    inner = getattr(own or module.forward, "__func__", None)
+    if inner is None:  # of accelerate
+        inner = lambda module, *args, **kwargs: own(*args, **kwargs)  # noqa: E731
 
     @torch._disable_dynamo
     def begin(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
         owner = reference()
         if owner is not None and owner._resting:
-            return None, None, args, kwargs
-        if owner is not None and owner._end.alive and module in owner._entries:
-            number, given = owner._begin(module, args, kwargs)
-            outer, owner._thread.number = owner._running, number
-            return owner._thread, outer, (), given
+            return nullcontext(), args, kwargs
+        if owner is not None and not owner._freed and module in owner._entries:
+            number, kwargs = owner._begin(module, args, kwargs)
+            return owner._within(number), (), kwargs
         for x in (*args, *kwargs.values()):
-            if isinstance(ticket := getattr(x, "a2d_mpi", None), _Ticket):
-                ticket.owner._refuse(COPY)
-        if module.config._attn_implementation == name:  # of a copy, which is a model as any other
-            module.set_attn_implementation(before)
-        return None, None, args, kwargs
-
-    @torch._disable_dynamo
-    def end(thread: threading.local | None, outer: int | None) -> None:
-        if thread is not None:
-            thread.number = outer
+            if ticket := getattr(x, "a2d_mpi", None):
+                ticket.owner._refuse({OTHER: True}, ticket.plans)
+        if module.config._attn_implementation == name:  # a copy is a model as any other
+            module.set_attn_implementation(_before[name])
+        return nullcontext(), args, kwargs
 
     @wraps(inner)
     def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        thread, outer, args, kwargs = begin(module, args, kwargs)
-        try:
+        within, args, kwargs = begin(module, args, kwargs)
+        with within:
             return inner(module, *args, **kwargs)
-        finally:
-            end(thread, outer)
 
-    forward.a2d_mpi = reference, before
-    module.forward = MethodType(forward, module)
-    return module, module.forward, own
+    forward.a2d_mpi = name, own
+    module.forward = MethodType(torch._disable_dynamo(forward, recursive=False), module)
 
 
-def _undo(
-    model: torch.nn.Module, before: str, name: str, entries: list[Entry], sets: dict[int, Plans]
-) -> None:
-    """Give a model what it had before, unless it has got something else since."""
-    for module, method, own in entries:
-        if vars(module).get("forward") is method:
-            del module.forward
-            if own is not None:
-                module.forward = own
-    if model.config._attn_implementation == name:
-        model.set_attn_implementation(before)
-    for plans in sets.values():
-        for plan in plans.values():
-            plan.free()
-
-
-def _release(model: torch.nn.Module) -> None:
-    """Undo what an earlier `ContextParallel` did to a model, or to the one it is a copy of."""
+def _undo(model: torch.nn.Module, names: Collection[str], sets: dict[int, Plans]) -> None:
+    """Undo what `ContextParallel` did to a model, or to the one that it is a copy of."""
+    _give_back(model, names, sets)
     for x in model.modules():
         function = getattr(vars(x).get("forward"), "__func__", None)
-        reference, before = getattr(function, "a2d_mpi", (None, None))
-        owner = reference and reference()
-        if owner is not None and x in owner._entries:
-            owner.free()
-        elif reference is not None:
-            del x.forward
-            model.set_attn_implementation(before)
+        name, own = getattr(function, "a2d_mpi", (None, None))
+        if name in names:
+            vars(x).pop("forward")
+            vars(x).update({"forward": own} if own else {})
+
+
+def _give_back(model: torch.nn.Module, names: Collection[str], sets: dict[int, Plans]) -> None:
+    """Give a model its own attention back, in place of some others, and release buffers."""
+    if model.config._attn_implementation in names:
+        model.set_attn_implementation(_before[model.config._attn_implementation])
+    for plan in (x for plans in sets.values() for x in plans.values()):
+        plan.free()
+
+
+def _state_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the numbers, texts and switches of a module that no call should change."""
+    plain = {x: y for x, y in vars(module).items() if isinstance(y, (bool, int, float, str))}
+    return {x: y for x, y in plain.items() if x[0] != "_" and x not in SWITCHES}
 
 
 def _after(mask_function: Callable, padding: int) -> Callable:

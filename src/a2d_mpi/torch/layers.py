@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ from a2d_mpi.torch.transformers import register
 FEW = 16  # tokens of a trial
 FIRST = 8  # those that are tried without the others
 POISONED = 9  # the one with the NaN
+NAN = 0x7FF8 << 48  # the bits of a NaN in float64
 PAIRS = 4096  # random queries for which a mask is compared
 
 Outputs = list[tuple[str, torch.Tensor]]  # names and rows, (n, width)
@@ -84,14 +85,14 @@ def layers_of(model: torch.nn.Module, seqlen: int) -> dict[torch.nn.Module, Kind
 
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            "it is no PreTrainedModel of transformers: make ContextParallel of the model first, and "
-            "then what wraps it (DDP, adapters of PEFT)"
+            "it is no PreTrainedModel of transformers: make ContextParallel of the model first, "
+            "and then what wraps it (DDP, adapters of PEFT)"
         )
     if model.config.is_encoder_decoder:
         raise ValueError("an encoder with a decoder has two sequences")
     for name, value in model.config.to_dict().items():
-        if "layerdrop" in name and value:
-            raise ValueError(f"{name} must be 0, got {value}: ranks would drop different layers")
+        if value and ("layerdrop" in name or (model.training and "jitter" in name)):
+            raise ValueError(f"{name} must be 0, got {value}: each rank would draw other numbers")
     for name, x in model.named_modules():
         if isinstance(x, torch.nn.modules.batchnorm._BatchNorm):
             raise ValueError(f"{name} is a BatchNorm: in training it mixes tokens")
@@ -295,22 +296,20 @@ class Masks:
         A function of the same code with the same arguments shows the same mask.  Any other one is
         called for many pairs of tokens.
         """
-        try:
+        key = None
+        with suppress(TypeError):
             key = arguments_of(mask_function)
-        except TypeError:
-            key = None
-        if key is None or key not in self._numbers:
-            try:
+        number = self._numbers.get(key)
+        if number is None:
+            mask = None
+            with suppress(Exception):  # of any kind: there are no such tokens
                 mask = mask_of(mask_function, self._seqlen)
-            except Exception:  # of any kind: it has no such tokens
-                mask = None
             if mask not in self.found:
                 self.found.append(mask)
             number = self.found.index(mask)
-            if key is None:
-                return number
-            self._numbers[key] = number
-        return self._numbers[key]
+            if key is not None:
+                self._numbers[key] = number
+        return number
 
 
 def arguments_of(x: Any) -> Any:
@@ -363,14 +362,17 @@ def mask_of(mask_function: Callable, seqlen: int) -> Mask | None:
 
 
 def tag(number: int) -> torch.Tensor:
-    """Return a number as a mask, which models pass on to their attention."""
-    return torch.full((1, 1, 1, 1), number, device="cpu")
+    """Return a number as a mask, which models pass on to their attention.
+
+    It is NaN, with the number in its fraction, so that no other attention takes it for a mask.
+    """
+    return torch.tensor(number | NAN, device="cpu").view(torch.float64).view(1, 1, 1, 1)
 
 
 def number_of(mask: torch.Tensor | None) -> int | None:
     """Return the number of a `tag`; None if the model has changed it, or there is none."""
-    is_tag = mask is not None and mask.shape == (1, 1, 1, 1) and mask.dtype == torch.int64
-    return int(mask) if is_tag else None
+    is_tag = mask is not None and mask.shape == (1, 1, 1, 1) and mask.dtype == torch.float64
+    return int(mask.view(torch.int64)) & ~NAN if is_tag else None
 
 
 @contextmanager
