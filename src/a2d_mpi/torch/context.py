@@ -420,7 +420,6 @@ class ContextParallel:
             plan.free()
         del self._sets[number]
 
-    @torch.inference_mode(False)  # PyTorch then counts the changes of positions
     @property
     def _generator(self) -> Generation:
         """What generation needs, made at the first call; making it is collective."""
@@ -500,6 +499,7 @@ class ContextParallel:
         """
         return self._generator.generate(input_ids, attention_mask, root, room, options)
 
+    @torch.inference_mode(False)  # PyTorch then counts the changes of positions
     def shard(
         self,
         input_ids: torch.Tensor | None,

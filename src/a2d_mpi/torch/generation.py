@@ -1,8 +1,8 @@
 """Generation: transformers' own `generate` over a cache that is spread over the ranks.
 
 Plans compute a long prompt without its last token, like a batch of training, and each rank keeps
-the keys and values of its own tokens.  Then `generate` runs on all ranks alike.  In each step every
-rank attends to the keys that it keeps.  Rank 0 chooses the tokens, and decides when to stop.
+the keys and values of its own tokens.  Then `generate` runs on all ranks alike.  In each step
+every rank attends to the keys that it keeps.  Rank 0 chooses the tokens, and decides when to stop.
 """
 
 from __future__ import annotations
@@ -164,8 +164,9 @@ class Generation:
         with call.checks():
             shown = None if attention_mask is None and root is None else mask
             taken = self._prepared(ids, shown, cache, options)
-            if (found := taken.get("attention_mask")) is not None:
-                mask = found.numpy(force=True)
+            found = taken.get("attention_mask")  # with as many rows as sequences that are returned
+            ids = taken["input_ids"].numpy(force=True)
+            mask = np.ones_like(ids) if found is None else found.numpy(force=True)
             _check_old(cache, ids, mask)
             new = taken["generation_config"].max_length - ids.shape[1]
             if streamer is not None and first:
@@ -194,6 +195,7 @@ class Generation:
         if streamer is not None and first:
             streamer.end()
         tokens = found if isinstance(found, torch.Tensor) else found.sequences
+        given = given.repeat(len(ids) // len(given), 0)
         tokens[:, : ids.shape[1]] = torch.from_numpy(given)  # padded where it was
         return found
 
@@ -411,8 +413,9 @@ class _Decisions(StoppingCriteriaList):
     def fail(self, error: Exception) -> None:
         """Raise an error of rank 0 on all ranks, if they wait for its tokens."""
         if self.awaited and self.steps.comm.rank == 0:
+            problem = f"rank 0 could not choose a token: {message_of(error)}"
             self.steps.choose(np.full((2, self.rows), FAILED))
-            self.steps.comm.bcast(f"rank 0 could not choose a token: {message_of(error)}")
+            raise CollectiveError(self.steps.comm.bcast(problem)) from error
 
 
 class _Wait(LogitsProcessor):
