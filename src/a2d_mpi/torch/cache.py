@@ -197,7 +197,7 @@ class SpreadLayer(CacheLayerMixin):
 
 
 class SpreadCache(Cache):
-    """The KV cache of a batch, spread over the ranks of a grid; `ContextParallel.prefill` makes it.
+    """The KV cache of a batch, spread over ranks; `ContextParallel.prefill` makes it.
 
     All calls have the same arguments on all ranks.
 
@@ -253,7 +253,7 @@ class SpreadCache(Cache):
         return np.array(self.room) - np.bincount(owners, minlength=self.ranks)
 
     def begin_plan(self, ids: np.ndarray, owners: Rows) -> None:
-        """Begin a call of plans, with the ids of the new columns and the owner of each new token."""
+        """Begin a call of plans, with the ids of new columns and the owner of each new token."""
         lengths, new = self._extend(ids, owners)
         for kept in self.kept.values():
             kept.begin_plan(lengths, self.lengths, new)

@@ -481,9 +481,9 @@ class ContextParallel:
             Most tokens that each rank may keep, of all prompts together.  A new token then goes to
             the rank with the most room.  Default: new tokens go to the ranks in turn.
         **options
-            Of ``model.generate``, the same on all ranks.  ``past_key_values`` (or ``cache``) is the
-            cache of `prefill` or of an earlier result, whose tokens begin the prompts: only what
-            is new is computed.  Only rank 0 calls ``streamer``.
+            Of ``model.generate``, the same on all ranks.  ``past_key_values`` (or ``cache``) is
+            the cache of `prefill` or of an earlier result, whose tokens begin the prompts: only
+            what is new is computed.  Only rank 0 calls ``streamer``.
 
         Returns
         -------
