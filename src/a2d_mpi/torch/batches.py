@@ -44,18 +44,18 @@ def agreed(
     agree(comm, problem, {"root": root})
     call, whole = Call(comm), [None] * len(given)
     with call.checks():
-        whole = [None if x is None else _integers(x) for x in given.values()]
+        whole = [None if x is None else integers(x) for x in given.values()]
     if root is not None:
         call.problem, whole = comm.bcast((call.problem, whole), root)
     with call.checks():
         check(*whole)
-    call.agree({name: _digest(x) for name, x in zip(given, whole)})
+    call.agree({name: digest(x) for name, x in zip(given, whole)})
     return whole
 
 
 def check_tokens(ids: np.ndarray | None, vocabulary: int) -> None:
     """Raise ValueError unless `ids` are tokens, (B, n)."""
-    if ids is None or ids.ndim != 2 or not ids.size:
+    if ids is None or not ids.size:
         got = "none" if ids is None else f"shape {ids.shape}"
         raise ValueError(f"input_ids must be (B, N) tokens, at least one in each row, got {got}")
     if len(wrong := ids[(ids < 0) | (ids >= vocabulary)]):
@@ -81,13 +81,41 @@ def left_padded(ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return tuple(np.stack([np.roll(x, n) for x, n in zip(y, behind)]) for y in (ids, mask))
 
 
-def _integers(x: Any) -> np.ndarray:
-    """Return an integer tensor or array, (n,) or (B, n), as an int64 array."""
+def packed(
+    ids: np.ndarray | None,
+    labels: np.ndarray | None,
+    cu_seqlens: np.ndarray | None,
+    mask: np.ndarray | None,
+) -> tuple[list[np.ndarray | None], np.ndarray | None]:
+    """Return tokens, labels and bounds of documents of a batch as one sequence, and its columns.
+
+    Padding comes last.  A batch of one row without a mask is a sequence, and has no columns.
+    """
+    if ids is None or (len(ids) == 1 and mask is None):
+        sequence = (None if x is None else x.reshape(-1) for x in (ids, labels, cu_seqlens))
+        return list(sequence), None
+    if cu_seqlens is not None:
+        raise ValueError("give cu_seqlens or a batch, not both")
+    if labels is not None and labels.shape != ids.shape:
+        raise ValueError(f"labels must have shape {ids.shape}, got {labels.shape}")
+    mask = np.ones_like(ids) if mask is None else mask
+    check_padding(mask, ids.shape)
+    order = np.argsort(mask.reshape(-1) == 0, kind="stable")
+    columns = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    ids, labels, columns = (
+        x if x is None else x.reshape(-1)[order] for x in (ids, labels, columns)
+    )
+    return [ids, labels, np.append(0, np.cumsum(mask.sum(1)))], columns
+
+
+def integers(x: Any) -> np.ndarray:
+    """Return an integer tensor or array, (n,) or (B, n), as an int64 array, (B, n)."""
     x = x.numpy(force=True) if isinstance(x, torch.Tensor) else np.asarray(x)
     if x.dtype.kind not in "iu" or x.ndim not in (1, 2):
         raise ValueError(f"need integers, (n,) or (B, n), got shape {x.shape} of {x.dtype}")
-    return np.ascontiguousarray(x, np.int64)
+    return np.atleast_2d(np.ascontiguousarray(x, np.int64))
 
 
-def _digest(x: np.ndarray | None) -> str:
+def digest(x: np.ndarray | None) -> str:
+    """Return a text by which ranks compare arrays."""
     return "none" if x is None else f"{x.size} numbers ({blake2b(x, digest_size=4).hexdigest()})"

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
-from hashlib import blake2b
 from itertools import count
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +27,7 @@ from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules import METHODS
 from a2d_mpi.sharding.choice import predict_times
 from a2d_mpi.torch.attention import IGNORED
+from a2d_mpi.torch.batches import digest, integers, packed
 from a2d_mpi.torch.gradients import sum_gradients
 from a2d_mpi.torch.layers import (
     Kind,
@@ -506,13 +506,15 @@ class ContextParallel:
         labels: torch.Tensor | None = None,
         cu_seqlens: np.ndarray | torch.Tensor | None = None,
         root: int | None = None,
+        attention_mask: torch.Tensor | None = None,
     ) -> Batch:
         """Return this rank's part of a sequence.  Collective.
 
         Parameters
         ----------
         input_ids : (1, N) or (N,) integer tensor
-            The same on all ranks, or only on rank `root`.
+            The same on all ranks, or only on rank `root`.  Or a batch, (B, N / B): its rows are
+            packed as documents, without their padding, and positions are columns.
         labels : tensor like `input_ids`, optional
             -100 where there is none.  A causal model predicts the label of the next token of the
             same document.  Another model predicts the label of the token.  Default: `input_ids`
@@ -523,6 +525,8 @@ class ContextParallel:
             Tokens after the last document are padding, which counts as a document.
         root : int, optional
             The rank of ``grid.comm`` that passes the other arguments.  Default: all do.
+        attention_mask : tensor like `input_ids`, optional
+            0 for padding, before or behind the tokens of a row.  It has no labels.
 
         Returns
         -------
@@ -533,20 +537,22 @@ class ContextParallel:
         ValueError
             On all ranks, if shapes or dtypes are wrong, or ranks pass different tensors.
         """
-        comm, given = self.grid.comm, (input_ids, labels, cu_seqlens)
+        comm, given = self.grid.comm, (input_ids, labels, cu_seqlens, attention_mask)
         problem = None if root in (None, *range(comm.size)) else f"root must be a rank, got {root}"
         agree(comm, problem, {"root": root})
         call = Call(comm)
         whole: list[np.ndarray | None] = []
         with call.checks():
-            whole = [None if x is None else _integers(x) for x in given]
+            whole = [None if x is None else integers(x) for x in given]
         if root is not None:
             call.problem, whole = comm.bcast((call.problem, whole), root)
-        names = "input_ids", "labels", "cu_seqlens"
+        names = "input_ids", "labels", "cu_seqlens", "attention_mask"
+        places = None
         with call.checks():
-            bounds = self._check(*whole)
-        call.agree({x: _digest(y) for x, y in zip(names, whole)})
-        ids, targets, ends = whole
+            sequence, places = packed(*whole)
+            bounds = self._check(*sequence)
+        call.agree({x: digest(y) for x, y in zip(names, whole)})
+        ids, targets, ends = sequence
         self._plans_of(ends)
         tokens = next(iter(self.plans.values())).tokens
         ahead = [x.mask.dense(np.array([0]), np.array([1])).any() for x in self.layers.values()]
@@ -557,7 +563,8 @@ class ContextParallel:
             targets = np.full_like(ids, IGNORED)
         if ends is not None:
             targets[ends[-1] :] = IGNORED
-        own = (torch.from_numpy(x[tokens])[None] for x in (ids, positions_in(bounds), targets))
+        places = positions_in(bounds) if places is None else places
+        own = (torch.from_numpy(x[tokens])[None] for x in (ids, places, targets))
         inputs, positions, labels = (x.to(self.model.device) for x in own)
         positions.a2d_mpi = _Ticket(self, self._latest, positions._version)
         return Batch(
@@ -704,15 +711,3 @@ def _inside(mask: Mask, seqlen: int, cu_seqlens: np.ndarray | None) -> Mask:
     if cu_seqlens is None and not isinstance(mask, Documents):
         return mask
     return Documents(np.array([0, seqlen]) if cu_seqlens is None else cu_seqlens, inside=mask)
-
-
-def _integers(x: Any) -> np.ndarray:
-    """Return an integer tensor or array, (n,) or (1, n), as an array, (n,) int64."""
-    x = x.numpy(force=True) if isinstance(x, torch.Tensor) else np.asarray(x)
-    if x.dtype.kind not in "iu" or x.ndim not in (1, 2) or x.shape[:-1] not in ((), (1,)):
-        raise ValueError(f"need integers, (n,) or (1, n), got shape {x.shape} of {x.dtype}")
-    return x.astype(np.int64).reshape(-1)
-
-
-def _digest(x: np.ndarray | None) -> str:
-    return "none" if x is None else f"{len(x)} numbers ({blake2b(x, digest_size=4).hexdigest()})"

@@ -206,15 +206,13 @@ class Generation:
         vocabulary = self.cp.model.get_input_embeddings().num_embeddings
 
         def check(ids: np.ndarray | None, mask: np.ndarray | None) -> None:
-            ids = None if ids is None else np.atleast_2d(ids)
             check_tokens(ids, vocabulary)
             if mask is not None:
-                check_padding(np.atleast_2d(mask), ids.shape)
+                check_padding(mask, ids.shape)
 
         given = {"input_ids": input_ids, "attention_mask": attention_mask}
         ids, mask = agreed(self.comm, given, root, check)
-        ids = np.atleast_2d(ids)
-        return ids, *left_padded(ids, np.ones_like(ids) if mask is None else np.atleast_2d(mask))
+        return ids, *left_padded(ids, np.ones_like(ids) if mask is None else mask)
 
     def _prepared(
         self, ids: np.ndarray, mask: np.ndarray | None, cache: Any, options: dict[str, Any]
