@@ -9,7 +9,7 @@ from pathlib import Path
 
 import h5py
 import pytest
-from helpers import ROOT, SECONDS, execute
+from helpers import ROOT, SECONDS, drive_on_gpu, execute
 
 EMULATED = ROOT / "tests/gpu/emulated"
 NEEDED = ("data", "drivers", "jobs", "pyproject.toml", "setup.cfg", "src", "tests")
@@ -212,6 +212,41 @@ def test_programs_get_the_cpu_type_that_the_package_chooses(machine, own):
     path = {"PYTHONPATH": f"{package.parent}:{machine.copy.resolve()}/src"}
     done = machine("-c", text, **path, OPENBLAS_CORETYPE=own or "")
     assert done.stdout == f"{own or 'Prescott'}\n"
+
+
+# cuDNN's graphs on the emulated GPU, all of which may be refused.
+GRAPHS = """
+import graphs, a2d_mpi.kernels.graphs as g
+shapes = "full", "causal", "anti-causal", "band", "general"
+made = graphs.HostGraphs(shapes if {} else ())
+g.graphs_of = lambda index, deterministic: made
+"""
+NOT_KNOWN = "g.supported = lambda *_: 'not known'"
+# A product of matrices in no time: attention has a tiny share of its speed.
+QUICK = """
+import cupy
+cupy.ndarray.__matmul__ = lambda a, b: a
+cupy.cuda.MemoryPointer.copy_from_device_async = lambda *_: None
+"""
+
+
+@pytest.mark.parametrize("sabotage, least, failed", [
+    (GRAPHS.format(0), 0, []),
+    (GRAPHS.format(1), 0, ["cuDNN refused a graph: ", "the plain kernel computed blocks, "]),
+    (GRAPHS.format(0) + NOT_KNOWN, 0, ["the plain kernel computed blocks, "]),
+    (GRAPHS.format(0) + QUICK, 0.15, ["forward of Full() has 0.0", "backward of Full() has 0.0"]),
+], ids=["right", "refused", "not known", "slow"])  # fmt: skip
+def test_smoke_test(monkeypatch, sabotage, least, failed):
+    """It fails if cuDNN refuses graphs, the plain kernel computes, or attention is slow."""
+    options = ["--shape", 64, 2, 16, "--least", least]
+    done = drive_on_gpu(
+        monkeypatch, "../tests/gpu/gpu_smoke.py", 1, *options, sabotage=sabotage, code=None
+    )
+    said = [x for x in done.stdout.splitlines() if x.startswith("FAILED: ")]
+    assert done.returncode == (1 if failed else 0), done.stdout + done.stderr
+    assert all(any(x.startswith(f"FAILED: {y}") for x in said) for y in failed), said
+    assert ("cuDNN computed everything, by 6 graphs" in done.stdout) == (not failed)
+    assert len(re.findall(r"(?m)^\w.*, (?:for|back)ward: \S+ TFLOP/s", done.stdout)) == 6
 
 
 @pytest.mark.parametrize("starts", [True, False])
