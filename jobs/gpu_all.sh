@@ -45,6 +45,7 @@ folder=${1:-results/gpu-$(date -u +%Y%m%dT%H%M%S)}
 [[ ! -e $folder/$name.txt ]] || { echo "gpu_all.sh: $folder/$name.txt exists" >&2 && exit 2; }
 mkdir -p "$folder" || exit
 export A2D_TEST_GPU=1 # a GPU that is not found is a failure
+export PYTHONUNBUFFERED=1 # a part that is out of time keeps what it has printed
 # Report waiting ranks before the time of their part is over.
 export A2D_MPI_STALL_SECONDS=${A2D_MPI_STALL_SECONDS:-15}
 export A2D_TEST_RESULTS=$folder/.tests

@@ -31,6 +31,8 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
+import a2d_mpi  # noqa: F401  (before NumPy: products of NumPy 2.5.2 crash on some CPUs otherwise)
+
 PATIENCE = 20  # seconds that a rank which failed waits for the others before it ends the run
 LOCKSTEP = pytest.StashKey()
 HERE = Path(__file__).parent
