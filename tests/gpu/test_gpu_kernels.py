@@ -20,37 +20,51 @@ from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.devices.host import HOST
 
+# Sizes of a block and its soft-cap.
 SHAPES = {
-    "emulated": [(1, 1, 1, 1, 5), (3, 70, 4, 2, 40), (75, 34, 2, 1, 32)],
+    "emulated": [((1, 1, 1, 1, 5), None), ((3, 70, 4, 2, 40), None), ((75, 34, 2, 1, 32), 5.0)]
+    + [((19, 37, 8, 2, 24, 16), 5.0), ((37, 19, 8, 2, 192, 128), None)],
     # Each axis once, and small: one core computes the float64 results.
-    "real": [(1, 1, 4, 4, 7), (1009, 517, 4, 1, 256), (1009, 1009, 4, 4, 128)]
-    + [(2048, 2048, 2, 2, 64)],
+    "real": [((1, 1, 4, 4, 7), None), ((1009, 517, 4, 1, 256), None)]
+    + [((1009, 1009, 4, 4, 128), 5.0), ((2048, 2048, 2, 2, 64), None)]
+    + [((517, 1009, 8, 2, 24, 16), 5.0), ((1009, 517, 8, 2, 192, 128), None)],
 }
+DEEPER_SHAPES = [((19, 37, 8, 2, 16, 24), None), ((37, 19, 8, 2, 192, 128), 5.0)]
 
 
 # On the emulated GPU, which is slow, each mask with two dtypes.
 KERNELS = [
-    (gpu, dtype, kind)
+    pytest.param(gpu, dtype, kind, marks=[] if gpu == "real" or (i + j) % 2 == 0 else DEEPER)
     for gpu, (i, kind), (j, dtype) in product(
-        SHAPES, enumerate(("full", "causal", "one", "two")), enumerate(DTYPES)
+        SHAPES, enumerate(("full", "causal", "one", "two", "band")), enumerate(DTYPES)
     )
-    if gpu == "real" or (i + j) % 2 == 0
 ]
 
 
-@pytest.mark.parametrize("cupy, dtype, kind", KERNELS, indirect=["cupy"])
-def test_plain_kernel(cupy, dtype, kind):
-    """With and without a soft-cap; a kernel without the cap fails."""
+def failures(cupy, dtype, kind, shapes):
     bad = []
-    for shape in SHAPES[cupy.kind]:
-        cap = 5.0 if shape[-1] in (32, 128) else None
+    for shape, cap in shapes:
         block = Block(shape, dtype, kind, cap=cap, size=3.0 if cap else 1.0)
         kernel = plain_kernel(cupy, block)
         bad += [(shape, x) for x in gpu_failures(cupy, kernel, block, poisoned=True)]
         kernel.logit_softcap = None
         if cap and kind == "full" and not gpu_failures(cupy, kernel, block):
             bad.append((shape, "no cap passed"))
-    assert not bad
+    return bad
+
+
+@pytest.mark.parametrize("cupy, dtype, kind", KERNELS, indirect=["cupy"])
+def test_plain_kernel(cupy, dtype, kind):
+    """With and without a soft-cap, and values of another width; a kernel without the cap fails."""
+    assert not failures(cupy, dtype, kind, SHAPES[cupy.kind])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["full", "causal", "one", "two", "band"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_widths(cupy, dtype, kind):
+    """Values that are wider than keys, and narrower ones with a soft-cap."""
+    assert not failures(cupy, dtype, kind, DEEPER_SHAPES)
 
 
 def test_huge_logits_and_padding(cupy):
@@ -78,14 +92,15 @@ def compiler_log(*options):
     return kept.read_text()
 
 
-@pytest.mark.parametrize("element, headdim", [
-    (1, 128), *(pytest.param(*x, marks=DEEPER) for x in ((0, 256), (2, 256), (3, 64))),
+@pytest.mark.parametrize("element, headdim, headdim_v", [
+    (1, 192, 128),
+    *(pytest.param(*x, marks=DEEPER) for x in ((0, 256, 256), (2, 256, 256), (3, 64, 64))),
 ])  # fmt: skip
-def test_kernels_compile(element, headdim):
+def test_kernels_compile(element, headdim, headdim_v):
     """Kernels compile for A100 and H100, and spill no registers except in float64."""
     if shutil.which("nvcc") is None:
         pytest.skip("no GPU compiler: nvcc is not installed")
-    log = compiler_log(f"-DELEMENT={element}", f"-DHEADDIM={headdim}")
+    log = compiler_log(f"-DELEMENT={element}", f"-DHEADDIM={headdim}", f"-DHEADDIM_V={headdim_v}")
     assert log.count("for 'sm_90'") == log.count("for 'sm_80'") == 19
     if element < 3:
         assert "0 bytes spill stores" in log
@@ -102,8 +117,8 @@ def test_kernels_compile_as_cupy_does_it(element):
     nvrtc, program = ctypes.CDLL(str(found[0])), ctypes.c_void_p()
     source = files("a2d_mpi").joinpath("kernels", "kernels.cu").read_bytes()
     assert not nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"k.cu", 0, None, None)
-    options = [b"--std=c++17", b"-DELEMENT=%d" % element, b"-DHEADDIM=64", b"-arch=sm_90"]
-    options += [b"-ftz=true", b"--device-as-default-execution-space"]
+    options = [b"--std=c++17", b"-DELEMENT=%d" % element, b"-DHEADDIM=64", b"-DHEADDIM_V=64"]
+    options += [b"-arch=sm_90", b"-ftz=true", b"--device-as-default-execution-space"]
     status = nvrtc.nvrtcCompileProgram(
         program, len(options), (ctypes.c_char_p * len(options))(*options)
     )
@@ -144,16 +159,18 @@ print(b"".join(x.tobytes() for x in found.values()).hex())
 
 @pytest.mark.parametrize("wide", [False, True], ids=["native", "float32"])
 def test_sums_of_three_at_once(cupy, wide):
-    """Up to three arrays are copied or added, whatever their dtypes and heads."""
+    """Up to three arrays are copied or added, whatever their dtypes, heads and widths."""
     from a2d_mpi.devices.cuda import Cuda
 
     device, rng = Cuda.current(), np.random.default_rng(0)
     half, single = np.dtype(np.float16), np.dtype(np.float32)
     parts, expected = [], []
-    for n, heads, dtype, add in ((5, 4, half, True), (7, 2, single, True), (3, 1, half, False)):
-        to, x = rng.standard_normal((n, heads, 6)), rng.standard_normal((n, 4, 6))
+    for n, heads, width, dtype, add in (
+        (5, 4, 6, half, True), (7, 2, 40, single, True), (3, 1, 4, half, False)
+    ):  # fmt: skip
+        to, x = rng.standard_normal((n, heads, width)), rng.standard_normal((n, 4, width))
         to, x = to.astype(dtype), x.astype(single if wide else half)
-        sums = x.reshape(n, heads, -1, 6).astype(float).sum(2)
+        sums = x.reshape(n, heads, -1, width).astype(float).sum(2)
         expected.append((to.astype(float) * add + sums).astype(dtype))
         parts.append((device.upload(to), device.upload(x), add))
     for number in (1, 2, 3):

@@ -95,20 +95,22 @@ class Cuda:
         Parameters
         ----------
         puts : sequence of (to, x, add)
-            Arrays (..., heads, headdim), as in `put`.  All x have one dtype.  If `to` has fewer
+            Arrays (..., heads, elements), as in `put`.  All x have one dtype.  If `to` has fewer
             heads than x, it gets the sums of groups of heads, the transpose of `repeat_heads`.
         """
         tensor = min((y.dtype for put in puts for y in put[:2]), key=lambda x: x.itemsize)
-        arrays, groups, ends, rows = [], [], [], 0
+        arrays, groups, widths, ends, rows = [], [], [], [], 0
         for to, x, add in (*puts, *[puts[-1]] * (3 - len(puts))):
             arrays += [to, int(to.dtype != tensor), int(not add), x]
             groups.append(x.size // to.size if to.size else 1)
+            widths.append(math.prod(to.shape[2:]))
         for to, _, _ in puts:
             rows += math.prod(to.shape[:2])
             ends.append(np.int64(rows))
         ends = [*ends, *ends[-1:] * 2][:2]
-        wide_from, headdim = int(puts[0][1].dtype != tensor), math.prod(puts[0][0].shape[2:])
-        self._rows("put_rows", tensor, *arrays, wide_from, *groups, *ends, (rows, 1, headdim))
+        wide_from = int(puts[0][1].dtype != tensor)
+        given = *arrays, wide_from, *groups, *widths[:2], *ends
+        self._rows("put_rows", tensor, *given, (rows, 1, widths[2]))
 
     def encode(self, to: Array, x: Array, wire: str) -> None:
         form, top = FORMATS[wire], np.float64(FORMATS[wire].largest)
@@ -246,7 +248,7 @@ class Cuda:
         blocks = min(-(-rows // WARPS), 1 << 20)
         # CuPy would make Python's integers 64 bits wide.
         args = [np.int32(x) if isinstance(x, int) else x for x in args]
-        launch = kernel_of(self.index, name, dtype, LANES)
+        launch = kernel_of(self.index, name, dtype, (LANES, LANES))
         launch((blocks,), (LANES * WARPS,), (*args, np.int64(rows), np.int32(width)))
 
 
@@ -257,18 +259,18 @@ def _device(index: int) -> Cuda:
 
 @cache
 def kernel_of(
-    index: int, name: str, dtype: np.dtype, headdim: int, logit_softcap: float | None = None
+    index: int, name: str, dtype: np.dtype, widths: tuple, logit_softcap: float | None = None
 ) -> Any:
-    """Return a kernel of kernels.cu, compiled for a headdim that is a multiple of LANES."""
+    """Return a kernel of kernels.cu, compiled for headdim and headdim_v, multiples of LANES."""
     # The index is part of the key: a compiled module belongs to one GPU.
-    return _module(index, dtype, headdim, logit_softcap).get_function(name)
+    return _module(index, dtype, widths, logit_softcap).get_function(name)
 
 
 @cache
-def _module(index: int, dtype: np.dtype, headdim: int, logit_softcap: float | None) -> Any:
+def _module(index: int, dtype: np.dtype, widths: tuple, logit_softcap: float | None) -> Any:
     element = list(DTYPES.values()).index(dtype)
     source = files("a2d_mpi").joinpath("kernels", "kernels.cu").read_text()
-    options = ("--std=c++17", f"-DELEMENT={element}", f"-DHEADDIM={headdim}")
+    options = [f"-DELEMENT={element}", f"-DHEADDIM={widths[0]}", f"-DHEADDIM_V={widths[1]}"]
     if logit_softcap is not None:
-        options += (f"-DSOFTCAP={logit_softcap!r}",)
-    return cupy.RawModule(code=source, options=options)
+        options.append(f"-DSOFTCAP={logit_softcap!r}")
+    return cupy.RawModule(code=source, options=("--std=c++17", *options))

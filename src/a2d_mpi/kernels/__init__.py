@@ -50,7 +50,7 @@ KERNELS: dict[str, Entry | None] = {
     "numba": Entry(
         _lazy("compiled", "NumbaKernel"), (*_HALF, "float32"), gpu=False, softcap=True, widths=True
     ),
-    "cupy": Entry(_lazy("cupy", "CupyKernel"), _ALL, gpu=True, softcap=True),
+    "cupy": Entry(_lazy("cupy", "CupyKernel"), _ALL, gpu=True, softcap=True, widths=True),
     # Uses "cupy" for blocks that cuDNN does not compute.  Sums of gradients are fastest without a
     # fixed order.  Gradients of "cudnn-deterministic" repeat bit for bit.
     "cudnn": Entry(_lazy("cudnn", "make"), _HALF, gpu=True, softcap=False),
