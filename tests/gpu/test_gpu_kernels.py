@@ -11,13 +11,14 @@ from importlib.resources import files
 from itertools import product
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from blocks import Block, gpu_failures, plain_kernel
 from helpers import DEEPER, distance, launch
 
 from a2d_mpi.core import reference
-from a2d_mpi.core.dtypes import DTYPES
+from a2d_mpi.core.dtypes import DTYPES, compute_dtype
 from a2d_mpi.devices.host import HOST
 
 # Sizes of a block and its soft-cap.
@@ -101,7 +102,7 @@ def test_kernels_compile(element, headdim, headdim_v):
     if shutil.which("nvcc") is None:
         pytest.skip("no GPU compiler: nvcc is not installed")
     log = compiler_log(f"-DELEMENT={element}", f"-DHEADDIM={headdim}", f"-DHEADDIM_V={headdim_v}")
-    assert log.count("for 'sm_90'") == log.count("for 'sm_80'") == 19
+    assert log.count("for 'sm_90'") == log.count("for 'sm_80'") == 20
     if element < 3:
         assert "0 bytes spill stores" in log
         assert all(x.startswith("0 ") for x in _in_memory(log))
@@ -208,6 +209,25 @@ def test_sinks_of_devices(cupy, dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_sums_over_many_tokens(cupy, dtype):
+    """The gradient of a sink: of more tokens than sums; heads do not change each other's bits."""
+    from a2d_mpi.devices.cuda import PARTS, Cuda
+
+    rng, device = np.random.default_rng(3), Cuda.current()
+    lse, delta = (rng.standard_normal((3 * PARTS + 7, 5)).astype(dtype) for _ in range(2))
+    lse[9], delta[9] = -np.inf, np.nan
+    sink = rng.standard_normal(5).astype(dtype)
+    terms = np.delete(np.exp(sink.astype(float) - lse) * delta, 9, axis=0)
+    given = [cupy.asarray(x) for x in (lse, delta, sink)]
+    found, again = (cupy.asnumpy(device.sink_gradient(*given)) for _ in range(2))
+    assert np.array_equal(found, again)
+    largest = 2 * np.finfo(dtype).eps * np.abs(terms).sum(0)
+    assert (np.abs(found + terms.sum(0)) <= largest).all()
+    some = device.sink_gradient(*(cupy.asarray(x[..., 1:3].copy()) for x in (lse, delta, sink)))
+    assert np.array_equal(cupy.asnumpy(some), found[1:3])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_gradients_of_lse_of_devices(cupy, dtype):
     """Masked rows, of which they may be NaN, ignore them."""
     from a2d_mpi.devices.cuda import Cuda
@@ -221,6 +241,61 @@ def test_gradients_of_lse_of_devices(cupy, dtype):
         device.subtract(found, *map(device.upload, (dlse, lse)))
         exact = np.where(np.isneginf(lse), delta, delta - dlse)
         assert np.array_equal(device.download(found), exact)
+
+
+ADDRESSES = [(0, 0), (1, 0), (0, 1), (1, 1)]  # of two arrays, in elements after whole 16 bytes
+
+
+def placed(cupy, x, after):
+    """A copy of x that begins some elements after a multiple of 16 bytes."""
+    from a2d_mpi.devices.cuda import Cuda
+
+    whole = cupy.empty((x.size + 16,), x.dtype)
+    first = -whole.data.ptr % 16 // x.itemsize + after
+    to = whole[first : first + x.size].reshape(x.shape)
+    Cuda.current().put(to, cupy.asarray(x))
+    return to
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 7, 20, 64, 128, 192, 256, 300])
+def test_delta_and_out_of_devices(cupy, dtype, width):
+    """Delta, and out of a given delta, have the same bits at all addresses, and are right."""
+    from a2d_mpi.devices.cuda import Cuda
+
+    device, rng, dtype = Cuda.current(), np.random.default_rng(2), DTYPES[dtype]
+    sums, eps = compute_dtype(dtype), float(ml_dtypes.finfo(dtype).eps)
+    dout, out = (rng.standard_normal((13, 3, width)).astype(dtype) for _ in range(2))
+    dout[4] = 0
+    dout[5] *= dtype.type(1e-4 if dtype == np.float16 else 1e-30)  # the squares underflow
+    terms = dout.astype(float) * out.astype(float)
+    found = [cupy.asnumpy(device.delta(placed(cupy, dout, i), placed(cupy, out, j)))
+             for i, j in ADDRESSES]  # fmt: skip
+    assert all(x.dtype == sums and np.array_equal(x, found[0]) for x in found)
+    largest = width * np.finfo(sums).eps * np.abs(terms).sum(-1)
+    assert (np.abs(found[0] - terms.sum(-1)) <= largest).all()
+
+    lse = rng.standard_normal((13, 3)).astype(sums)
+    # A masked query is the last one of 14.
+    places = cupy.asarray(np.stack([[*range(13), -1], np.arange(14), np.full(14, 14)]))
+    delta, lse_there, results = cupy.asarray(found[0]), cupy.asarray(lse), []
+    for i, j in ADDRESSES:
+        to, stats = placed(cupy, out, j), cupy.empty((14 * 3,), sums)
+        given = placed(cupy, dout, i), delta, to, lse_there, stats, places
+        if width * dtype.itemsize > 512:
+            with pytest.raises(
+                ValueError, match=f"at most 512 bytes, got {width * dtype.itemsize}"
+            ):
+                device.out_and_stats(*given)
+            return
+        device.out_and_stats(*given)
+        results.append(cupy.asnumpy(to))
+        right = np.vstack([lse, np.full((1, 3), np.inf)]).T.ravel()
+        assert np.array_equal(cupy.asnumpy(stats), right)
+    assert all(np.array_equal(x, results[0]) for x in results)
+    again = (dout.astype(float) * results[0].astype(float)).sum(-1)
+    assert (np.abs(again - found[0]) <= 2 * eps * np.abs(found[0])).all()
+    assert not results[0][4].any()
 
 
 def test_views_at_odd_addresses_are_copied(cupy):

@@ -27,6 +27,7 @@ from a2d_mpi.devices.protocol import Array
 
 LANES, WARPS = 32, 4  # as in kernels.cu
 ALIGNMENT = 16  # bytes
+PARTS = 2048  # sums over tokens that are added up to a sum; not tuned on a GPU
 SUCCESS, NOT_READY = 0, 600  # cudaError_t
 
 
@@ -149,13 +150,15 @@ class Cuda:
     def sink_gradient(self, lse: Array, delta: Array, sink: Array) -> Array:
         gradient = cupy.empty(sink.shape, sink.dtype)
         self.zero(gradient)
-        given = lse, delta, sink, gradient
-        self._rows("sink_gradient", lse.dtype, *given, lse.shape[::-1], outer=1)
+        parts = min(len(lse), PARTS)
+        sums = cupy.empty((parts, len(sink)), np.float64)
+        self._rows("sink_sums", lse.dtype, lse, delta, sink, sums, len(lse), sums.shape, outer=1)
+        self._rows("sink_gradient", lse.dtype, gradient, sums, sums.shape[::-1], outer=1)
         return gradient
 
     def delta(self, dout: Array, out: Array) -> Array:
         delta = cupy.empty(out.shape[:2], compute_dtype(out.dtype))
-        self._rows("delta_of", out.dtype, dout, out, delta, out.shape)
+        self._rows("delta_of", out.dtype, dout, out, delta, out.shape, pieces=True)
         return delta
 
     def subtract(self, delta: Array, dlse: Array, lse: Array) -> None:
@@ -168,8 +171,9 @@ class Cuda:
 
         Parameters
         ----------
-        dout, out : (tokens, nheads, headdim)
-            Each row of `out` is set to the multiple of dout with ``rowsum(dout * out) = delta``.
+        dout, out : (tokens, nheads, headdim_v)
+            Heads of at most 512 bytes.  Each row of `out` is set to the multiple of dout with
+            ``rowsum(dout * out) = delta``.
         delta, lse : (tokens, nheads)
         stats : float array
             Receives lse with heads first, one query after the other.
@@ -178,9 +182,11 @@ class Cuda:
             written.  The second is the place of its first head in `stats`.  The third is the
             distance from one head to the next.
         """
+        if (size := dout.shape[2] * dout.dtype.itemsize) > LANES * ALIGNMENT:
+            raise ValueError(f"a head can have at most {LANES * ALIGNMENT} bytes, got {size}")
         n, nheads = places.shape[1], lse.shape[1]
         given = dout, delta, out, lse, stats, *places, n, nheads
-        self._rows("out_and_stats", dout.dtype, *given, dout.shape)
+        self._rows("out_and_stats", dout.dtype, *given, dout.shape, pieces=True)
 
     def transpose(self, to: Array, x: Array) -> None:
         """Set ``to = x.T`` for two-dimensional arrays of an accumulation dtype."""
@@ -239,13 +245,24 @@ class Cuda:
         event.record(stream)
         return event
 
-    def _rows(self, name: str, dtype: np.dtype, *args: Any, outer: int = 2) -> None:
-        """Launch a kernel that works on rows: the first `outer` axes of the last argument."""
+    def _rows(
+        self, name: str, dtype: np.dtype, *args: Any, outer: int = 2, pieces: bool = False
+    ) -> None:
+        """Launch a kernel that works on rows: the first `outer` axes of the last argument.
+
+        A warp works on a row.  With `pieces`, so do only as many threads as load the row in pieces
+        of 16 bytes.  Their number, a power of two, is an argument of the kernel.
+        """
         *args, shape = args
         rows, width = math.prod(shape[:outer]), math.prod(shape[outer:])
         if rows * width == 0:
             return
-        blocks = min(-(-rows // WARPS), 1 << 20)
+        lanes = LANES
+        if pieces:
+            number = -(-width * dtype.itemsize // ALIGNMENT)
+            lanes = min(LANES, 1 << (number - 1).bit_length())
+            args.append(lanes)
+        blocks = min(-(-rows * lanes // (WARPS * LANES)), 1 << 20)
         # CuPy would make Python's integers 64 bits wide.
         args = [np.int32(x) if isinstance(x, int) else x for x in args]
         launch = kernel_of(self.index, name, dtype, (LANES, LANES))

@@ -105,12 +105,14 @@ __device__ void put(void *x, int wide, int fresh, long long i, Compute value) {
     ((Element *)x)[i] = narrow(value);
 }
 
-__device__ Compute sum_of_warp(Compute x) {
-  for (int step = LANES / 2; step > 0; step /= 2) x += __shfl_xor_sync(EVERYONE, x, step);
+/* Sums and maxima of each `lanes` neighbouring lanes, a power of two. */
+template <class T>
+__device__ T sum_of_warp(T x, int lanes = LANES) {
+  for (int step = lanes / 2; step > 0; step /= 2) x += __shfl_xor_sync(EVERYONE, x, step);
   return x;
 }
-__device__ Compute max_of_warp(Compute x) {
-  for (int step = LANES / 2; step > 0; step /= 2) {
+__device__ Compute max_of_warp(Compute x, int lanes = LANES) {
+  for (int step = lanes / 2; step > 0; step /= 2) {
     Compute other = __shfl_xor_sync(EVERYONE, x, step);
     x = other > x ? other : x;
   }
@@ -386,6 +388,38 @@ extern "C" __global__ void backward_kv(const Element *dout, const Element *q, co
        row += (long long)gridDim.x * WARPS)
 #define FOR_EACH_COLUMN(d) for (int d = threadIdx.x % LANES; d < width; d += LANES)
 
+/* These kernels have `lanes` lanes per row, a power of two: the rows of a warp's last lanes may be
+   beyond the end.  A lane loads pieces of 16 bytes, and does so with several loads if an array begins
+   elsewhere.  So the order of a sum does not depend on addresses. */
+#define FOR_EACH_ROW_BY(lanes, row)                                                          \
+  for (long long row = (blockIdx.x * (long long)THREADS + threadIdx.x) / (lanes);            \
+       row - threadIdx.x % LANES / (lanes) < rows;                                           \
+       row += (long long)gridDim.x * (THREADS / (lanes)))
+#define PIECE (16 / (int)sizeof(Element)) /* elements */
+#define FOR_PIECE(e) _Pragma("unroll") for (int e = 0; e < PIECE; ++e)
+union Piece {
+  uint4 whole;
+  Element of[PIECE];
+};
+__device__ int is_aligned(const Element *x, int width) {
+  return width % PIECE == 0 && (unsigned long long)x % sizeof(Piece) == 0;
+}
+/* Load elements of a row from `d` on; zeros beyond the width. */
+__device__ void load_piece(Compute to[PIECE], const Element *row, int aligned, int d, int width) {
+  if (aligned) {
+    Piece piece = {};
+    if (d < width) piece.whole = *(const uint4 *)(row + d);
+    FOR_PIECE(e) to[e] = load(piece.of[e]);
+  } else
+    FOR_PIECE(e) to[e] = d + e < width ? load(row[d + e]) : (Compute)0;
+}
+__device__ void store_piece(Element *row, int aligned, int d, int width, const Compute x[PIECE]) {
+  Piece piece;
+  FOR_PIECE(e) piece.of[e] = narrow(x[e]);
+  if (aligned && d < width) *(uint4 *)(row + d) = piece.whole;
+  FOR_PIECE(e) if (!aligned && d + e < width) row[d + e] = piece.of[e];
+}
+
 /* Merge (out2, lse2) into (out, lse), see merge.py; a row is one token and head. */
 extern "C" __global__ void merge(Compute *out, Compute *lse, Compute *rest, const void *out2,
                                  int wide2, const Compute *lse2, long long rows, int width) {
@@ -424,30 +458,43 @@ extern "C" __global__ void add_sink(Compute *out, Compute *lse, const Compute *s
   }
 }
 
-/* grad[h] = - sum over tokens of exp(sink[h] - lse) delta; a row is one head, a column a token. */
-extern "C" __global__ void sink_gradient(const Compute *lse, const Compute *delta,
-                                         const Compute *sink, Compute *grad, long long rows,
+/* sums[i][h] = - sum over tokens i, i + rows, ... of exp(sink[h] - lse) delta */
+extern "C" __global__ void sink_sums(const Compute *lse, const Compute *delta, const Compute *sink,
+                                     double *sums, int tokens, long long rows, int width) {
+  FOR_EACH_ROW(row) FOR_EACH_COLUMN(h) {
+    double sum = 0;
+    for (long long i = row * width + h; i < (long long)tokens * width; i += rows * width) {
+      double l = lse[i], x = delta[i];
+      sum -= l == MINUS_INFINITY ? 0 : exp((double)sink[h] - l) * x; /* 0 without a key or sink */
+    }
+    sums[row * width + h] = sum;
+  }
+}
+
+/* The gradient of a sink: grad[h] = sum over i of sums[i][h]; a row is one head. */
+extern "C" __global__ void sink_gradient(Compute *grad, const double *sums, long long rows,
                                          int width) {
   FOR_EACH_ROW(row) {
     double sum = 0;
-    FOR_EACH_COLUMN(d) {
-      double l = lse[d * rows + row];
-      if (l != MINUS_INFINITY) /* a query without a key or sink */
-        sum -= exp((double)sink[row] - l) * (double)delta[d * rows + row];
-    }
-    Compute total = sum_of_warp((Compute)sum);
-    if (threadIdx.x % LANES == 0) grad[row] = total;
+    FOR_EACH_COLUMN(i) sum += sums[i * rows + row];
+    sum = sum_of_warp(sum);
+    if (threadIdx.x % LANES == 0) grad[row] = (Compute)sum;
   }
 }
 
 /* delta = rowsum(dout * out) */
 extern "C" __global__ void delta_of(const Element *dout, const Element *out, Compute *delta,
-                                    long long rows, int width) {
-  FOR_EACH_ROW(row) {
-    Compute sum = 0;
-    FOR_EACH_COLUMN(d) sum += load(dout[row * width + d]) * load(out[row * width + d]);
-    sum = sum_of_warp(sum);
-    if (threadIdx.x % LANES == 0) delta[row] = sum;
+                                    int lanes, long long rows, int width) {
+  int aligned = is_aligned(dout, width) && is_aligned(out, width), lane = threadIdx.x % lanes;
+  FOR_EACH_ROW_BY(lanes, row) {
+    Compute sum = 0, x[PIECE], y[PIECE];
+    for (int d = lane * PIECE; row < rows && d < width; d += lanes * PIECE) {
+      load_piece(x, dout + row * width, aligned, d, width);
+      load_piece(y, out + row * width, aligned, d, width);
+      FOR_PIECE(e) sum += x[e] * y[e];
+    }
+    sum = sum_of_warp(sum, lanes);
+    if (row < rows && lane == 0) delta[row] = sum;
   }
 }
 
@@ -464,34 +511,34 @@ extern "C" __global__ void subtract(Compute *delta, const Compute *dlse, const C
    multiple of dout with this delta.  dout is divided by its largest element first, because squares of
    tiny elements underflow.  stats is lse, heads first, of `queries` queries.  `source` is the row of
    lse (-1: a masked row, whose +inf gives weights of 0), `place` the place of the first head in stats,
-   and `stride` the distance from a head to the next. */
+   and `stride` the distance from a head to the next.  A lane holds its piece of the row. */
 extern "C" __global__ void out_and_stats(const Element *dout, const Compute *delta, Element *out,
                                          const Compute *lse, Compute *stats,
                                          const long long *source, const long long *place,
                                          const long long *stride, int queries, int nheads,
-                                         long long rows, int width) {
+                                         int lanes, long long rows, int width) {
   for (long long i = blockIdx.x * (long long)THREADS + threadIdx.x;
        i < (long long)queries * nheads; i += (long long)gridDim.x * THREADS) {
     long long query = i % queries, head = i / queries, from = source[query];
     stats[place[query] + head * stride[query]] =
         from < 0 ? -MINUS_INFINITY : lse[from * nheads + head];
   }
-  FOR_EACH_ROW(row) {
-    Compute largest = 0, sum = 0;
-    FOR_EACH_COLUMN(d) {
-      Compute x = load(dout[row * width + d]);
-      x = x < 0 ? -x : x;
-      largest = x > largest ? x : largest;
+  int aligned = is_aligned(dout, width) && is_aligned(out, width);
+  int d = threadIdx.x % lanes * PIECE;
+  FOR_EACH_ROW_BY(lanes, row) {
+    Compute x[PIECE], largest = 0, sum = 0;
+    load_piece(x, dout + row * width, aligned, d, row < rows ? width : 0);
+    FOR_PIECE(e) {
+      Compute size = x[e] < 0 ? -x[e] : x[e];
+      largest = size > largest ? size : largest;
     }
-    largest = max_of_warp(largest);
+    largest = max_of_warp(largest, lanes);
     Compute safe = largest > 0 ? largest : (Compute)1;
-    FOR_EACH_COLUMN(d) {
-      Compute x = load(dout[row * width + d]) / safe;
-      sum += x * x;
-    }
-    sum = sum_of_warp(sum);
+    FOR_PIECE(e) sum += x[e] / safe * (x[e] / safe);
+    sum = sum_of_warp(sum, lanes);
     Compute factor = largest > 0 ? delta[row] / safe / sum / safe : (Compute)0;
-    FOR_EACH_COLUMN(d) out[row * width + d] = narrow(load(dout[row * width + d]) * factor);
+    FOR_PIECE(e) x[e] *= factor;
+    if (row < rows) store_piece(out + row * width, aligned, d, width, x);
   }
 }
 
