@@ -100,7 +100,6 @@ WRONG = [
     ({"overlap": "thread"}, "overlap must be true or false, got 'thread'"),
     ({"threads": 0}, "threads must be a positive integer, got 0"),
     ({"logit_softcap": 1.0, "kernel": "cudnn", "dtype": "bfloat16"}, "computes no soft-cap"),
-    (WIDE | {"kernel": "cupy"}, f"kernel 'cupy' {EQUAL}"),
     (WIDE | {"kernel": "cudnn"}, f"kernel 'cudnn' {EQUAL}"),
     ({"wire": "fp8"}, "wire must be None or one of"),
     ({"slices": 0}, "slices must be a positive number, or two, got 0"),

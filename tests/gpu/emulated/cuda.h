@@ -20,6 +20,9 @@ struct Index {
   unsigned x, y, z;
 };
 static Index blockIdx, blockDim, gridDim;
+struct alignas(16) uint4 { /* what is loaded from elsewhere faults, as on a GPU */
+  unsigned x, y, z, w;
+};
 
 namespace emulated {
 constexpr int WARP = 32, MOST = 256, STACK = 1 << 17;
