@@ -15,6 +15,11 @@ more than 20 %, other work disturbed them: measure once more then.
 Exit code 0: the profile is written.  2: bad input, or the output cannot be written.
 """
 
+if __name__ == "__main__":
+    from a2d_mpi.experiments import end_job_on_errors
+
+    end_job_on_errors()
+
 from mpi4py import MPI
 
 from a2d_mpi.experiments.autotune import calibrate
