@@ -214,7 +214,14 @@ def _attend(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of a layer; refuse masks and positions of a wrong plan."""
-    problems = {PADDING: attention_mask is not None}
+    problems = {
+        PADDING: attention_mask is not None,
+        "the balance loss of MoE layers would be of this rank's tokens: use ContextParallel": (
+            others.get(
+                "output_router_logits", getattr(module.config, "output_router_logits", False)
+            )
+        ),
+    }
     if (positions := others.get("position_ids")) is not None:
         forgotten = _counted(plan)
         problems |= {
