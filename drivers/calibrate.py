@@ -34,7 +34,8 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     group = parser.add_argument_group("measurement")
     group.add_argument("--seconds", type=real(1e-3, 86400), metavar="S", default=30.0,
                        help="approximate time to measure")  # fmt: skip
-    add_list(group, "dtypes", "dtype")
+    # The defaults of plans and of workloads.
+    add_list(group, "dtypes", "dtype", default="float32,bfloat16")
     group = parser.add_argument_group("output")
     add_options(group, "output", required=True, help="TOML file to write")
     text = "name of the machine; default: the name of its first node"
