@@ -217,6 +217,7 @@ def test_numbers_of_one_rank_are_refused(part, parallel, asked):
         lambda: own.item(), lambda: float(own), lambda: torch.stack([own]), lambda: own.backward(),
         lambda: own.detach(), lambda: own / 2, lambda: loss.add_(own), lambda: loss - own,
         lambda: model(**batch.inputs, **asks, return_dict=False),
+        lambda: model.forward(**batch.inputs, **asks).aux_loss + loss,
     ]  # fmt: skip
     for use in uses:
         said = message_of(part, use, ValueError)

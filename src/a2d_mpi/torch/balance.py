@@ -31,15 +31,15 @@ class _OfOneRank:
     __mul__ = __rmul__ = __add__ = __radd__ = __truediv__ = __float__ = _refuse
 
 
-def hide(model: torch.nn.Module, given: Any, output: Any) -> None:
-    """Hook that lets nobody compute with a number that a model makes of this rank's tokens."""
+def hide(output: Any) -> Any:
+    """Let nobody compute with a number that a model has made of this rank's tokens."""
     named = isinstance(output, dict)
     for name, x in [*output.items()] if named else enumerate(output):
-        is_number = isinstance(x, torch.Tensor) and x.dim() == 0
-        if is_number and model.config._attn_implementation.startswith("a2d_mpi"):
+        if isinstance(x, torch.Tensor) and x.dim() == 0:
             if not named:
                 raise ValueError(ALONE)
             output[name] = _OfOneRank(x.detach())
+    return output
 
 
 def balance_loss(output: Any, counted: np.ndarray, comm: MPI.Intracomm) -> torch.Tensor:

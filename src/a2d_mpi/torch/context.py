@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import threading
+import weakref
 from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from hashlib import blake2b
 from itertools import count
-from typing import Any
+from types import MethodType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +34,10 @@ from a2d_mpi.torch.balance import balance_loss, hide
 from a2d_mpi.torch.gradients import sum_gradients
 from a2d_mpi.torch.layers import (
     Kind,
+    Masks,
     attention_of,
     inputs_of,
+    known_mask,
     layers_of,
     number_of,
     run,
@@ -40,9 +48,28 @@ from a2d_mpi.torch.transformers import PADDING, attend_layer, check_shards, regi
 
 PROBED = 16  # tokens of a rank in the probe
 KEPT = 8  # sets of documents whose plans are kept
+MASKS = 1 << 16  # most masks of a model's functions; a tag has the number of plans and of a mask
+ENTRY = "call the model with **batch.inputs of a new batch = cp.shard(...), not a layer alone"
+COPY = "a copy of a model needs a ContextParallel of its own, and batches of that one"
 _numbers = count()  # of the plans of a set of documents, of all models of this process
 
 Plans = dict[Kind, AttentionPlan]
+_before: dict[str, str] = {}  # the attention that models had, by the one that they got
+SWITCHES = "training", "gradient_checkpointing"  # attributes of modules that may change
+
+
+class _Ticket(NamedTuple):
+    """What the positions of a batch carry to the model; copies of positions get none.
+
+    It keeps the `ContextParallel`: without it the model would attend to this rank's tokens only.
+    """
+
+    owner: ContextParallel
+    plans: int  # their number
+    version: int  # of the positions
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()
 
 
 @dataclass(frozen=True)
@@ -86,7 +113,13 @@ class ContextParallel:
     on one distribution.  Then a few tokens go through the model with its own attention, and
     through plans; the outputs of all layers must be the same.  A model that plans cannot compute
     is refused.  Making it, `shard`, `sum_gradients` and calls of the model are collective over
-    ``grid.comm``.  The caller must keep a reference as long as the model is used.
+    ``grid.comm``.
+
+    The plans of a batch travel with its positions.  Each call of the model, or of a model in it,
+    takes them from there, and passes them on to its layers as their mask, with the mask that the
+    model asks for in this call.  `free` gives the model its own attention back, and so does a
+    `ContextParallel` that neither the caller nor a batch keeps.  Another one of the same model
+    takes its place.
 
     Parameters
     ----------
@@ -134,12 +167,16 @@ class ContextParallel:
         replicas: MPI.Intracomm | None = None,
         **options: Any,
     ) -> None:
+        from transformers import PreTrainedModel
+
         self.grid, self.model, self.seqlen, self.method = grid, model, seqlen, method
         self.longest = min(longest or seqlen, seqlen)
         self.replicas = replicas or grid.comm
         self.layers: dict[torch.nn.Module, Kind] = {}
         call = Call(grid.comm)
         with call.checks(text=lambda x: f"{type(model).__name__}: {x}"):
+            if isinstance(model, PreTrainedModel):
+                _release(model, _before)
             self.layers = layers_of(model, self.longest)
             if MPI.Group.Difference(grid.comm.Get_group(), self.replicas.Get_group()).size:
                 raise ValueError(
@@ -147,28 +184,54 @@ class ContextParallel:
                 )
         kinds = [*self.layers.values()]
         call.agree({"seqlen": seqlen, "longest": self.longest, "layers": kinds})
+        self._masks = Masks(self.longest, [x.mask for x in kinds])
         self._numbers: dict[bytes, int] = {}  # of plans, by their documents
         self._sets: dict[int, Plans] = {}
         self._bases: dict[tuple[str | None, Kind], AttentionPlan] = {}
-        self._current = -1
-        lost = "ContextParallel was deleted: keep it as long as the model is used"
-        methods = ContextParallel._attend, ContextParallel._mask, ContextParallel._begin
-        attend, mask, begin = (weakly(self, x, lost) for x in methods)
+        self._latest = -1
+        self._thread = threading.local()  # `number`: of the plans of the call that it is in
+        lost = "ContextParallel was deleted: make another one, of the model or of its copy"
+        attend, mask = (weakly(self, x, lost) for x in (type(self)._attend, type(self)._mask))
         self._name = register(attend, mask)
         if probe:
             self._probe()
         self._options, self._training = options, model.training
-        self._before = model.config._attn_implementation
         self._plans_of(None)
+        _before[self._name] = model.config._attn_implementation
         model.set_attn_implementation(self._name)
-        self._handle = model.register_forward_pre_hook(begin, with_kwargs=True)
-        self._hidden = model.register_forward_hook(hide)
+        # A model in the model may be called alone, and adapters call `forward`, without hooks.
+        models = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
+        names = [[*inspect.signature(x.forward).parameters] for x in models]
+        self._entries = {x: y for x, y in zip(models, names) if "position_ids" in y}
+        for x in self._entries:
+            _enter(x, self)
+        self._state = [(x, _state_of(x)) for x in model.modules() if x not in models]
+        self._end = weakref.finalize(self, _end, model, self._name, self._sets)
+        self._end.atexit = False
 
-    def _mask(self, attention_mask: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
-        """Return the number of the current plans, which goes through the model as a mask."""
+    @contextmanager
+    def _within(self, number: int) -> Iterator[None]:
+        """Let calls of the model in this context and thread have the plans of a number."""
+        outer, self._thread.number = self._running, number
+        try:
+            yield
+        finally:
+            self._thread.number = outer
+
+    @property
+    def _running(self) -> int | None:
+        """The number of the plans of the call that this thread is in."""
+        return getattr(self._thread, "number", None)
+
+    def _mask(
+        self, mask_function: Callable, attention_mask: torch.Tensor | None = None, **_: Any
+    ) -> torch.Tensor:
+        """Return the numbers of the plans of this call and of a mask, which go to the layers."""
         if attention_mask is not None and not bool(attention_mask.all()):
             self._refuse(PADDING)
-        return tag(self._current)
+        if self._running is None:
+            self._refuse(ENTRY)
+        return tag(self._running * MASKS + self._masks.number_of(mask_function))
 
     def _attend(
         self,
@@ -180,39 +243,76 @@ class ContextParallel:
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         """Compute the attention of a layer by its plan."""
-        kind, number = self.layers.get(module), self._current
+        kind, number, mask = self.layers.get(module), self._running, None
         if kind is None:
-            self._refuse("ContextParallel does not know a layer: has the model been copied?")
-        if attention_mask is not None:  # not the current ones if a layer is computed again
-            number = number_of(attention_mask)
+            self._refuse(f"ContextParallel does not know a layer: {COPY}")
+        if attention_mask is not None:  # also in a layer that is computed again, after its call
+            tagged = number_of(attention_mask)
+            number, mask = (None, None) if tagged is None else divmod(tagged, MASKS)
             if number not in self._sets:
                 self._refuse("a layer has a mask of its own, or plans that are no longer kept")
+            if self._running not in (None, number):
+                self._refuse("a layer has the mask of another batch")
+        if number is None:
+            self._refuse(ENTRY)
+        plan = self._sets[number][kind]
+        try:
+            asked = known_mask("the layer", module, mask, others, self._masks.found, self.longest)
+        except ValueError as error:
+            plan.refuse(f"{self._where(module)}: {error}")
+        if asked != kind.mask:
+            where = self._where(module)
+            plan.refuse(f"{where} asks for {asked} in this call, but its plan has {kind.mask}")
         others.pop("sliding_window", None)  # the plan's mask has it
         sinks = [others.pop(x, None) for x in ("s_aux", "sinks")]
         sink = next((x for x in sinks if x is not None), None)
-        plan = self._sets[number][kind]
         return attend_layer(plan, module, (query, key, value), {}, sink=sink, **others)
 
-    def _refuse(self, problem: str) -> None:
-        """Raise ValueError on all ranks, which call a plan."""
-        self.plans[next(iter(self.layers.values()))].refuse(problem)
+    def _where(self, module: torch.nn.Module) -> str:
+        return next((x for x, y in self.model.named_modules() if y is module), "a layer")
 
-    def _begin(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Take the plans of a batch before the model is called."""
-        given = dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
-        number = getattr(given.get("position_ids"), "a2d_mpi", None)
-        if number in self._sets:
-            self._current = number
-        else:
-            self._refuse("call the model with **batch.inputs of a new batch = cp.shard(...)")
-        if model.training and not self._training:
-            self._refuse("call model.train() before ContextParallel, which then looks for dropout")
-        if model.config._attn_implementation != self._name:
-            self._refuse(
-                "the model has got another attention implementation: call cp.free() first"
-            )
-        if given.get("labels") is not None:
-            self._refuse("the model would shift labels on each rank alone: give them to cp.shard")
+    def _refuse(self, problem: str, number: int | None = None) -> None:
+        """Raise ValueError on all ranks, which call the first layer's plan."""
+        known = [x for x in (number, self._running, self._latest) if x in self._sets]
+        self._sets[known[0]][next(iter(self.layers.values()))].refuse(problem)
+
+    def _begin(
+        self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[int, dict[str, Any]]:
+        """Return the number of the plans of a call of a model, and its arguments."""
+        given = dict(zip(self._entries[module], args)) | kwargs
+        positions, number, outer = given.get("position_ids"), self._running, self._running
+        if ticket := _ticket_of(positions):
+            number = ticket.plans if ticket.owner is self else None
+            # Without a mask of padding, transformers takes jumps of positions for documents.
+            if "attention_mask" in self._entries[module] and given.get("attention_mask") is None:
+                given["attention_mask"] = torch.ones_like(positions)
+        problems = {
+            ENTRY: number not in self._sets,
+            "a call has positions of two batches": outer not in (None, number),
+            "the positions of the batch have changed": (
+                ticket is not None and ticket.version != positions._version
+            ),
+            "the model has got another attention implementation: call cp.free() first": (
+                any(x.config._attn_implementation != self._name for x in self.layers)
+                and ticket is not None
+            ),
+            "call model.train() before ContextParallel, which then looks for dropout": (
+                module.training and not self._training
+            ),
+            "the model would shift labels on each rank alone: give them to cp.shard": (
+                given.get("labels") is not None
+            ),
+        }
+        for x, was in self._state if outer is None else ():
+            if (now := _state_of(x, was)) != was:
+                name = next(y for y in was if was[y] != now[y])
+                changed = f"{self._where(x)}.{name} was {was[name]} and is {now[name]}"
+                problems[f"{changed}: make a new ContextParallel"] = True
+        for problem, is_there in problems.items():
+            if is_there:
+                self._refuse(problem, number)
+        return number, given
 
     def _plans_of(self, cu_seqlens: np.ndarray | None) -> None:
         """Make or find the plans of documents, and use them.  Collective."""
@@ -226,7 +326,7 @@ class ContextParallel:
                 del self._sets[self._numbers.pop(oldest)]
         elif key:  # the latest come last
             self._numbers[key] = self._numbers.pop(key)
-        self._current = self._numbers[key]
+        self._latest = self._numbers[key]
 
     def _make(
         self,
@@ -274,8 +374,8 @@ class ContextParallel:
         """Compare all layers with the model's own attention for a few tokens.  Collective."""
         n = min(self.longest, PROBED * self.grid.comm.size)
         positions = torch.from_numpy(np.linspace(0, self.longest - 1, n).round().astype(np.int64))
-        self._current = next(_numbers)
-        plans = self._sets[self._current] = self._make(n, None, {})
+        number = next(_numbers)
+        plans = self._sets[number] = self._make(n, None, {})
         tokens = next(iter(plans.values())).tokens
         whole, expected, problems = inputs_of(self.model, positions[None]), [], []
         call = Call(self.grid.comm)
@@ -290,15 +390,15 @@ class ContextParallel:
                 problems.append(f"{name} is not the same over ranks as on one")
             return y[tokens] if name == other else x
 
-        del whole["attention_mask"]  # as in calls for a batch
         own = {name: x[:, tokens] for name, x in whole.items()}
-        with attention_of(self.model, self._name):
+        with attention_of(self.model, self._name), self._within(number):
             run(self.model, own, compare, every=False)
         agree(self.grid.comm, next(iter(problems), None))
         for plan in plans.values():
             plan.free()
-        del self._sets[self._current]
+        del self._sets[number]
 
+    @torch.inference_mode(False)  # PyTorch then counts the changes of positions
     def shard(
         self,
         input_ids: torch.Tensor | None,
@@ -359,7 +459,7 @@ class ContextParallel:
         nlabels = int((targets != IGNORED).sum()) * (comm.rank == 0)
         own = (torch.from_numpy(x[tokens])[None] for x in (ids, positions_in(bounds), targets))
         inputs, positions, labels = (x.to(self.model.device) for x in own)
-        positions.a2d_mpi = self._current
+        positions.a2d_mpi = _Ticket(self, self._latest, positions._version)
         return Batch(
             {"input_ids": inputs, "position_ids": positions},
             labels,
@@ -371,7 +471,7 @@ class ContextParallel:
     @property
     def plans(self) -> Plans:
         """See the attributes of the class."""
-        return self._sets[self._current]
+        return self._sets[self._latest]
 
     def _check(self, ids: Any, labels: Any, cu_seqlens: Any) -> np.ndarray:
         """Return the bounds of documents and padding; ValueError if arguments are wrong."""
@@ -469,12 +569,68 @@ class ContextParallel:
 
     def free(self) -> None:
         """Give the model its own attention back, and release all buffers.  Local."""
-        self._handle.remove()
-        self._hidden.remove()
-        self.model.set_attn_implementation(self._before)
-        for plans in self._sets.values():
-            for plan in plans.values():
-                plan.free()
+        self._end()
+
+
+def _enter(module: torch.nn.Module, owner: ContextParallel) -> None:
+    """Let `forward` of a model, also of a copy, take the plans of its batch."""
+    reference, name, own = weakref.ref(owner), owner._name, vars(module).get("forward")
+    inner = getattr(own or module.forward, "__func__", own)
+
+    @torch._disable_dynamo
+    def begin(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        owner = reference()
+        if owner is not None and owner._end.alive and module in owner._entries:
+            number, kwargs = owner._begin(module, args, kwargs)
+            return owner._within(number), (), kwargs
+        for x in (*args, *kwargs.values()):
+            if ticket := _ticket_of(x):
+                ticket.owner._refuse(COPY)
+        if module.config._attn_implementation == name:  # a copy is a model as any other
+            module.set_attn_implementation(_before[name])
+        return nullcontext(), args, kwargs
+
+    @wraps(inner)
+    def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        within, args, kwargs = begin(module, args, kwargs)
+        with within:
+            output = inner(module, *args, **kwargs)
+        return output if isinstance(within, nullcontext) else hide(output)
+
+    forward.a2d_mpi = name, own
+    module.forward = MethodType(torch._disable_dynamo(forward, recursive=False), module)
+
+
+def _release(model: torch.nn.Module, names: Collection[str]) -> None:
+    """Undo what `ContextParallel` did to a model, or to the one that it is a copy of."""
+    for x in model.modules():
+        function = getattr(vars(x).get("forward"), "__func__", None)
+        name, own = getattr(function, "a2d_mpi", (None, None))
+        if name in names:
+            del x.forward
+            if own is not None:
+                x.forward = own
+    if model.config._attn_implementation in names:
+        model.set_attn_implementation(_before[model.config._attn_implementation])
+
+
+def _end(model: torch.nn.Module, name: str, sets: dict[int, Plans]) -> None:
+    """Give a model its own attention back, and release the buffers of plans."""
+    _release(model, [name])
+    for plan in (x for plans in sets.values() for x in plans.values()):
+        plan.free()
+
+
+def _ticket_of(x: Any) -> _Ticket | None:
+    ticket = getattr(x, "a2d_mpi", None)
+    return ticket if isinstance(ticket, _Ticket) else None
+
+
+def _state_of(module: torch.nn.Module, names: Collection[str] | None = None) -> dict[str, Any]:
+    """Return the numbers, texts and switches of a module, or those of some names."""
+    kept = vars(module)
+    plain = names or (x for x, y in kept.items() if isinstance(y, (bool, int, float, str)))
+    return {x: kept.get(x) for x in plain if x[0] != "_" and x not in SWITCHES}
 
 
 def _inside(mask: Mask, seqlen: int, cu_seqlens: np.ndarray | None) -> Mask:

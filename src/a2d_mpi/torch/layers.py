@@ -19,9 +19,10 @@ So the model is right with plans if each plan has the mask of its layers.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,7 +83,10 @@ def layers_of(model: torch.nn.Module, seqlen: int) -> dict[torch.nn.Module, Kind
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
-        raise ValueError("it is no PreTrainedModel of transformers; pass the model in a wrapper")
+        raise ValueError(
+            "it is no PreTrainedModel of transformers: make ContextParallel of the model first, "
+            "and then what wraps it (DDP, adapters of PEFT)"
+        )
     if model.config.is_encoder_decoder:
         raise ValueError("an encoder with a decoder has two sequences")
     for name, value in model.config.to_dict().items():
@@ -101,13 +105,17 @@ def layers_of(model: torch.nn.Module, seqlen: int) -> dict[torch.nn.Module, Kind
                 for where, *_, others in watch.calls:
                     if dropout := others.get("dropout"):
                         raise ValueError(f"{where} has dropout {dropout} in attention, not 0")
-                watch.compare(few, expected, "is random in training: set its dropout to 0")
+                watch.compare(few, expected, "is random in training: set its dropout to 0", 1)
                 model.eval()
             watch.check_tokens(seqlen)
             masks = [mask_of(x, seqlen) for x in watch.masks]
             layers: dict[torch.nn.Module, Kind] = {}
-            for where, module, kind, *given in watch.calls:
-                kind = kind._replace(mask=_known(where, module, *given, masks, seqlen))
+            for where, module, kind, given, others in watch.calls:
+                number = number_of(given)
+                if number is None and given is not None:
+                    raise ValueError(f"{where} gets a mask of its own")
+                mask = known_mask(where, module, number, others, masks, seqlen)
+                kind = kind._replace(mask=mask)
                 if layers.setdefault(module, kind) != kind:
                     raise ValueError(f"{where} attends in two ways")
         finally:
@@ -199,13 +207,15 @@ class _Watch:
         self.compare(whole, expected, "does not count positions 0, 1, 2, ...")
         self.calls, self.masks = calls, masks
 
-    def compare(self, inputs: dict[str, Any], expected: Outputs, what: str) -> None:
-        """Raise ValueError at the first thing that differs."""
+    def compare(
+        self, inputs: dict[str, Any], expected: Outputs, what: str, least: float = 0.51
+    ) -> None:
+        """Raise ValueError at the first thing that differs; see `same`."""
         rest = iter(expected)
 
         def note(name: str, x: torch.Tensor) -> torch.Tensor:
             other, y = next(rest, (None, x))
-            if name != other or not same(x, y[: len(x)]):
+            if name != other or not same(x, y[: len(x)], least):
                 raise ValueError(f"{name} {what}")
             return y[: len(x)]
 
@@ -245,26 +255,76 @@ def _cache(seqlen: int) -> object:
     return Cache()
 
 
-def _known(
+def known_mask(
     where: str,
     module: torch.nn.Module,
-    given: torch.Tensor | None,
+    number: int | None,
     others: dict[str, Any],
     masks: list[Mask | None],
     seqlen: int,
 ) -> Mask:
-    """Return the mask of a layer; raise ValueError if there is no such mask of plans."""
-    number, window = number_of(given), others.get("sliding_window")
+    """Return the mask of a layer, the one of a number or none; ValueError if no plan has it."""
+    window, causal = others.get("sliding_window"), others.get("is_causal")
+    causal = getattr(module, "is_causal", None) if causal is None else causal
     mask = Full() if number is None else masks[number]
-    if number is None and given is not None:
-        raise ValueError(f"{where} gets a mask of its own")
     if number is None and getattr(module, "is_causal", True):
         raise ValueError(f"{where} is causal, but gets no mask")
     if mask is None:
         raise ValueError(f"{where} has a mask that is no window, chunk, causal or full")
     if window is not None and window < seqlen and mask in (Causal(), Full()):
         raise ValueError(f"{where} passes sliding_window={window}, but its mask has none")
+    if causal is not None and mask in (Causal(), Full()) and bool(causal) != (mask == Causal()):
+        raise ValueError(f"{where} has is_causal={causal}, but its mask is {mask}")
     return mask
+
+
+class Masks:
+    """The masks that a model's mask functions show.
+
+    Attributes
+    ----------
+    found : list of Mask or None
+        None: a mask that no plan has.
+    """
+
+    def __init__(self, seqlen: int, found: Iterable[Mask]) -> None:
+        self._seqlen, self.found = seqlen, [None, *dict.fromkeys(found)]
+        self._numbers: dict[tuple, int] = {}
+
+    def number_of(self, mask_function: Callable) -> int:
+        """Return where in `found` the mask of a function is.
+
+        A function of the same code with the same arguments shows the same mask.  Any other one is
+        called for many pairs of tokens.
+        """
+        key = None
+        with suppress(TypeError):
+            key = arguments_of(mask_function)
+        number = self._numbers.get(key)
+        if number is None:
+            mask = None
+            with suppress(Exception):  # of any kind: there are no such tokens
+                mask = mask_of(mask_function, self._seqlen)
+            if mask not in self.found:
+                self.found.append(mask)
+            number = self.found.index(mask)
+            if key is not None:
+                self._numbers[key] = number
+        return number
+
+
+def arguments_of(x: Any) -> Any:
+    """Return the code of a function with all that it holds; TypeError if that may change."""
+    if isinstance(x, FunctionType):
+        cells = [y.cell_contents for y in x.__closure__ or ()]
+        return x.__code__, *map(arguments_of, (x.__defaults__, x.__kwdefaults__, *cells))
+    if isinstance(x, tuple):
+        return tuple(map(arguments_of, x))
+    if isinstance(x, torch.Tensor) and x.numel() <= FEW:
+        return tuple(x.shape), tuple(x.flatten().tolist())
+    if isinstance(x, (int, float, str, type(None))):
+        return x
+    raise TypeError(f"{type(x).__name__} may change")
 
 
 def mask_of(mask_function: Callable, seqlen: int) -> Mask | None:
@@ -304,7 +364,7 @@ def mask_of(mask_function: Callable, seqlen: int) -> Mask | None:
 
 def tag(number: int) -> torch.Tensor:
     """Return a number as a mask, which models pass on to their attention."""
-    return torch.full((1, 1, 1, 1), number)
+    return torch.full((1, 1, 1, 1), number, device="cpu")
 
 
 def number_of(mask: torch.Tensor | None) -> int | None:
@@ -395,12 +455,12 @@ def run(model: torch.nn.Module, inputs: dict[str, Any], note: Note, every: bool 
             x.remove()
 
 
-def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return True if most rows are the same in the first half of their digits.
+def same(found: torch.Tensor, expected: torch.Tensor, least: float = 0.51) -> bool:
+    """Return True if a part of the rows, at least, is the same in the first half of their digits.
 
     A row may differ, because rounding may choose another expert for it.
     """
     eps = max(torch.finfo(found.dtype).eps, torch.finfo(torch.float32).eps)  # of softmax
     x, y = found.float(), expected.float()
     good = (x - y).norm(dim=1) <= eps**0.5 * y.norm(dim=1)
-    return 2 * int(good.sum()) > len(good)
+    return int(good.sum()) >= least * len(good)
