@@ -126,7 +126,7 @@ def test_parameters_after_the_hooks(part, name, where):
     model.weights[0].sum().mul(part.rank + 1).backward()
     if where == "on all ranks" or part.rank == 0:
         model.get_parameter(name).sum().mul(part.rank + 1).backward()
-    text = f"{name} has a gradient, but was frozen or no parameter of the model when"
+    text = f"{name} has a gradient, but was frozen or absent when GradientHooks was made"
     assert_raises(part, text, hooks.finish)
     hooks.free()
     if where == "on one rank" and part.size > 1:

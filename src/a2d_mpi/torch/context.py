@@ -179,9 +179,7 @@ class ContextParallel:
                 _release(model, _before)
             self.layers = layers_of(model, self.longest)
             if MPI.Group.Difference(grid.comm.Get_group(), self.replicas.Get_group()).size:
-                raise ValueError(
-                    "replicas must have all ranks that share a step, also this grid's"
-                )
+                raise ValueError("replicas must have all ranks that share a step, as this grid's")
         kinds = [*self.layers.values()]
         call.agree({"seqlen": seqlen, "longest": self.longest, "layers": kinds})
         self._masks = Masks(self.longest, [x.mask for x in kinds])
@@ -552,16 +550,15 @@ class ContextParallel:
 
     def _factor(self, averaged_over: int | None) -> int:
         """Return `averaged_over` or 1; ValueError if it must be said, or does not fit."""
-        ranks, unsaid = self.replicas.size, averaged_over is None
-        if (unsaid and dist.is_available() and dist.is_initialized()) or (
-            not 0 < (1 if unsaid else averaged_over) <= ranks
-        ):
+        default = None if dist.is_available() and dist.is_initialized() else 1
+        over = default if averaged_over is None else averaged_over
+        if over not in range(1, self.replicas.size + 1):
             raise ValueError(
-                f"{ranks} ranks share a step (replicas= of ContextParallel): give averaged_over=, "
-                "the number of those over which DDP or FSDP averages gradients, or 1 if nothing "
-                f"does, got {averaged_over}"
+                f"{self.replicas.size} ranks share a step (replicas= of ContextParallel): give "
+                "averaged_over=, the number of those over which DDP or FSDP averages gradients, "
+                f"or 1 if nothing does, got {averaged_over}"
             )
-        return averaged_over or 1
+        return over
 
     def sum_gradients(self) -> None:
         """Sum the gradients of the model over all ranks that share a step.  Collective."""

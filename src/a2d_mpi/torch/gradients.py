@@ -13,6 +13,7 @@ from a2d_mpi.comm.agreement import Call, agree
 from a2d_mpi.gpt.exchange import GradientSum
 from a2d_mpi.torch.tensors import array_of, current_stream
 
+FORGOTTEN = "has a gradient, but was frozen or absent when GradientHooks was made: make new hooks"
 BUCKET = 25 << 20  # bytes that are sent together, as in PyTorch's DistributedDataParallel
 
 
@@ -57,9 +58,8 @@ class GradientHooks:
         self._model = model
         # Reversed, because the backward pass finishes the last layers first.  An optimizer also
         # steps on the gradient of a parameter that was frozen after the backward pass.
-        self._parameters = [
-            x for x in reversed([*model.parameters()]) if x.requires_grad or x.grad is not None
-        ]
+        parameters = reversed([*model.parameters()])
+        self._parameters = [x for x in parameters if x.requires_grad or x.grad is not None]
         sizes = [x.numel() for x in self._parameters]
         kinds = [(tuple(x.shape), x.dtype) for x in self._parameters]
         digest = hashlib.sha256(str(kinds).encode()).hexdigest()[:8]
@@ -156,10 +156,7 @@ class GradientHooks:
         problem, late = self._problem, self._late
         for name, x in self._model.named_parameters():
             if x.grad is not None and x not in self._parts:
-                problem = (
-                    f"{name} has a gradient, but was frozen or no parameter of the model when "
-                    "GradientHooks was made: make new hooks and call their finish()"
-                )
+                problem = f"{name} {FORGOTTEN}"
         self._begin(self._arrived)
         agree(self._sum.comm, problem)
         for number in sorted(set().union(*self._sum.comm.allgather(late))):
