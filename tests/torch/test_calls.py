@@ -231,6 +231,14 @@ CHANGED = ": make a new ContextParallel"
 # None: then it is equal to one process with the same change.
 CHANGES = {
     "is_causal": ("Llama", nothing, {"is_causal": False}, f"asks for Full() {ASKS} Causal()"),
+    "the last logits": ("Llama", nothing, {"logits_to_keep": 1}, "logits_to_keep would count"),
+    "direction of an encoder": ("ModernBERT", nothing, {"is_causal": True}, "has is_causal=True"),
+    "another window in the call": (
+        "Llama",
+        nothing,
+        {"sliding_window": 3},
+        "but its mask has none",
+    ),
     "is_causal of a window": ("Mistral", nothing, {"is_causal": False}, ASKS),
     "is_causal of the config": ("Llama", causal_off, {}, f"asks for Full() {ASKS} Causal()"),
     "is_causal of layers": (
@@ -266,7 +274,7 @@ def test_changes(comm, grid, parallel, name):
     """What is changed after making is right or refused, also if it is changed on rank 0 alone."""
     model_name, change, more, text = CHANGES[name]
     model, ids = build(*EQUAL[model_name]), sequence(N)
-    cp, labels = parallel(model), ids.roll(5) if model_name == "BERT" else ids
+    cp, labels = parallel(model), ids.roll(5) if "BERT" in model_name else ids
     batch = cp.shard(ids, None if labels is ids else labels)
     more = {x: torch.ones_like(batch.labels) if y == "ones" else y for x, y in more.items()}
     if text is None:
@@ -320,8 +328,18 @@ def test_free_undoes_all(comm, grid):
 
     cp = made()
     assert_all(comm, not is_undone(), "not made")
+    batch = cp.shard(ids)
     cp.free()
     cp.free()
+    assert_all(comm, model.config._attn_implementation == attention, "not its own attention")
+    found = step(model, ids, ids, ENDS)
+    assert_near(comm, found, exact)
+    for call in (model, model.forward, model.model):
+        assert_raises(
+            grid.comm, "the ContextParallel of this batch has been freed", call, **batch.inputs
+        )
+    del cp, batch
+    gc.collect()
     assert_all(comm, is_undone(), "not undone by free")
     made()  # and dropped
     gc.collect()
@@ -335,6 +353,8 @@ def test_free_undoes_all(comm, grid):
     gc.collect()
     assert_near(comm, spread_step(second, model, ids, ends=ENDS), exact)
     second.free()
+    del second
+    gc.collect()
     assert_all(comm, is_undone(), "not undone by the second")
 
 
@@ -376,7 +396,7 @@ def test_copies(comm, grid, parallel):
     for x in copies[2:]:
         assert_near(comm, spread_step(parallel(x.train()), x, ids, ends=ENDS), exact)
     assert_near(comm, spread_step(cp, model, ids, ends=ENDS), exact)
-    cp.free()
+    del cp, batch
     late = copy.deepcopy(copies[2])
     del copies
     assert_near(comm, spread_step(parallel(late), late, ids, ends=ENDS), exact)
@@ -403,3 +423,23 @@ def test_adapters_afterwards(comm, parallel):
     cp.sum_gradients()
     exact = step(build(*EQUAL["Llama"]), ids, ids, ENDS)
     assert_near(comm, (sum(comm.allgather(loss.item())), gradients(model)), exact)
+
+
+@pytest.mark.parametrize("first", ["accelerate", "ContextParallel"])
+def test_hooks_of_accelerate(comm, parallel, first):
+    """They replace `forward`, too, before or afterwards."""
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    model, ids = build(*EQUAL["Llama"]), sequence(N)
+    if first == "accelerate":
+        add_hook_to_module(model.model, ModelHook())
+    cp = parallel(model)
+    if first != "accelerate":
+        add_hook_to_module(model.model, ModelHook())
+    exact = step(build(*EQUAL["Llama"]), ids, ids, ENDS)
+    assert_near(comm, spread_step(cp, model, ids, ends=ENDS), exact)
+    cp.free()
+    assert_near(comm, step(model, ids, ids, ENDS), exact)
+    if first != "accelerate":
+        remove_hook_from_module(model.model)
+    del cp

@@ -51,6 +51,8 @@ KEPT = 8  # sets of documents whose plans are kept
 MASKS = 1 << 16  # most masks of a model's functions; a tag has the number of plans and of a mask
 ENTRY = "call the model with **batch.inputs of a new batch = cp.shard(...), not a layer alone"
 COPY = "a copy of a model needs a ContextParallel of its own, and batches of that one"
+LABELS = "the model would shift labels on each rank alone: give them to cp.shard"
+OTHER = f"the ContextParallel of this batch has been freed, or belongs to another model: {COPY}"
 _numbers = count()  # of the plans of a set of documents, of all models of this process
 
 Plans = dict[Kind, AttentionPlan]
@@ -176,7 +178,7 @@ class ContextParallel:
         call = Call(grid.comm)
         with call.checks(text=lambda x: f"{type(model).__name__}: {x}"):
             if isinstance(model, PreTrainedModel):
-                _release(model, _before)
+                _undo(model, _before, {})
             self.layers = layers_of(model, self.longest)
             if MPI.Group.Difference(grid.comm.Get_group(), self.replicas.Get_group()).size:
                 raise ValueError("replicas must have all ranks that share a step, as this grid's")
@@ -187,6 +189,7 @@ class ContextParallel:
         self._sets: dict[int, Plans] = {}
         self._bases: dict[tuple[str | None, Kind], AttentionPlan] = {}
         self._latest = -1
+        self._paths = {x: name for name, x in model.named_modules()}
         self._thread = threading.local()  # `number`: of the plans of the call that it is in
         lost = "ContextParallel was deleted: make another one, of the model or of its copy"
         attend, mask = (weakly(self, x, lost) for x in (type(self)._attend, type(self)._mask))
@@ -203,8 +206,9 @@ class ContextParallel:
         self._entries = {x: y for x, y in zip(models, names) if "position_ids" in y}
         for x in self._entries:
             _enter(x, self)
-        self._state = [(x, _state_of(x)) for x in model.modules() if x not in models]
-        self._end = weakref.finalize(self, _end, model, self._name, self._sets)
+        self._state = {x: _state_of(x) for x in self._paths if x not in models}
+        self._freed = False
+        self._end = weakref.finalize(self, _undo, model, [self._name], self._sets)
         self._end.atexit = False
 
     @contextmanager
@@ -225,11 +229,12 @@ class ContextParallel:
         self, mask_function: Callable, attention_mask: torch.Tensor | None = None, **_: Any
     ) -> torch.Tensor:
         """Return the numbers of the plans of this call and of a mask, which go to the layers."""
-        if attention_mask is not None and not bool(attention_mask.all()):
-            self._refuse(PADDING)
-        if self._running is None:
-            self._refuse(ENTRY)
-        return tag(self._running * MASKS + self._masks.number_of(mask_function))
+        number = self._running
+        padded = attention_mask is not None and not bool(attention_mask.all())
+        self._refuse({PADDING: padded, ENTRY: number is None}, number)
+        mask = tag(number * MASKS + self._masks.number_of(mask_function))
+        mask.a2d_mpi_owner = self  # which a layer needs if it is computed again
+        return mask
 
     def _attend(
         self,
@@ -241,38 +246,37 @@ class ContextParallel:
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         """Compute the attention of a layer by its plan."""
-        kind, number, mask = self.layers.get(module), self._running, None
-        if kind is None:
-            self._refuse(f"ContextParallel does not know a layer: {COPY}")
-        if attention_mask is not None:  # also in a layer that is computed again, after its call
-            tagged = number_of(attention_mask)
-            number, mask = (None, None) if tagged is None else divmod(tagged, MASKS)
-            if number not in self._sets:
-                self._refuse("a layer has a mask of its own, or plans that are no longer kept")
-            if self._running not in (None, number):
-                self._refuse("a layer has the mask of another batch")
-        if number is None:
-            self._refuse(ENTRY)
-        plan = self._sets[number][kind]
+        kind, running, mask = self.layers.get(module), self._running, attention_mask
+        tagged = None if mask is None else number_of(mask)
+        # A layer that is computed again, in the backward pass, has its tag only.
+        number, shown = (running, None) if tagged is None else divmod(tagged, MASKS)
+        problems = {
+            f"ContextParallel does not know a layer: {COPY}": kind is None,
+            "a layer has a mask of its own": mask is not None and tagged is None,
+            "a layer has the mask of another batch": running not in (None, number),
+            ENTRY: number not in self._sets,
+        }
+        self._refuse(problems, running)
+        plan, where = self._sets[number][kind], self._paths[module]
         try:
-            asked = known_mask("the layer", module, mask, others, self._masks.found, self.longest)
+            asked = known_mask(where, module, shown, others, self._masks.found, self.longest)
         except ValueError as error:
-            plan.refuse(f"{self._where(module)}: {error}")
+            plan.refuse(str(error))
         if asked != kind.mask:
-            where = self._where(module)
             plan.refuse(f"{where} asks for {asked} in this call, but its plan has {kind.mask}")
         others.pop("sliding_window", None)  # the plan's mask has it
         sinks = [others.pop(x, None) for x in ("s_aux", "sinks")]
         sink = next((x for x in sinks if x is not None), None)
         return attend_layer(plan, module, (query, key, value), {}, sink=sink, **others)
 
-    def _where(self, module: torch.nn.Module) -> str:
-        return next((x for x, y in self.model.named_modules() if y is module), "a layer")
+    def _refuse(self, problems: dict[str, bool], number: int | None) -> None:
+        """If there is a problem, raise ValueError on all ranks, which call the first layer's plan.
 
-    def _refuse(self, problem: str, number: int | None = None) -> None:
-        """Raise ValueError on all ranks, which call the first layer's plan."""
-        known = [x for x in (number, self._running, self._latest) if x in self._sets]
-        self._sets[known[0]][next(iter(self.layers.values()))].refuse(problem)
+        `number` is that of the plans that the other ranks call, if it is known.
+        """
+        for problem in (x for x, is_there in problems.items() if is_there):
+            plans = self._sets.get(number) or self.plans
+            plans[next(iter(self.layers.values()))].refuse(problem)
 
     def _begin(
         self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
@@ -280,36 +284,36 @@ class ContextParallel:
         """Return the number of the plans of a call of a model, and its arguments."""
         given = dict(zip(self._entries[module], args)) | kwargs
         positions, number, outer = given.get("position_ids"), self._running, self._running
-        if ticket := _ticket_of(positions):
+        ticket = getattr(positions, "a2d_mpi", None)
+        if ticket is not None:
             number = ticket.plans if ticket.owner is self else None
             # Without a mask of padding, transformers takes jumps of positions for documents.
             if "attention_mask" in self._entries[module] and given.get("attention_mask") is None:
                 given["attention_mask"] = torch.ones_like(positions)
+        last = given.get("logits_to_keep", 0)
+        changed = ticket is not None and ticket.version != positions._version
+        others = {x.config._attn_implementation for x in self.layers} - {self._name}
         problems = {
             ENTRY: number not in self._sets,
             "a call has positions of two batches": outer not in (None, number),
-            "the positions of the batch have changed": (
-                ticket is not None and ticket.version != positions._version
-            ),
+            "the positions of the batch have changed": changed,
             "the model has got another attention implementation: call cp.free() first": (
-                any(x.config._attn_implementation != self._name for x in self.layers)
-                and ticket is not None
+                ticket is not None and bool(others)
             ),
             "call model.train() before ContextParallel, which then looks for dropout": (
                 module.training and not self._training
             ),
-            "the model would shift labels on each rank alone: give them to cp.shard": (
-                given.get("labels") is not None
+            LABELS: given.get("labels") is not None,
+            "logits_to_keep would count this rank's tokens": (
+                ticket is not None and isinstance(last, int) and last != 0
             ),
         }
-        for x, was in self._state if outer is None else ():
-            if (now := _state_of(x, was)) != was:
-                name = next(y for y in was if was[y] != now[y])
-                changed = f"{self._where(x)}.{name} was {was[name]} and is {now[name]}"
-                problems[f"{changed}: make a new ContextParallel"] = True
-        for problem, is_there in problems.items():
-            if is_there:
-                self._refuse(problem, number)
+        for x, was in self._state.items() if outer is None else ():
+            now = {y: vars(x).get(y) for y in was}
+            for y in was if now != was else ():
+                what = f"{self._paths[x]}.{y} was {was[y]} and is {now[y]}"
+                problems[f"{what}: make a new ContextParallel"] = was[y] != now[y]
+        self._refuse(problems, number)
         return number, given
 
     def _plans_of(self, cu_seqlens: np.ndarray | None) -> None:
@@ -565,24 +569,30 @@ class ContextParallel:
         sum_gradients(self.model, self.replicas)
 
     def free(self) -> None:
-        """Give the model its own attention back, and release all buffers.  Local."""
-        self._end()
+        """Give the model its own attention back, and release all buffers.  Local.
+
+        As long as there is this object, or a batch of it, the model refuses its batches.
+        """
+        self._freed = True
+        _give_back(self.model, [self._name], self._sets)
 
 
 def _enter(module: torch.nn.Module, owner: ContextParallel) -> None:
     """Let `forward` of a model, also of a copy, take the plans of its batch."""
     reference, name, own = weakref.ref(owner), owner._name, vars(module).get("forward")
-    inner = getattr(own or module.forward, "__func__", own)
+    inner = getattr(own or module.forward, "__func__", None)
+    if inner is None:  # of accelerate
+        inner = lambda module, *args, **kwargs: own(*args, **kwargs)  # noqa: E731
 
     @torch._disable_dynamo
     def begin(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
         owner = reference()
-        if owner is not None and owner._end.alive and module in owner._entries:
+        if owner is not None and not owner._freed and module in owner._entries:
             number, kwargs = owner._begin(module, args, kwargs)
             return owner._within(number), (), kwargs
         for x in (*args, *kwargs.values()):
-            if ticket := _ticket_of(x):
-                ticket.owner._refuse(COPY)
+            if ticket := getattr(x, "a2d_mpi", None):
+                ticket.owner._refuse({OTHER: True}, ticket.plans)
         if module.config._attn_implementation == name:  # a copy is a model as any other
             module.set_attn_implementation(_before[name])
         return nullcontext(), args, kwargs
@@ -598,36 +608,29 @@ def _enter(module: torch.nn.Module, owner: ContextParallel) -> None:
     module.forward = MethodType(torch._disable_dynamo(forward, recursive=False), module)
 
 
-def _release(model: torch.nn.Module, names: Collection[str]) -> None:
+def _undo(model: torch.nn.Module, names: Collection[str], sets: dict[int, Plans]) -> None:
     """Undo what `ContextParallel` did to a model, or to the one that it is a copy of."""
+    _give_back(model, names, sets)
     for x in model.modules():
         function = getattr(vars(x).get("forward"), "__func__", None)
         name, own = getattr(function, "a2d_mpi", (None, None))
         if name in names:
-            del x.forward
-            if own is not None:
-                x.forward = own
+            vars(x).pop("forward")
+            vars(x).update({"forward": own} if own else {})
+
+
+def _give_back(model: torch.nn.Module, names: Collection[str], sets: dict[int, Plans]) -> None:
+    """Give a model its own attention back, in place of some others, and release buffers."""
     if model.config._attn_implementation in names:
         model.set_attn_implementation(_before[model.config._attn_implementation])
-
-
-def _end(model: torch.nn.Module, name: str, sets: dict[int, Plans]) -> None:
-    """Give a model its own attention back, and release the buffers of plans."""
-    _release(model, [name])
     for plan in (x for plans in sets.values() for x in plans.values()):
         plan.free()
 
 
-def _ticket_of(x: Any) -> _Ticket | None:
-    ticket = getattr(x, "a2d_mpi", None)
-    return ticket if isinstance(ticket, _Ticket) else None
-
-
-def _state_of(module: torch.nn.Module, names: Collection[str] | None = None) -> dict[str, Any]:
-    """Return the numbers, texts and switches of a module, or those of some names."""
-    kept = vars(module)
-    plain = names or (x for x, y in kept.items() if isinstance(y, (bool, int, float, str)))
-    return {x: kept.get(x) for x in plain if x[0] != "_" and x not in SWITCHES}
+def _state_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the numbers, texts and switches of a module that no call should change."""
+    plain = {x: y for x, y in vars(module).items() if isinstance(y, (bool, int, float, str))}
+    return {x: y for x, y in plain.items() if x[0] != "_" and x not in SWITCHES}
 
 
 def _inside(mask: Mask, seqlen: int, cu_seqlens: np.ndarray | None) -> Mask:

@@ -229,7 +229,8 @@ def _attend(
                 and bool((positions == forgotten.to(positions.device)).all())
             ),
             "two plans with different distributions got the same position_ids: give both one": (
-                positions.__dict__.setdefault("a2d_mpi", plan.distribution) != plan.distribution
+                positions.__dict__.setdefault("a2d_mpi_plan", plan.distribution)
+                != plan.distribution
             ),
         }
     return attend_layer(plan, module, (query, key, value), problems, **others)
