@@ -358,6 +358,19 @@ def test_replicas_that_are_refused(part):
     grid.free(), across.Free()
 
 
+@pytest.mark.parametrize("wrong", ["of one rank", "of one replica"])
+def test_an_error_of_one_replica(comm, wrong):
+    """The other replicas raise it, too; they would wait for the labels."""
+    part = comm.Split(comm.rank % 2, comm.rank)
+    cp = ContextParallel(grid_of(part), build("Llama"), seqlen=N, replicas=comm)
+    ids, told = sequence(), "input_ids[3] must be 0 to"
+    if comm.rank in ((comm.size - 1,) if wrong == "of one rank" else range(1, comm.size, 2)):
+        ids[0, 3] = -7
+    assert_raises(comm, told, cp.shard, ids)
+    assert_all(comm, cp.shard(sequence()).nlabels == 2 * (N - 1), "another number of labels")
+    cp.free(), cp.grid.free(), part.Free()
+
+
 def test_vocabulary(part, parallel):
     """Ids and labels outside of the vocabulary are refused on all ranks, with numbers."""
     cp = parallel(build("Llama"))

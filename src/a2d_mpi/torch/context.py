@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from hashlib import blake2b
 from itertools import count
@@ -432,8 +432,17 @@ class ContextParallel:
         Raises
         ------
         ValueError
-            On all ranks, if shapes or dtypes are wrong, or ranks pass different tensors.
+            On all ranks, also of other replicas, if shapes or dtypes are wrong, or ranks of a grid
+            pass different tensors.
         """
+        call = Call(self.replicas)
+        with call.checks():
+            batch = self._shard(input_ids, labels, cu_seqlens, root)
+        call.agree()
+        return replace(batch, nlabels=self.replicas.allreduce(batch.nlabels))
+
+    def _shard(self, input_ids: Any, labels: Any, cu_seqlens: Any, root: int | None) -> Batch:
+        """Return the part of this grid's sequence, with all labels on its first rank."""
         comm, given = self.grid.comm, (input_ids, labels, cu_seqlens)
         problem = None if root in (None, *range(comm.size)) else f"root must be a rank, got {root}"
         agree(comm, problem, {"root": root})
@@ -465,7 +474,7 @@ class ContextParallel:
         return Batch(
             {"input_ids": inputs, "position_ids": positions},
             labels,
-            self.replicas.allreduce(nlabels),
+            nlabels,
             tokens,
             self.seqlen if ends is None else int(ends[-1]),
         )
