@@ -20,6 +20,7 @@ FORWARD, FIXED = {"backward": False}, {"deterministic": True}
 @pytest.mark.parametrize("major, options, change, reason", [
     *[(x, {}, {}, None) for x in (8, 9, 10, 12)], (7, {}, {}, "7, 0"),
     (9, {}, {"headdim": 100}, "multiples of 8"), (9, {}, {"headdim": 256}, None),
+    (10, {}, {"headdim": 192}, None), (10, {}, {"headdim": 192, "headdim_v": 192}, "128"),
     (9, {}, {"headdim_v": 100}, "multiples of 8"), (9, {}, {"headdim": 192}, None),
     (8, FORWARD, {"headdim": 256}, None), (8, {}, {"headdim": 256}, "limit of headdims is 128"),
     (10, FORWARD, {"headdim": 256, "nq": 1}, "limit of headdims is 128"),

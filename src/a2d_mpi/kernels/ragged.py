@@ -78,7 +78,8 @@ def sequences(batch: list[Run], block: Block, align: int) -> np.ndarray:
     -------
     (7, n) int64
         Two rows of lengths, of queries and of keys, both stored as int32.  Five rows of offsets
-        in q, k, out, v and the statistics, in elements; the last offset is the end of the last sequence.
+        in q, k, out, v and the statistics, in elements; the last offset is the end of the last
+        sequence.
     """
     n = len(batch)
     numbers = np.zeros((7, -(-(n + 1) // align) * align), np.int64)

@@ -47,7 +47,8 @@ class HostLaunch:
     def __call__(self, pointers, workspace, stream):
         names = "q k v out dout stats dq dk dv" if self._is_backward else "q k v out stats"
         names = names.split() + ["begin", "end"] * (self.block.shape == "general")
-        names += ["nq", "nk", "of_q", "of_k", "of_out", "of_v", "of_stats"] * (self.block.batch > 0)
+        of_batch = "nq nk of_q of_k of_out of_v of_stats"
+        names += of_batch.split() if self.block.batch else []
         to = SimpleNamespace(**dict(zip(names, pointers, strict=True)))
         # The frontend takes any other type for a tensor.
         assert all(type(x) is int for x in (*vars(to).values(), workspace, stream))
