@@ -81,11 +81,15 @@ def cupy(request):
     saved = {x: sys.modules.pop(x) for x in list(sys.modules) if _is_of_gpu(x)}
     if request.param == "emulated":
         sys.path.insert(0, str(EMULATED))
+        # A real cuDNN would get pointers of the host.  It cannot be imported twice.
+        hidden = pytest.MonkeyPatch()
+        hidden.setitem(sys.modules, "cudnn", None)
     try:
         yield _import_cupy(request.param)
     finally:
         if request.param == "emulated":
             sys.path.remove(str(EMULATED))
+            hidden.undo()
         for x in [x for x in sys.modules if _is_of_gpu(x)]:
             del sys.modules[x]
         sys.modules.update(saved)

@@ -1,5 +1,7 @@
 """The kernel of cuDNN against float64, on the emulated GPU and on a real GPU if there is one."""
 
+import sys
+import warnings
 from importlib import import_module
 from itertools import product
 
@@ -13,7 +15,7 @@ from oracles import sinks
 
 from a2d_mpi import Documents, SlidingWindow
 from a2d_mpi.core import reference
-from a2d_mpi.kernels import shapes
+from a2d_mpi.kernels import make_kernel, shapes
 from a2d_mpi.masks.mask import Causal
 
 CALLS = "a2d_mpi.kernels.cudnn_calls"  # imported with the CuPy of a test
@@ -200,6 +202,22 @@ def test_cudnn_without_a_kernel(cupy, refused):
     block = block_of("one" if refused == "general" else refused, 80, 90, (4, 2))
     kernel = cudnn_kernel(cupy, block, refuse=(refused,))
     assert not gpu_failures(cupy, kernel, block) and not kernel._calls.graphs.launched
+
+
+@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
+def test_auto_without_cudnn(cupy, monkeypatch):
+    """The plain kernel computes, and a warning says why: it is many times slower."""
+    from a2d_mpi.devices.cuda import Cuda
+
+    device, sixteen = Cuda.current(), np.dtype("float16")
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+    with pytest.warns(RuntimeWarning, match="'cupy' computes: cuDNN attention needs"):
+        assert make_kernel("auto", device, sixteen, 1.0).name == "cupy"
+    with pytest.raises(ImportError, match="cuDNN attention needs"):
+        make_kernel("cudnn", device, sixteen, 1.0)
+    with warnings.catch_warnings():  # cuDNN has no float32
+        warnings.simplefilter("error")
+        assert make_kernel("auto", device, np.dtype("float32"), 1.0).name == "cupy"
 
 
 def test_a_gradient_of_lse_is_left_to_the_plain_kernel(cupy):

@@ -178,6 +178,35 @@ def test_main_job(monkeypatch, tmp_path, transfers):
     assert result["config"]["transfers"] == {"device": "direct", "host": "host"}[transfers]
 
 
+# cuDNN's stand-in, which refuses all graphs with `refuse`.
+CUDNN = """
+import sys
+sys.path.append(sys.argv.pop(1))
+from graphs import HostGraphs
+from a2d_mpi.kernels import cudnn
+cudnn.graphs_of = lambda *_: HostGraphs({refuse})
+"""
+
+
+@pytest.mark.parametrize("refuse", [(), ("full", "causal", "general")], ids=["takes", "refuses"])
+def test_who_computes(monkeypatch, tmp_path, refuse):
+    """The print-out and the file say how many blocks cuDNN refused, which all checks pass."""
+    output, emulated = tmp_path / "run.h5", helpers.ROOT / "tests" / "gpu" / "emulated"
+    sabotage = CUDNN.format(refuse=refuse).replace("sys.argv.pop(1)", repr(str(emulated)))
+    options = ["--seqlen", 70, "--backward", "--check", "full", "--trials", 1, "--output", output]
+    options += ["--device", "gpu", "--dtype", "bfloat16", "--mask", "causal"]
+    done = drive_on_gpu(monkeypatch, "attention.py", 2, SAMPLE, *options, sabotage=sabotage)
+    kernel = "cupy" if refuse else "cudnn"
+    result = read_run(output)
+    assert result["config"]["kernel"] == "cudnn"
+    for phase in ("forward", "backward"):
+        (found,) = result["blocks"][phase].items()
+        assert found[0] == kernel and found[1].all()
+        assert f"of the slowest; {found[1].sum()} blocks by {kernel}\n" in done.stdout
+        line = next(x for x in done.stdout.splitlines() if x.startswith(f"{phase}: "))
+        assert kernel in line
+
+
 @pytest.mark.parametrize("gpus", [0, None])
 def test_no_gpu(monkeypatch, gpus):
     """One line says what is missing."""

@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import sys
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -135,25 +136,29 @@ def test_ragged_graphs_of_newer_frontends(launched, monkeypatch):
     found, _ = launched
     block = dataclasses.replace(BLOCK, batch=4)
     monkeypatch.setattr(sys.modules["cudnn"], "__version__", "1.23.0")
-    with pytest.raises(NotSupported, match="offsets"):
+    with pytest.raises(NotSupported, match="without gaps"):
         found.get(block, False)
     assert found.get(BLOCK, False)
 
 
-def test_a_refusal_is_kept(launched):
+@pytest.mark.parametrize("nq, words", [(13, r"no engine for$"), (14, "")])
+def test_a_refusal_is_told_once_and_kept(launched, nq, words):
+    """In the words of cuDNN, whatever class its error has."""
     found, log = launched
-    refused = dataclasses.replace(BLOCK, nq=13)
-    for _ in range(2):
-        with pytest.raises(NotSupported, match=r"forward pass of Block.*nq=13.*no engine for$"):
-            found.get(refused, False)
-    assert log == [("build", 13, False)]
+    refused = dataclasses.replace(BLOCK, nq=nq)
+    text = rf"no kernel for the forward pass of Block.*nq={nq}.*{words}"
+    with pytest.warns(RuntimeWarning, match=text), pytest.raises(NotSupported, match=text):
+        found.get(refused, False)
+    with warnings.catch_warnings(), pytest.raises(NotSupported, match=text):
+        warnings.simplefilter("error")
+        found.get(refused, False)
+    assert log == [("build", nq, False)]
 
 
-def test_a_failure_is_told_once(launched):
-    found, _ = launched
-    failing = dataclasses.replace(BLOCK, nq=14)
-    told = pytest.warns(RuntimeWarning, match="no kernel for the forward pass of Block.*nq=14")
-    with told, pytest.raises(NotSupported):
-        found.get(failing, False)
-    with pytest.raises(NotSupported):
-        found.get(failing, False)
+def test_a_cudnn_that_cannot_use_the_gpu(launched, monkeypatch):
+    def create_handle():
+        raise Exception("CUDNN_STATUS_NOT_INITIALIZED")
+
+    monkeypatch.setattr(sys.modules["cudnn"], "create_handle", create_handle)
+    with pytest.raises(ImportError, match=r"cannot be used on this GPU: CUDNN_STATUS_NOT_IN"):
+        Graphs()

@@ -92,6 +92,8 @@ def _bench_kernel(ranks: int, args: argparse.Namespace) -> int:
                 for phase, call in by_phase.items():
                     call()
                     calls[f"{phase}/{kernel.name}"] = call
+                for phase, other in getattr(kernel, "fallbacks", ()):
+                    print(f"{of}: {kernel.name} leaves blocks of the {phase} pass to {other}")
                 results = {name: device.download(x) for name, x in t.items()}
                 checks[f"{of}, {kernel.name}"] = check_attention(plan, results, SAMPLE)
             if torch is not None and of.rpartition("/")[2] in MASKS:

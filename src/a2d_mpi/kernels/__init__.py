@@ -6,8 +6,8 @@ both.  A kernel may ignore `careful` and `any_delta`, if its results are right w
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -132,8 +132,13 @@ def make_kernel(
     options = {"poll": poll or (lambda: None), "work": work, "logit_softcap": logit_softcap}
     if kernel == "auto":
         fastest, kernel = _FASTEST[device is not HOST]
-        with suppress(ImportError, ValueError):  # it is not installed, or cannot compute this
+        try:
             return make_kernel(fastest, device, dtype, softmax_scale, **options, widths=widths)
+        except ValueError:  # it cannot compute this
+            pass
+        except ImportError as error:
+            if device is not HOST:  # many times slower
+                warnings.warn(f"kernel {kernel!r} computes: {error}", RuntimeWarning, stacklevel=2)
     check_kernel(kernel, dtype, logit_softcap, widths)
     entry = KERNELS[kernel]
     if entry.gpu == (device is HOST):

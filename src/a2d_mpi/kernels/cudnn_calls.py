@@ -88,6 +88,11 @@ class BlockRuns:
     masked_rows: Array | None = None
     masked_keys: Array | None = None
 
+    @property
+    def falls_back(self) -> bool:
+        """True if the plain kernel computes any of the runs."""
+        return any(call.launch is None and call.intervals for call in self.calls)
+
 
 class CallMaker:
     """Makes the calls for blocks; the intervals of a block keep its calls.

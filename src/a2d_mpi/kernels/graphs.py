@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -190,7 +191,7 @@ class Graphs:
     Raises
     ------
     ImportError
-        If cuDNN or its frontend is missing or too old.
+        If cuDNN or its frontend is missing or too old, or cannot use the GPU.
 
     Notes
     -----
@@ -202,7 +203,8 @@ class Graphs:
 
     The sequences of a ragged block lie in tensors of any number of rows, and `stats` is
     (rows, nheads).  A launch takes the lengths of sequences, (batch,) int32.  It also takes the
-    offsets of sequences in q, k, out, v and the statistics, (batch + 1,) int64; the last number is the end of the last sequence.  Rows outside of sequences are not written.
+    offsets of sequences in q, k, out, v and the statistics, (batch + 1,) int64; the last number is
+    the end of the last sequence.  Rows outside of sequences are not written.
 
     The backward graph computes ``p = exp(s - stats)`` and
     ``ds = p (dout v^T - rowsum(dout * out))``.  Then it computes products in float32 of `p` and
@@ -219,7 +221,10 @@ class Graphs:
 
     def __init__(self, deterministic: bool = False) -> None:
         self._cudnn, self.deterministic = _import_cudnn(), deterministic
-        self._handle: int | None = self._cudnn.create_handle()
+        try:
+            self._handle: int | None = self._cudnn.create_handle()
+        except Exception as error:  # for example, without a GPU, or with an old driver
+            raise ImportError(f"cuDNN cannot be used on this GPU: {error}") from error
         self._stream: int | None = None
         # The launch of each block and pass, or the reason why there is none.
         self._built: dict[tuple[Block, bool], Launch | str] = {}
@@ -235,21 +240,21 @@ class Graphs:
         Raises
         ------
         NotSupported
-            If cuDNN cannot build a graph.
+            If cuDNN cannot build a graph.  Its words are in a RuntimeWarning, too: blocks that
+            cuDNN is known to refuse have not come as far as here (`supported`).
         """
+        if block.batch and _numbers(self._cudnn.__version__) >= GAPS:
+            raise NotSupported("an engine may assume sequences without gaps")
         built = self._built.get((block, backward))
         if built is None:
             try:
-                if block.batch and _numbers(self._cudnn.__version__) >= GAPS:
-                    raise self._cudnn.cudnnGraphNotSupportedError("offsets may not be read")
                 built = Launch(self, block, *self._build(block, backward))
             except (self._cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
                 # The message of a failed graph continues with pages of description.
                 reason = str(error).strip().partition("\n")[0].rstrip("_ ")
                 pass_ = "gradients" if backward else "forward pass"
                 built = f"cuDNN has no kernel for the {pass_} of {block}: {reason}"
-                if isinstance(error, RuntimeError):  # for example, a library is missing
-                    warnings.warn(built, RuntimeWarning, stacklevel=2)
+                warnings.warn(built, RuntimeWarning, stacklevel=2)
             self._built[block, backward] = built
         if isinstance(built, str):
             raise NotSupported(built)
@@ -424,6 +429,12 @@ def graphs_of(device: int, deterministic: bool) -> Graphs:
 
 def _import_cudnn() -> Any:
     """Import cudnn; raise ImportError if it or its library is missing or too old."""
+    with suppress(Exception):
+        # cuDNN compiles by NVRTC.  The NVRTC of CUDA 13.0's wheel does not find its builtins
+        # unless they are loaded, and cuDNN then refuses every graph (PyTorch's issue 167602).
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        load_nvidia_dynamic_lib("nvrtc")
     try:
         import cudnn
 
