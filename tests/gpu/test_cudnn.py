@@ -405,10 +405,14 @@ def test_plans(comm, grid_of, cupy, method, distribution, monkeypatch):
     monkeypatch.setattr(f"{CALLS}.SHORTEST", 6)
     sizes, bad = {"seqlen": 150, "nheads": 4, "nheads_kv": 2, "headdim": 8}, []
     packed = Documents([0, 11, 90, 150], Causal())
-    for mask in (Causal(), packed, SlidingWindow(30, 20), sinks(20, 50, 150)):
-        plan = method[0](
-            grid, mask, **sizes, dtype="bfloat16", kernel="cudnn", distribution=distribution
-        )
+    for mask, more in (
+        (Causal(), {"logit_softcap": 3.0}),
+        (packed, {}),
+        (SlidingWindow(30, 20), {"headdim_v": 16}),
+        (sinks(20, 50, 150), {}),
+    ):
+        options = {"dtype": "bfloat16", "kernel": "cudnn", "distribution": distribution}
+        plan = method[0](grid, mask, **sizes, **options, **more)
         # cuDNN rounds the gradients of each run, which are about 1.
         ways = {"upload": cupy.asarray, "download": cupy.asnumpy, "slack": 2**-8}
         bad += [f"{mask}: {x}" for x in wrong_with(plan, **ways)]

@@ -4,7 +4,7 @@
 `Graphs` object is made, because the package does not require cuDNN.
 Facts about cuDNN are from the documentation and headers of nvidia-cudnn-frontend 1.22
 (``docs/operations/Attention.md``, ``node/scaled_dot_product_flash_attention.h``), and from graphs
-that were built with cuDNN 9.28 for sm_80, sm_90, sm_100 and sm_120.
+that were built with cuDNN 9.28 for sm_80, sm_90, sm_100 and sm_120, and with 9.19.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Block:
         Queries and keys.
     shape : {"full", "causal", "anti-causal", "band", "general"}
         Mask shape, as in `a2d_mpi.kernels.shapes.Run`.  The shapes causal, anti-causal and band
-        need ``nq <= nk``.  With "general", the launch takes an interval of keys for each query.
+        need ``nq <= nk``, and cuDNN has no soft-cap beside them.  With "general", the launch
+        takes an interval of keys for each query.
     scale : float
         Factor of the logits.
     window : int
