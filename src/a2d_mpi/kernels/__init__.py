@@ -53,9 +53,9 @@ KERNELS: dict[str, Entry | None] = {
     "cupy": Entry(_lazy("cupy", "CupyKernel"), _ALL, gpu=True, softcap=True, widths=True),
     # Uses "cupy" for blocks that cuDNN does not compute.  Sums of gradients are fastest without a
     # fixed order.  Gradients of "cudnn-deterministic" repeat bit for bit.
-    "cudnn": Entry(_lazy("cudnn", "make"), _HALF, gpu=True, softcap=False),
+    "cudnn": Entry(_lazy("cudnn", "make"), _HALF, gpu=True, softcap=True, widths=True),
     "cudnn-deterministic": Entry(
-        _lazy("cudnn", "make", deterministic=True), _HALF, gpu=True, softcap=False
+        _lazy("cudnn", "make", deterministic=True), _HALF, gpu=True, softcap=True, widths=True
     ),
 }
 # The fastest kernel, and the kernel for all problems, on the host (False) and on a GPU (True).

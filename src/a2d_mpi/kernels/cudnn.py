@@ -75,7 +75,7 @@ class CudnnKernel:
         self, q: Array, k: Array, v: Array, intervals: Intervals, out: Array, lse: Array, **_: Any
     ) -> None:
         """Write the partial result to `lse` and `out`, which has the tensors' dtype or float32."""
-        runs = self._calls.get(intervals, q, k, k.shape[1], False)
+        runs = self._calls.get(intervals, q, v, k.shape[1], False)
         self._count("forward", runs.falls_back)
         if runs.single:
             keys_at = [self._input(runs, i, x, slice(0, len(x))) for i, x in ((1, k), (2, v))]
@@ -114,7 +114,7 @@ class CudnnKernel:
             self.plain.backward(dout, q, k, v, lse, delta, intervals, dq, dk, dv, fresh)
             return
         nheads, gradients = q.shape[1], (dq, dk, dv)
-        runs = self._calls.get(intervals, q, k, nheads, True)
+        runs = self._calls.get(intervals, q, v, nheads, True)
         self._count("backward", runs.falls_back)
         everything = slice(0, len(q)), slice(0, len(k)), False
         one_call = [(call.rows, call.keys, call.gaps) for call in runs.calls] == [everything]
@@ -131,11 +131,11 @@ class CudnnKernel:
         inputs, places = [q, k, v], runs.places
         if places is not None and nheads != k.shape[1]:
             # cuDNN's backward pass is slow on shared KV heads: each query head gets a copy.
-            inputs[1:] = [self._buffer(x, (len(k), nheads, k.shape[2])) for x in "kv"]
-            for to, x in zip(inputs[1:], (k, v)):
-                self.device.repeat_heads(to, x)
+            for i, x in enumerate((k, v), 1):
+                inputs[i] = self._buffer("qkv"[i], (len(x), nheads, x.shape[2]))
+                self.device.repeat_heads(inputs[i], x)
         if places is not None:
-            out = self._buffer("out", q.shape)
+            out = self._buffer("out", dout.shape)
             stats = self._buffer("stats", (runs.stats,), np.float32)
             self.device.out_and_stats(dout, delta, out, lse, stats, places)
             inputs += [out, dout, stats]
@@ -200,7 +200,7 @@ class CudnnKernel:
         new : list of bool
             Whether to overwrite each of `sums` instead.
         """
-        nheads, headdim = sums[0].shape[1:]
+        nheads = sums[0].shape[1]
         rows, keys, ragged = call.rows, call.keys, call.batch
         if ragged:
             pointers = of_batches.copy()
@@ -216,7 +216,7 @@ class CudnnKernel:
             if new[i] and x.shape[1] == nheads and x.dtype == self.dtype:
                 pointers.append(x.data.ptr if ragged else _at(x, where))
                 continue
-            shape = len(x) if ragged else where.stop - where.start, nheads, headdim
+            shape = len(x) if ragged else where.stop - where.start, nheads, x.shape[2]
             y = self._buffer(("native", i), shape)
             pointers.append(y.data.ptr)
             if ragged:
