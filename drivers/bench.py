@@ -9,6 +9,11 @@ All results are checked, also those of an earlier run.
 Exit code 0: all checks passed.  1: a check failed.  2: bad input, or the output cannot be written.
 """
 
+if __name__ == "__main__":
+    from a2d_mpi.experiments import end_job_on_errors
+
+    end_job_on_errors()
+
 import argparse
 from collections.abc import Callable
 
@@ -79,8 +84,8 @@ def kernels(parser: Parser) -> Callable:
 
     All kernels run in turn, trial by trial.  On a CPU these are "numpy" and, where Numba is
     installed, "numba", on one core.  On a GPU it is the fastest kernel that is installed.  For the
-    masks that torch has, its attention runs too, by the backend that torch chooses.  The backward
-    pass is timed against torch's autograd.
+    masks that torch has, its attention runs too, by the backend that torch chooses or by those of
+    --torch.  The backward pass is timed against torch's autograd.
 
     The table has FLOP/s in the median over the trials: 4 operations per pair, head and element
     forward, and 10 backward.  Masked pairs are not counted.  It also has the ratio to torch.
@@ -88,7 +93,7 @@ def kernels(parser: Parser) -> Callable:
     BLAS, and the CPU that BLAS takes this CPU for.  "plot.py results FILE --what kernels" draws
     the file.
     """
-    from a2d_mpi.experiments.bench_kernel import MASKS, bench_kernel, shape
+    from a2d_mpi.experiments.bench_kernel import BACKENDS, MASKS, bench_kernel, shape
     from a2d_mpi.experiments.sweep import add_list
 
     group = parser.add_argument_group("workloads and kernels")
@@ -102,6 +107,9 @@ def kernels(parser: Parser) -> Callable:
     add_options(group, "dtype", default=None, help=text)
     text = "names in a2d_mpi.kernels.KERNELS; default: numpy,auto or, on a GPU, auto"
     add("--kernels", type=listed(str), metavar="KERNEL,...", help=text)
+    text = f"backends of torch's attention: {', '.join(BACKENDS)}"
+    options = {"type": listed(one_of(BACKENDS)), "metavar": "BACKEND,...", "help": text}
+    add("--torch", default=["default"], **options)
     group = parser.add_argument_group("measurement and output")
     add_options(group, "trials")
     add_options(group, "output", help="HDF5 file to which the seconds are added")

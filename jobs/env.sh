@@ -52,6 +52,14 @@ find_python() {
   return 1
 }
 
+# name_core_type: export the CPU type that a2d_mpi.core.openblas chooses.  OpenBLAS reads it when NumPy
+# is imported, and programs that import NumPy before a2d_mpi would miss it.
+name_core_type() {
+  local chosen
+  chosen=$(python -c 'import os, a2d_mpi; print(os.environ.get("OPENBLAS_CORETYPE", ""))' 2>/dev/null) || true
+  [[ -z $chosen ]] || export OPENBLAS_CORETYPE=$chosen
+}
+
 # use_env mpich|openmpi|any [NEEDS [EXTRAS [FOLDER]]]: use the environment FOLDER with an MPI and
 # EXTRAS of setup.cfg (default: NEEDS), which are installed if it lacks them.  It holds one MPI only,
 # because both wheels own bin/mpiexec.  In an active environment nothing is installed.  It must have
@@ -78,6 +86,7 @@ use_env() {
   export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH" MPIEXEC=$venv/bin/mpiexec
   # Let Open MPI use shared memory only: the search for networks takes a second at every start.
   export OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,sm
+  name_core_type
 }
 
 # _is_made VENV STAMP EXTRAS: true if the environment is made from the present setup.cfg, with all
@@ -125,9 +134,16 @@ _make_venv() {
 
 # _use_active MPI NEEDS: use the active environment; set active_mpi to the name of its MPI.
 _use_active() {
+  local found
   if ! command -v python >/dev/null; then
-    echo "A2D_MPI_ENV=active: found no command python" >&2
-    return 2
+    if ! found=$(command -v python3); then
+      echo "A2D_MPI_ENV=active: found no command python or python3" >&2
+      return 2
+    fi
+    # Not a link: a virtual environment is found by the path of its Python.
+    mkdir -p .venv-python && printf '#!/bin/sh\nexec "%s" "$@"\n' "$found" >.venv-python/python &&
+      chmod +x .venv-python/python || return 2
+    PATH=$(pwd -P)/.venv-python:$PATH
   fi
   if [[ -n ${A2D_MPI_WHEELS:-} ]]; then
     _add_wheels "$A2D_MPI_WHEELS" || return 2
@@ -145,6 +161,7 @@ _use_active() {
   # Jobs that this job starts may have put the package of another folder in front.
   [[ :${PYTHONPATH:-}: == *":$(pwd -P)/src:"* ]] ||
     export PYTHONPATH="$(pwd -P)/src${PYTHONPATH:+:$PYTHONPATH}"
+  name_core_type
 }
 
 # _add_wheels FOLDER: make .venv-active on top of the active Python, with all wheels of FOLDER.

@@ -73,9 +73,12 @@ local|bench mkdir -p results
 local run_mpi 4 600 python drivers/attention.py data/minilm_l3_1536.h5 --device gpu --rows 2
     --cols 2 --mask causal --backward --dtype bfloat16 --check full --trials 5
     --output results/gpu_local.h5 {options}
-# Kernels beside PyTorch's, if .venv-gpu has it; 4 ranks against 1 on a GPU; rates of MPI.
+# The smoke test; kernels beside PyTorch's, if .venv-gpu has it; a grid and a ring of 4 ranks on a
+# GPU, against 1 rank; rates of MPI.
+bench read_libraries
+bench run_mpi 1 100 python tests/gpu/gpu_smoke.py
 bench run_mpi 1 600 python drivers/bench.py kernels --device gpu {options}
-bench with_mps run_mpi 4 600 {gpu_plan}
+bench with_mps run_mpi 4 600 {gpu_plan},ring
 bench run_mpi 1 600 {gpu_plan}
 bench run_mpi 4 300 python tests/gpu/gpu_transfers.py
 """
@@ -233,8 +236,8 @@ with h5py.File(sys.argv[1]) as given, h5py.File(sys.argv[2], "w") as to:
     "wire": "run_mpi 4 300 python drivers/attention.py --rows 2 --cols 2 --backward --check full"
     " --trials 1",
     "gpu_plan": "python drivers/bench.py --device gpu --seqlens 16K --nheads 16 --headdim 128"
-    " --dtypes bfloat16 --backward --plans attention2d --resume"
-    f" --output results/gpu-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}.h5",
+    " --dtypes bfloat16 --backward --resume --output"
+    f" results/gpu-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}.h5 --plans attention2d",
     "plot_schedule": "python drivers/plot.py schedule {folder}",
     "plot_results": "python drivers/plot.py results --format png data/results",
     "bench": "drivers/bench.py --nheads 16 --headdim 16 --seqlens 768 --trials 3 --resume",
@@ -346,7 +349,7 @@ def study(folder, *parts):
             if profile not in made and not (ROOT / profile).exists():
                 name = f"{cluster} emulated, {rate}{f', {cores} cores a node' * bool(cores)}"
                 written = f"--output {quote(str(profile))} --name {quote(name)}"
-                yield f"{start} python drivers/calibrate.py {written}"
+                yield f"{start} python drivers/calibrate.py {written} --dtypes float32"
             made.add(profile)
             options += f" --profile {quote(str(profile))}"
         made.add(output.parent)

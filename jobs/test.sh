@@ -8,6 +8,7 @@
 #   bash jobs/test.sh openmpi -k causal     one MPI only; pytest gets the other options.  Also after `all`
 #   bash jobs/test.sh gpu                   the tests for GPUs, on real GPUs, in about ten minutes
 #   bash jobs/test.sh torch                 the tests of a2d_mpi.torch, which `all` runs, too
+#   bash jobs/test.sh cudnn                 cuDNN's graphs, built without a GPU; needs 1.3 GB of packages
 #
 # With A2D_MPI_ENV=active the job uses the active MPI only.  `all` then uses PyTorch if it is installed.
 set -euo pipefail
@@ -16,12 +17,14 @@ source jobs/env.sh
 source jobs/gpu.sh
 
 mpis=(mpich openmpi) rank_counts=(1 4 6) second_counts=(4) tier=" and not thorough" torch=""
+cudnn=""
 if [[ ${1:-} == all ]]; then
   rank_counts=(1 4 5 6) tier="" torch=yes && shift
 fi
 case ${1:-} in
   mpich | openmpi | gpu) mpis=("$1") torch="" && shift ;;
   torch) mpis=() torch=yes && shift ;;
+  cudnn) mpis=() torch="" cudnn=yes && shift ;;
 esac
 if [[ ${A2D_MPI_ENV:-} == active && ${#mpis[@]} == 2 ]]; then
   mpis=(any)
@@ -125,6 +128,15 @@ elif [[ $torch ]]; then
     python -m pytest tests/torch -q --color=no -m "not mpi" "$@"
   record "torch, 4 ranks" run_mpi 4 "$most" \
     python -m pytest tests/torch -q --color=no --with-mpi -m mpi "$@"
+fi
+
+# cuDNN is large, too, and takes minutes: only this mode runs these tests.
+if [[ $cudnn ]]; then
+  use_env any test,cudnn test,cudnn .venv-cudnn
+  export A2D_TEST_GPU=1 # what is not installed is a failure
+  # -s prints the seconds of each graph.
+  record "cudnn" limited "$most" \
+    python -m pytest tests/gpu/test_deviceless.py -q -s --color=no "$@"
 fi
 
 echo

@@ -31,6 +31,8 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
+import a2d_mpi  # noqa: F401  (before NumPy: products of NumPy 2.5.2 crash on some CPUs otherwise)
+
 PATIENCE = 20  # seconds that a rank which failed waits for the others before it ends the run
 LOCKSTEP = pytest.StashKey()
 HERE = Path(__file__).parent
@@ -81,11 +83,15 @@ def cupy(request):
     saved = {x: sys.modules.pop(x) for x in list(sys.modules) if _is_of_gpu(x)}
     if request.param == "emulated":
         sys.path.insert(0, str(EMULATED))
+        # A real cuDNN would get pointers of the host.  It cannot be imported twice.
+        hidden = pytest.MonkeyPatch()
+        hidden.setitem(sys.modules, "cudnn", None)
     try:
         yield _import_cupy(request.param)
     finally:
         if request.param == "emulated":
             sys.path.remove(str(EMULATED))
+            hidden.undo()
         for x in [x for x in sys.modules if _is_of_gpu(x)]:
             del sys.modules[x]
         sys.modules.update(saved)

@@ -1,31 +1,79 @@
 """The kernel of cuDNN against float64, on the emulated GPU and on a real GPU if there is one."""
 
+import sys
+import warnings
 from importlib import import_module
+from itertools import product
 
 import numpy as np
 import pytest
 from blocks import WAYS, Block, gpu_failures, in_parts, plain_kernel, random_intervals
 from cases import METHODS, OTHERS, label
 from dense import wrong_with
-from helpers import assert_all, deeper, distance
+from helpers import DEEPER, assert_all, deeper, distance
 from oracles import sinks
 
 from a2d_mpi import Documents, SlidingWindow
 from a2d_mpi.core import reference
-from a2d_mpi.kernels import shapes
+from a2d_mpi.kernels import make_kernel, shapes
 from a2d_mpi.masks.mask import Causal
 
 CALLS = "a2d_mpi.kernels.cudnn_calls"  # imported with the CuPy of a test
 
 
+class Recorded:
+    """Graphs of a real GPU that record what is launched, and what cuDNN refuses unexpectedly."""
+
+    def __init__(self, graphs, works):
+        self._graphs, self.works = graphs, works
+        self.launched, self.passes, self.refused = [], set(), []
+
+    def get(self, block, backward):
+        try:
+            launch = self._graphs.get(block, backward)
+        except RuntimeError as error:  # NotSupported, of this import of the kernels
+            self.refused.append(str(error))
+            raise
+
+        def recorded(*given):
+            self.launched.append(block)
+            self.passes.add(backward)
+            launch(*given)
+
+        recorded.block, recorded.workspace_size = block, launch.workspace_size
+        return recorded
+
+
+made = []  # the `Recorded` of a test
+
+
+@pytest.fixture(autouse=True)
+def cudnn_launched(cupy):
+    """Let a test on a real GPU fail if cuDNN computed nothing, and only the fallback did."""
+    yield
+    graphs = made.copy()
+    made.clear()
+    hopper = cupy.kind == "real" and int(cupy.cuda.Device().compute_capability) // 10 == 9
+    for x in graphs:
+        assert not x.refused
+        assert bool(x.launched) == x.works
+        if hopper and x.works:
+            assert x.passes == {False, True}
+
+
 def cudnn_kernel(cupy, block, **options):
     """Return cuDNN's kernel, or its stand-in on the emulated GPU, for a block."""
-    from a2d_mpi.kernels.cudnn import CudnnKernel
+    from a2d_mpi.devices.cuda import Cuda
+    from a2d_mpi.kernels.cudnn import CudnnKernel, graphs_of
 
     if cupy.kind == "emulated":
         from graphs import HostGraphs
 
         options["graphs"] = HostGraphs(options.pop("refuse", ()))
+    else:
+        found = graphs_of(Cuda.current().index, options.get("deterministic", False))
+        options["graphs"] = Recorded(found, bool(block.visible.any()))
+        made.append(options["graphs"])
     return CudnnKernel(plain_kernel(cupy, block), **options)
 
 
@@ -80,9 +128,10 @@ def launches(request, monkeypatch, cupy):
 
 
 def block_of(mask, nq, nk, heads=(2, 1), d=32, dtype="bfloat16", scale=0.2, **options):
-    """Return a block with a mask of `MASKS`, or with intervals."""
+    """Return a block with a mask of `MASKS`, or with intervals; `heads` may include headdims."""
     intervals = intervals_of(mask, nq, nk) if isinstance(mask, str) else mask
-    return Block((nq, nk, *heads, d), dtype, intervals, scale, **options)
+    sizes = nq, nk, *heads, *([d] if len(heads) < 3 else [])
+    return Block(sizes, dtype, intervals, scale, **options)
 
 
 FRESH = [(False, True)]  # results that are not wide, and are not added to
@@ -101,12 +150,50 @@ def test_cudnn(cupy, mask, launches):
     kernel = cudnn_kernel(cupy, block)
     for way in (*WAYS, (True, True)):
         bad += gpu_failures(cupy, kernel, block, ways=[way])
-        if cupy.kind == "emulated":
-            launched = kernel._calls.graphs.launched
-            assert {x.shape for x in launched} == MASKS[mask]
-            single = len(block.intervals) == 1 and "general" not in MASKS[mask]
-            assert {x.batch > 0 for x in launched} <= {launches == "ragged" and single}
+        launched = kernel._calls.graphs.launched
+        assert {x.shape for x in launched} == MASKS[mask]
+        single = len(block.intervals) == 1 and "general" not in MASKS[mask]
+        assert {x.batch > 0 for x in launched} <= {launches == "ragged" and single}
     assert not bad
+
+
+# Heads, KV heads, headdim and headdim_v; a soft-cap.
+WIDTHS = {
+    "cap": ((8, 2, 32, 32), 5.0),
+    "narrow": ((8, 2, 24, 16), None),  # without ragged gradients
+    "narrow, cap": ((8, 2, 24, 16), 5.0),
+    "latent": ((8, 2, 192, 128), None),
+    "latent, cap": ((8, 2, 192, 128), 5.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # without the cap
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("mask, case, dtype", [
+    # First each mask once, and each case in both dtypes.
+    pytest.param(mask, case, dtype, marks=[] if i % 10 == j * 2 + k else DEEPER)
+    for (i, mask), (j, case), (k, dtype) in product(
+        enumerate(MASKS), enumerate(WIDTHS), enumerate(("float16", "bfloat16"))
+    )
+])  # fmt: skip
+def test_soft_caps_and_widths(cupy, mask, case, dtype):
+    """cuDNN computes a soft-cap with full and general launches only, values of any width with all.
+
+    A kernel without the cap fails.
+    """
+    heads, cap = WIDTHS[case]
+    expected = {"full", "general"} if cap else MASKS[mask]
+    for nq, nk in [(200, 240)] + [(130, 90)] * (mask in ("full", "one", "two")):
+        block = block_of(mask, nq, nk, heads, dtype=dtype, scale=0.5, cap=cap)
+        kernel = cudnn_kernel(cupy, block)
+        assert not gpu_failures(cupy, kernel, block, poisoned=True)
+        launched = kernel._calls.graphs.launched
+        assert launched or not block.visible.any()
+        assert {x.shape for x in launched} <= expected
+        assert {x.softcap for x in launched} <= {cap}
+        if cap and mask == "full":
+            kernel.plain.logit_softcap = None
+            assert gpu_failures(cupy, kernel, block, ways=FRESH), "no cap passed"
 
 
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
@@ -115,6 +202,22 @@ def test_cudnn_without_a_kernel(cupy, refused):
     block = block_of("one" if refused == "general" else refused, 80, 90, (4, 2))
     kernel = cudnn_kernel(cupy, block, refuse=(refused,))
     assert not gpu_failures(cupy, kernel, block) and not kernel._calls.graphs.launched
+
+
+@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
+def test_auto_without_cudnn(cupy, monkeypatch):
+    """The plain kernel computes, and a warning says why: it is many times slower."""
+    from a2d_mpi.devices.cuda import Cuda
+
+    device, sixteen = Cuda.current(), np.dtype("float16")
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+    with pytest.warns(RuntimeWarning, match="'cupy' computes: cuDNN attention needs"):
+        assert make_kernel("auto", device, sixteen, 1.0).name == "cupy"
+    with pytest.raises(ImportError, match="cuDNN attention needs"):
+        make_kernel("cudnn", device, sixteen, 1.0)
+    with warnings.catch_warnings():  # cuDNN has no float32
+        warnings.simplefilter("error")
+        assert make_kernel("auto", device, np.dtype("float32"), 1.0).name == "cupy"
 
 
 def test_a_gradient_of_lse_is_left_to_the_plain_kernel(cupy):
@@ -245,7 +348,7 @@ def test_scores_that_deterministic_gradients_keep(cupy, monkeypatch, mask):
     block = block_of(mask, 700, 720, (2, 2))
     kernel = cudnn_kernel(cupy, block, deterministic=True)
     assert not gpu_failures(cupy, kernel, block)
-    calls = kernel._calls.get(block.intervals, *block.inputs[:2], 2, True).calls
+    calls = kernel._calls.get(block.intervals, *block.inputs[:3:2], 2, True).calls
     blocks = [x.launch.block for x in calls]
     assert len(blocks) >= 3 and all(x.nq * x.nk <= 256 * 600 for x in blocks)
 
@@ -302,10 +405,14 @@ def test_plans(comm, grid_of, cupy, method, distribution, monkeypatch):
     monkeypatch.setattr(f"{CALLS}.SHORTEST", 6)
     sizes, bad = {"seqlen": 150, "nheads": 4, "nheads_kv": 2, "headdim": 8}, []
     packed = Documents([0, 11, 90, 150], Causal())
-    for mask in (Causal(), packed, SlidingWindow(30, 20), sinks(20, 50, 150)):
-        plan = method[0](
-            grid, mask, **sizes, dtype="bfloat16", kernel="cudnn", distribution=distribution
-        )
+    for mask, more in (
+        (Causal(), {"logit_softcap": 3.0}),
+        (packed, {}),
+        (SlidingWindow(30, 20), {"headdim_v": 16}),
+        (sinks(20, 50, 150), {}),
+    ):
+        options = {"dtype": "bfloat16", "kernel": "cudnn", "distribution": distribution}
+        plan = method[0](grid, mask, **sizes, **options, **more)
         # cuDNN rounds the gradients of each run, which are about 1.
         ways = {"upload": cupy.asarray, "download": cupy.asnumpy, "slack": 2**-8}
         bad += [f"{mask}: {x}" for x in wrong_with(plan, **ways)]

@@ -25,8 +25,11 @@ from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, flat
 pytestmark = pytest.mark.grids
 
 
-# seqlen, nheads_kv (of 6), headdim: the emulated one is slow.
-SIZES = {"emulated": [(1, 6, 7), (23, 1, 9)], "real": [(1, 6, 32), (1009, 1, 64), (2048, 6, 128)]}
+# seqlen, nheads_kv (of 6), headdim, headdim_v: the emulated one is slow.
+SIZES = {
+    "emulated": [(1, 6, 7, 7), (23, 1, 9, 5)],
+    "real": [(1, 6, 32, 32), (1009, 1, 64, 64), (2048, 6, 128, 128), (1009, 2, 192, 128)],
+}
 
 
 KINDS = [METHODS[(len(METHODS) - 1) // 2], METHODS[-1], OTHERS[-1]]
@@ -65,8 +68,9 @@ def test_results(comm, cupy, gpus, method, mask, dtype, transfers, monkeypatch):
     size = {"emulated": 700, "real": 100_000}[cupy.kind]
     monkeypatch.setattr("a2d_mpi.comm.device_transport.STAGED_MESSAGE", size)
     bad = []
-    for seqlen, nheads_kv, headdim in SIZES[cupy.kind]:
-        sizes = {"seqlen": seqlen, "nheads": 6, "nheads_kv": nheads_kv, "headdim": headdim}
+    for seqlen, nheads_kv, headdim, headdim_v in SIZES[cupy.kind]:
+        sizes = {"seqlen": seqlen, "nheads": 6, "nheads_kv": nheads_kv}
+        sizes |= {"headdim": headdim, "headdim_v": headdim_v}
         plan = method(mask, **sizes, dtype=dtype, transfers=transfers)
         bad += wrong_with(plan, **gpus)
         if plan.traffic.bytes != plan.predicted_traffic():
@@ -137,7 +141,6 @@ def test_calls_on_two_streams(comm, cupy, gpus, method):
 
 
 MIXED = "some ranks pass NumPy arrays, others CuPy arrays"
-WIDE = {"headdim_v": 5, "dtype": "bfloat16"}
 
 
 @pytest.mark.mpi
@@ -145,7 +148,6 @@ WIDE = {"headdim_v": 5, "dtype": "bfloat16"}
 @pytest.mark.parametrize("options, call, text", [
     ({}, {"max_logits": True}, "kernel 'cupy' gives no max_logits, 'numpy' does"),
     ({"kernel": "numpy"}, {}, "'numpy' does not take CuPy arrays"),
-    (WIDE, {}, "kernel 'cupy' needs headdim_v equal to headdim"),
     pytest.param({}, {}, MIXED, marks=pytest.mark.multirank),
 ])  # fmt: skip
 def test_refused(comm, grid_of, gpus, options, call, text):
@@ -174,6 +176,35 @@ def test_main_job(monkeypatch, tmp_path, transfers):
     assert result["origin"]["device"] == "emulated GPU"
     assert result["config"]["device"] == "gpu"
     assert result["config"]["transfers"] == {"device": "direct", "host": "host"}[transfers]
+
+
+# cuDNN's stand-in, which refuses all graphs with `refuse`.
+CUDNN = """
+import sys
+sys.path.append(sys.argv.pop(1))
+from graphs import HostGraphs
+from a2d_mpi.kernels import cudnn
+cudnn.graphs_of = lambda *_: HostGraphs({refuse})
+"""
+
+
+@pytest.mark.parametrize("refuse", [(), ("full", "causal", "general")], ids=["takes", "refuses"])
+def test_who_computes(monkeypatch, tmp_path, refuse):
+    """The print-out and the file say how many blocks cuDNN refused, which all checks pass."""
+    output, emulated = tmp_path / "run.h5", helpers.ROOT / "tests" / "gpu" / "emulated"
+    sabotage = CUDNN.format(refuse=refuse).replace("sys.argv.pop(1)", repr(str(emulated)))
+    options = ["--seqlen", 70, "--backward", "--check", "full", "--trials", 1, "--output", output]
+    options += ["--device", "gpu", "--dtype", "bfloat16", "--mask", "causal"]
+    done = drive_on_gpu(monkeypatch, "attention.py", 2, SAMPLE, *options, sabotage=sabotage)
+    kernel = "cupy" if refuse else "cudnn"
+    result = read_run(output)
+    assert result["config"]["kernel"] == "cudnn"
+    for phase in ("forward", "backward"):
+        (found,) = result["blocks"][phase].items()
+        assert found[0] == kernel and found[1].all()
+        assert f"of the slowest; {found[1].sum()} blocks by {kernel}\n" in done.stdout
+        line = next(x for x in done.stdout.splitlines() if x.startswith(f"{phase}: "))
+        assert kernel in line
 
 
 @pytest.mark.parametrize("gpus", [0, None])

@@ -23,6 +23,9 @@ def random_intervals(nq, nk, kind, seed=1):
         return ((np.zeros(nq, int), np.full(nq, nk)),)
     if kind == "causal":
         return ((np.zeros(nq, int), np.minimum(np.arange(nq) + 1, nk)),)
+    if kind == "band":  # the last queries of a long block see no key
+        first = np.arange(nq) - 5
+        return ((np.clip(first, 0, nk), np.minimum(first + 11, nk)),)
     begin = rng.integers(0, nk + 1, nq)
     end = np.maximum(begin, rng.integers(0, nk + 1, nq))
     if kind == "one":

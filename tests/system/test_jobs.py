@@ -61,7 +61,7 @@ RUN = {
     "train": {"": 5, "out --steps 100": 5},
     "figures": {"out": 14},
     "docs": {"": 2},
-    "gpu": {"local --dtype float32": 3, "bench --trials 3": 6, "test -k real": 1},
+    "gpu": {"local --dtype float32": 3, "bench --trials 3": 8, "test -k real": 1},
 }  # fmt: skip
 
 

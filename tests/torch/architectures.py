@@ -10,14 +10,17 @@ code 1: one is neither equal nor refused.  Needs the extra `torch`, and is not p
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import torch
 import transformers
 from mpi4py import MPI
-from test_context import EXPERTS, LOCAL, SIZES, N, build, distance, sequence, spread_step, step
 
 from a2d_mpi import Full, ProcessGrid
 from a2d_mpi.torch import ContextParallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+from test_context import EXPERTS, LOCAL, SIZES, N, build, distance, sequence, spread_step, step
 
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 BERT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0, "embedding_size": 32}

@@ -221,7 +221,7 @@ def test_methods(comm, grid, parallel, method, name):
     exact = step(build(*EQUAL[name]), ids, ids, [0, N])
     cp, root = parallel(model, method=method), part.size - 1
     batch = cp.shard(ids if part.rank == root else None, root=root)
-    loss = cp.loss(model(**batch.inputs).logits, batch, averaged_over=2) / 2
+    loss = cp.loss(model(**batch.inputs).logits, batch, averaged_over=part.size) / part.size
     loss.backward()
     cp.sum_gradients()
     assert_near(comm, (sum(part.allgather(loss.item())), gradients(model)), exact)

@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import sys
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from a2d_mpi.kernels import graphs
 from a2d_mpi.kernels.graphs import Block, Graphs, NotSupported, supported
 
-BLOCK = Block("bfloat16", 16, 16, 128, nq=512, nk=1024, shape="full", scale=0.1)
+BLOCK = Block("bfloat16", 16, 16, 128, 128, nq=512, nk=1024, shape="full", scale=0.1)
 
 
 FORWARD, FIXED = {"backward": False}, {"deterministic": True}
@@ -19,10 +20,12 @@ FORWARD, FIXED = {"backward": False}, {"deterministic": True}
 
 @pytest.mark.parametrize("major, options, change, reason", [
     *[(x, {}, {}, None) for x in (8, 9, 10, 12)], (7, {}, {}, "7, 0"),
-    (9, {}, {"headdim": 100}, "multiple of 8"), (9, {}, {"headdim": 256}, None),
-    (8, FORWARD, {"headdim": 256}, None), (8, {}, {"headdim": 256}, "limit of headdim is 128"),
-    (10, FORWARD, {"headdim": 256, "nq": 1}, "limit of headdim is 128"),
-    (9, {}, {"headdim": 264}, "limit of headdim is 256"),
+    (9, {}, {"headdim": 100}, "multiples of 8"), (9, {}, {"headdim": 256}, None),
+    (10, {}, {"headdim": 192}, None), (10, {}, {"headdim": 192, "headdim_v": 192}, "128"),
+    (9, {}, {"headdim_v": 100}, "multiples of 8"), (9, {}, {"headdim": 192}, None),
+    (8, FORWARD, {"headdim": 256}, None), (8, {}, {"headdim": 256}, "limit of headdims is 128"),
+    (10, FORWARD, {"headdim": 256, "nq": 1}, "limit of headdims is 128"),
+    *[(9, {}, {x: 264}, "limit of headdims is 256") for x in ("headdim", "headdim_v")],
     *[(x, {}, {"shape": "general"}, None) for x in (9, 10)],
     *[(x, {}, {"shape": "general"}, "general mask") for x in (8, 12)],
     (8, FORWARD, {"shape": "general"}, None), (9, FORWARD, {"nq": 1, "nk": 1}, None),
@@ -33,8 +36,12 @@ FORWARD, FIXED = {"backward": False}, {"deterministic": True}
     (9, {}, {"nheads_kv": 2}, None), (9, {}, {"batch": 4}, None), (8, FORWARD, {"batch": 4}, None),
     (9, FORWARD, {"batch": 4, "headdim": 40}, None),
     *[(x, {}, {"batch": 4}, "ragged gradients") for x in (8, 12)],
-    (9, FIXED, {"batch": 4}, "ragged"), (9, {}, {"batch": 4, "headdim": 40}, "multiple of 16"),
-    (9, {}, {"batch": 4, "nq": 1, "nk": 1}, None),
+    (9, FIXED, {"batch": 4}, "ragged"), (9, {}, {"batch": 4, "headdim_v": 40}, "multiples of 16"),
+    (9, {}, {"batch": 4, "nq": 1, "nk": 1}, None), (9, {}, {"softcap": 30.0}, None),
+    (8, FORWARD, {"softcap": 30.0}, None), (8, {}, {"softcap": 30.0}, "soft-caps"),
+    (9, {}, {"softcap": 30.0, "shape": "general"}, None),
+    (9, FORWARD, {"softcap": 30.0, "shape": "causal"}, "no soft-cap"),
+    (9, FORWARD, {"softcap": 30.0, "batch": 4}, "no soft-cap"),
 ])  # fmt: skip
 def test_supported(major, options, change, reason):
     told = supported(dataclasses.replace(BLOCK, **change), (major, 0), **options)
@@ -103,12 +110,20 @@ def test_graphs_are_built_once(launched):
     assert log[-2:] == [launch, ("destroy", 77)]
 
 
-def test_a_general_launch_reads_the_hidden_logit_from_the_host(launched):
+def test_a_launch_reads_scalars_from_the_host(launched):
     found, log = launched
-    found.get(dataclasses.replace(BLOCK, shape="general"), False)(range(1, 8), 6, stream=9)
-    pack = log[-1][1]
-    assert [pack[i] for i in range(1, 8)] == list(range(1, 8)) and len(pack) == 8
-    assert ctypes.c_float.from_address(pack[8]).value == np.float32(graphs.HIDDEN)
+    for shape, cap in (("general", None), ("full", 30.0), ("general", 30.0)):
+        block = dataclasses.replace(BLOCK, shape=shape, softcap=cap)
+        tensors = 7 if shape == "general" else 5
+        found.get(block, False)(range(1, tensors + 1), 6, stream=9)
+        pack = list(log[-1][1].items())
+        assert pack[:tensors] == [(i, i) for i in range(1, tensors + 1)]
+        numbers, scalars = zip(*pack[tensors:])
+        assert numbers == tuple(range(tensors + 1, len(pack) + 1))
+        expected = [graphs.HIDDEN] * (shape == "general") + [cap] * (cap is not None)
+        assert [ctypes.c_float.from_address(x).value for x in scalars] == [
+            np.float32(x) for x in expected
+        ]
 
 
 def test_plans_share_the_graphs_of_a_device(launched):
@@ -121,25 +136,29 @@ def test_ragged_graphs_of_newer_frontends(launched, monkeypatch):
     found, _ = launched
     block = dataclasses.replace(BLOCK, batch=4)
     monkeypatch.setattr(sys.modules["cudnn"], "__version__", "1.23.0")
-    with pytest.raises(NotSupported, match="offsets"):
+    with pytest.raises(NotSupported, match="without gaps"):
         found.get(block, False)
     assert found.get(BLOCK, False)
 
 
-def test_a_refusal_is_kept(launched):
+@pytest.mark.parametrize("nq, words", [(13, r"no engine for$"), (14, "")])
+def test_a_refusal_is_told_once_and_kept(launched, nq, words):
+    """In the words of cuDNN, whatever class its error has."""
     found, log = launched
-    refused = dataclasses.replace(BLOCK, nq=13)
-    for _ in range(2):
-        with pytest.raises(NotSupported, match=r"forward pass of Block.*nq=13.*no engine for$"):
-            found.get(refused, False)
-    assert log == [("build", 13, False)]
+    refused = dataclasses.replace(BLOCK, nq=nq)
+    text = rf"no kernel for the forward pass of Block.*nq={nq}.*{words}"
+    with pytest.warns(RuntimeWarning, match=text), pytest.raises(NotSupported, match=text):
+        found.get(refused, False)
+    with warnings.catch_warnings(), pytest.raises(NotSupported, match=text):
+        warnings.simplefilter("error")
+        found.get(refused, False)
+    assert log == [("build", nq, False)]
 
 
-def test_a_failure_is_told_once(launched):
-    found, _ = launched
-    failing = dataclasses.replace(BLOCK, nq=14)
-    told = pytest.warns(RuntimeWarning, match="no kernel for the forward pass of Block.*nq=14")
-    with told, pytest.raises(NotSupported):
-        found.get(failing, False)
-    with pytest.raises(NotSupported):
-        found.get(failing, False)
+def test_a_cudnn_that_cannot_use_the_gpu(launched, monkeypatch):
+    def create_handle():
+        raise Exception("CUDNN_STATUS_NOT_INITIALIZED")
+
+    monkeypatch.setattr(sys.modules["cudnn"], "create_handle", create_handle)
+    with pytest.raises(ImportError, match=r"cannot be used on this GPU: CUDNN_STATUS_NOT_IN"):
+        Graphs()

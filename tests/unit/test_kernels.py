@@ -12,6 +12,7 @@ from a2d_mpi.comm.transport import HostTransport
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.kernel_memory import BLOCK_K, BLOCK_Q
 from a2d_mpi.devices.host import HOST
+from a2d_mpi.kernels import KERNELS as ENTRIES
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.kernels.blocks import Blocker
 from a2d_mpi.kernels.numpy import NumpyKernel
@@ -176,13 +177,15 @@ def test_partials_of_low_precision(dtype, parts):
     ("cupy", "float32", {}, "'cupy' does not take NumPy arrays"),
     ("cudnn", "float32", {}, "'cudnn' computes float16, bfloat16, got float32"),
     ("numba", "float64", {}, "computes float16, bfloat16, float32, got float64"),
-    ("cudnn", "bfloat16", CAP, "'cudnn' computes no soft-cap, got .* 30.0"),
-    ("cudnn-deterministic", "bfloat16", CAP, "'cudnn-deterministic' computes no soft-cap, got"),
+    ("own", "bfloat16", CAP, "'own' computes no soft-cap, got .* 30.0"),
+    ("own", "bfloat16", {"widths": (8, 16)}, "equal to headdim, got headdim 8 and headdim_v 16"),
 ])  # fmt: skip
-def test_refused(name, dtype, options, text):
+def test_refused(name, dtype, options, text, monkeypatch):
+    entry = ENTRIES["numpy"]._replace(softcap=False, widths=False)
+    monkeypatch.setitem(ENTRIES, "own", entry)
     with pytest.raises(ValueError, match=text):
         make_kernel(name, HOST, DTYPES[dtype], 1.0, **options)
-    if options:
+    if options is CAP:
         assert make_kernel("auto", HOST, DTYPES[dtype], 1.0, **options).logit_softcap
 
 

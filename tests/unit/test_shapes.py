@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.kernels import shapes
+from a2d_mpi.kernels.graphs import Block
 from a2d_mpi.kernels.ragged import LONG, TILE, batches, is_ragged, room, sequences, size_class
 from a2d_mpi.kernels.shapes import runs
 from a2d_mpi.masks.patterns import make_mask
@@ -204,7 +205,10 @@ def test_sizes():
 
 def test_what_a_launch_reads():
     batch = runs((np.repeat([2, 9], [3, 4]), np.r_[3:6, 10:14]))
-    found = sequences(batch, (10, 100, 1), align=4)
-    assert found.dtype == np.int64 and found.shape == (5, 4)
+    block = Block("float16", 2, 1, headdim=24, headdim_v=16, nq=4, nk=4, shape="full", scale=1.0)
+    found = sequences(batch, block, align=4)
+    assert found.dtype == np.int64 and found.shape == (7, 4)
     assert found[0].view(np.int32)[:2].tolist() == [3, 4] == found[1].view(np.int32)[:2].tolist()
-    assert found[2:, :3].tolist() == [[0, 30, 70], [200, 900, 1300], [0, 3, 7]]
+    rows, keys = np.array([0, 3, 7]), np.array([2, 9, 13])
+    expected = rows * 2 * 24, keys * 24, rows * 2 * 16, keys * 16, rows * 2
+    assert np.array_equal(found[2:, :3], expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from copy import copy
@@ -40,6 +41,8 @@ class Engine:
     device, kernel, work, transport
         The device, its kernel, its buffers and its transport.  All but `work` are None until the
         first call.
+    blocks : Counter
+        Blocks that the kernel has computed so far, by phase.
     clocks : Clocks
 
     Raises
@@ -69,13 +72,14 @@ class Engine:
         self.device = self.kernel = self.transport = None
         self.work = Workspace()
         self._works = {HOST: self.work}  # shared with twins
+        self.blocks: Counter[str] = Counter()
         self.clocks = Clocks()
 
     def twin(self) -> Engine:
         """Return an engine that shares the buffers, with a kernel and clocks of its own."""
         twin = copy(self)
         twin.device = twin.kernel = twin.transport = None
-        twin.clocks = Clocks()
+        twin.blocks, twin.clocks = Counter(), Clocks()
         return twin
 
     def move_to(self, device: Device) -> None:
@@ -92,6 +96,7 @@ class Engine:
             self._name, device, *kind, poll, work, config.logit_softcap, self._widths
         )
         self.device, self.work, self.transport = device, work, transport
+        self.blocks.clear()
         self.clocks.use(device)
 
     def prepared(self, arrays: dict[str, Array]) -> tuple[dict[str, Array], bool]:

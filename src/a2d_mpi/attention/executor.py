@@ -236,6 +236,7 @@ class Executor:
         (q,) = tensors(step.queries)  # (queries, nheads, headdim)
         k, v = tensors(step.keys)  # (keys, nheads_kv, headdim)
         out, lse = tensors(step.target)
+        self._engine.blocks["forward"] += 1
         with self._engine.clocks.span("compute"):
             self._engine.kernel.forward(q, k, v, intervals, out, lse, **self._options)
 
@@ -245,6 +246,7 @@ class Executor:
         k, v = tensors(step.keys)  # (keys, nheads_kv, headdim)
         gradients = *tensors(step.dq), *tensors(step.dkv)  # as q, k, v
         given = dout, q, k, v, lse, delta, intervals
+        self._engine.blocks["backward"] += 1
         with self._engine.clocks.span("compute"):
             kernel.backward(*given, *gradients, fresh=step.fresh, **self._options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from copy import copy
@@ -497,8 +498,23 @@ class AttentionPlan(Caller):
 
     @property
     def kernel(self) -> str | None:
-        """Name of the latest call's kernel; None before the first one."""
+        """Name of the latest call's kernel; None before the first one.  See also `blocks`."""
         return getattr(self._engine.kernel, "name", None)
+
+    @property
+    def blocks(self) -> dict[tuple[str, str], int]:
+        """Blocks that this rank has computed so far, by phase and name of the kernel.
+
+        A block belongs to the fallback of a kernel if the fallback computed any part of it.  For
+        example, the kernel "cudnn" leaves to "cupy" what cuDNN cannot compute.
+        """
+        kernel, blocks = self._engine.kernel, Counter[tuple[str, str]]()
+        for phase, n in self._engine.blocks.items():
+            blocks[phase, kernel.name] = n
+        for (phase, other), n in getattr(kernel, "fallbacks", {}).items():
+            blocks[phase, kernel.name] -= n
+            blocks[phase, other] += n
+        return {x: n for x, n in blocks.items() if n}
 
     @property
     def deterministic(self) -> bool:

@@ -27,6 +27,7 @@ from a2d_mpi.devices.protocol import Array
 
 LANES, WARPS = 32, 4  # as in kernels.cu
 ALIGNMENT = 16  # bytes
+PARTS = 2048  # sums over tokens that are added up to a sum; not tuned on a GPU
 SUCCESS, NOT_READY = 0, 600  # cudaError_t
 
 
@@ -95,20 +96,22 @@ class Cuda:
         Parameters
         ----------
         puts : sequence of (to, x, add)
-            Arrays (..., heads, headdim), as in `put`.  All x have one dtype.  If `to` has fewer
+            Arrays (..., heads, elements), as in `put`.  All x have one dtype.  If `to` has fewer
             heads than x, it gets the sums of groups of heads, the transpose of `repeat_heads`.
         """
         tensor = min((y.dtype for put in puts for y in put[:2]), key=lambda x: x.itemsize)
-        arrays, groups, ends, rows = [], [], [], 0
+        arrays, groups, widths, ends, rows = [], [], [], [], 0
         for to, x, add in (*puts, *[puts[-1]] * (3 - len(puts))):
             arrays += [to, int(to.dtype != tensor), int(not add), x]
             groups.append(x.size // to.size if to.size else 1)
+            widths.append(math.prod(to.shape[2:]))
         for to, _, _ in puts:
             rows += math.prod(to.shape[:2])
             ends.append(np.int64(rows))
         ends = [*ends, *ends[-1:] * 2][:2]
-        wide_from, headdim = int(puts[0][1].dtype != tensor), math.prod(puts[0][0].shape[2:])
-        self._rows("put_rows", tensor, *arrays, wide_from, *groups, *ends, (rows, 1, headdim))
+        wide_from = int(puts[0][1].dtype != tensor)
+        given = *arrays, wide_from, *groups, *widths[:2], *ends
+        self._rows("put_rows", tensor, *given, (rows, 1, widths[2]))
 
     def encode(self, to: Array, x: Array, wire: str) -> None:
         form, top = FORMATS[wire], np.float64(FORMATS[wire].largest)
@@ -147,13 +150,15 @@ class Cuda:
     def sink_gradient(self, lse: Array, delta: Array, sink: Array) -> Array:
         gradient = cupy.empty(sink.shape, sink.dtype)
         self.zero(gradient)
-        given = lse, delta, sink, gradient
-        self._rows("sink_gradient", lse.dtype, *given, lse.shape[::-1], outer=1)
+        parts = min(len(lse), PARTS)
+        sums = cupy.empty((parts, len(sink)), np.float64)
+        self._rows("sink_sums", lse.dtype, lse, delta, sink, sums, len(lse), sums.shape, outer=1)
+        self._rows("sink_gradient", lse.dtype, gradient, sums, sums.shape[::-1], outer=1)
         return gradient
 
     def delta(self, dout: Array, out: Array) -> Array:
         delta = cupy.empty(out.shape[:2], compute_dtype(out.dtype))
-        self._rows("delta_of", out.dtype, dout, out, delta, out.shape)
+        self._rows("delta_of", out.dtype, dout, out, delta, out.shape, pieces=True)
         return delta
 
     def subtract(self, delta: Array, dlse: Array, lse: Array) -> None:
@@ -166,8 +171,9 @@ class Cuda:
 
         Parameters
         ----------
-        dout, out : (tokens, nheads, headdim)
-            Each row of `out` is set to the multiple of dout with ``rowsum(dout * out) = delta``.
+        dout, out : (tokens, nheads, headdim_v)
+            Heads of at most 512 bytes.  Each row of `out` is set to the multiple of dout with
+            ``rowsum(dout * out) = delta``.
         delta, lse : (tokens, nheads)
         stats : float array
             Receives lse with heads first, one query after the other.
@@ -176,9 +182,11 @@ class Cuda:
             written.  The second is the place of its first head in `stats`.  The third is the
             distance from one head to the next.
         """
+        if (size := dout.shape[2] * dout.dtype.itemsize) > LANES * ALIGNMENT:
+            raise ValueError(f"a head can have at most {LANES * ALIGNMENT} bytes, got {size}")
         n, nheads = places.shape[1], lse.shape[1]
         given = dout, delta, out, lse, stats, *places, n, nheads
-        self._rows("out_and_stats", dout.dtype, *given, dout.shape)
+        self._rows("out_and_stats", dout.dtype, *given, dout.shape, pieces=True)
 
     def transpose(self, to: Array, x: Array) -> None:
         """Set ``to = x.T`` for two-dimensional arrays of an accumulation dtype."""
@@ -237,16 +245,27 @@ class Cuda:
         event.record(stream)
         return event
 
-    def _rows(self, name: str, dtype: np.dtype, *args: Any, outer: int = 2) -> None:
-        """Launch a kernel that works on rows: the first `outer` axes of the last argument."""
+    def _rows(
+        self, name: str, dtype: np.dtype, *args: Any, outer: int = 2, pieces: bool = False
+    ) -> None:
+        """Launch a kernel that works on rows: the first `outer` axes of the last argument.
+
+        A warp works on a row.  With `pieces`, so do only as many threads as load the row in pieces
+        of 16 bytes.  Their number, a power of two, is an argument of the kernel.
+        """
         *args, shape = args
         rows, width = math.prod(shape[:outer]), math.prod(shape[outer:])
         if rows * width == 0:
             return
-        blocks = min(-(-rows // WARPS), 1 << 20)
+        lanes = LANES
+        if pieces:
+            number = -(-width * dtype.itemsize // ALIGNMENT)
+            lanes = min(LANES, 1 << (number - 1).bit_length())
+            args.append(lanes)
+        blocks = min(-(-rows * lanes // (WARPS * LANES)), 1 << 20)
         # CuPy would make Python's integers 64 bits wide.
         args = [np.int32(x) if isinstance(x, int) else x for x in args]
-        launch = kernel_of(self.index, name, dtype, LANES)
+        launch = kernel_of(self.index, name, dtype, (LANES, LANES))
         launch((blocks,), (LANES * WARPS,), (*args, np.int64(rows), np.int32(width)))
 
 
@@ -257,18 +276,18 @@ def _device(index: int) -> Cuda:
 
 @cache
 def kernel_of(
-    index: int, name: str, dtype: np.dtype, headdim: int, logit_softcap: float | None = None
+    index: int, name: str, dtype: np.dtype, widths: tuple, logit_softcap: float | None = None
 ) -> Any:
-    """Return a kernel of kernels.cu, compiled for a headdim that is a multiple of LANES."""
+    """Return a kernel of kernels.cu, compiled for headdim and headdim_v, multiples of LANES."""
     # The index is part of the key: a compiled module belongs to one GPU.
-    return _module(index, dtype, headdim, logit_softcap).get_function(name)
+    return _module(index, dtype, widths, logit_softcap).get_function(name)
 
 
 @cache
-def _module(index: int, dtype: np.dtype, headdim: int, logit_softcap: float | None) -> Any:
+def _module(index: int, dtype: np.dtype, widths: tuple, logit_softcap: float | None) -> Any:
     element = list(DTYPES.values()).index(dtype)
     source = files("a2d_mpi").joinpath("kernels", "kernels.cu").read_text()
-    options = ("--std=c++17", f"-DELEMENT={element}", f"-DHEADDIM={headdim}")
+    options = [f"-DELEMENT={element}", f"-DHEADDIM={widths[0]}", f"-DHEADDIM_V={widths[1]}"]
     if logit_softcap is not None:
-        options += (f"-DSOFTCAP={logit_softcap!r}",)
-    return cupy.RawModule(code=source, options=options)
+        options.append(f"-DSOFTCAP={logit_softcap!r}")
+    return cupy.RawModule(code=source, options=("--std=c++17", *options))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -34,6 +37,13 @@ from a2d_mpi.masks.mask import Mask
 from a2d_mpi.masks.patterns import make_mask
 
 MASKS = ("full", "causal")  # masks that torch has
+BACKENDS = {  # of torch's attention, by their names in torch
+    "default": None,
+    "cudnn": "CUDNN_ATTENTION",
+    "flash": "FLASH_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "math": "MATH",
+}
 COLUMNS = ("shape/mask", "phase", "kernel", "GFLOP/s", "of torch's")
 # Shapes, dtype and kernels by device.
 DEFAULTS = {
@@ -92,10 +102,17 @@ def _bench_kernel(ranks: int, args: argparse.Namespace) -> int:
                 for phase, call in by_phase.items():
                     call()
                     calls[f"{phase}/{kernel.name}"] = call
+                for phase, other in getattr(kernel, "fallbacks", ()):
+                    print(f"{of}: {kernel.name} leaves blocks of the {phase} pass to {other}")
                 results = {name: device.download(x) for name, x in t.items()}
                 checks[f"{of}, {kernel.name}"] = check_attention(plan, results, SAMPLE)
             if torch is not None and of.rpartition("/")[2] in MASKS:
-                calls |= _torch_calls(torch, t, of.endswith("causal"), device)
+                for backend in args.torch:
+                    try:
+                        calls |= _torch_calls(torch, t, of.endswith("causal"), device, backend)
+                    except RuntimeError as error:
+                        reason = str(error).partition("\n")[0]
+                        print(f"torch's attention by {backend} does not run: {reason}")
             seconds = in_turn(calls, args.trials, device=device)
             times |= {f"{of}/{call}": x for call, x in seconds.items()}
             for phase in PHASES:
@@ -155,9 +172,9 @@ def _torch(device: Device) -> ModuleType | None:
 
 
 def _torch_calls(
-    torch: ModuleType, t: dict[str, Array], causal: bool, device: Device
+    torch: ModuleType, t: dict[str, Array], causal: bool, device: Device, backend: str
 ) -> dict[str, Callable[[], None]]:
-    """Return calls of torch on the same numbers, by phase."""
+    """Return calls of torch on the same numbers, by phase; one of `BACKENDS` computes."""
     given = [t[name] for name in ("q", "k", "v", "dout")]
     dtype = getattr(torch, given[0].dtype.name)
     options = {"is_causal": causal}
@@ -171,14 +188,23 @@ def _torch_calls(
         x.requires_grad_()
     wait = (lambda: None) if device is HOST else torch.cuda.synchronize
 
-    attend = torch.nn.functional.scaled_dot_product_attention
+    name, chosen = "torch", nullcontext
+    if BACKENDS[backend]:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        name = f"torch-{backend}"
+        chosen = partial(sdpa_kernel, getattr(SDPBackend, BACKENDS[backend]))
+
+    def attend() -> Any:
+        with chosen():
+            return torch.nn.functional.scaled_dot_product_attention(*qkv, **options)
 
     def forward() -> None:
         with torch.no_grad():
-            attend(*qkv, **options)
+            attend()
         wait()
 
-    out = attend(*qkv, **options)
+    out = attend()
 
     def backward() -> None:
         for x in qkv:
@@ -186,7 +212,7 @@ def _torch_calls(
         out.backward(dout, retain_graph=True)
         wait()
 
-    return {"forward/torch": forward, "backward/torch": backward}
+    return {f"forward/{name}": forward, f"backward/{name}": backward}
 
 
 def _speeds(times: dict[str, object]) -> Iterator[list[str]]:

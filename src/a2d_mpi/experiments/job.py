@@ -157,7 +157,9 @@ def _report(result: Mapping[str, Any], measured: Measurement) -> None:
         backward = phase == "backward"
         work = flops(int(area.sum()), heads, plan.headdim, backward, plan.headdim_v)
         speed = work / np.median(parts["total"].max(axis=1)) / 1e9
-        print(f"{phase}: {speed:.1f} GFLOP/s of all ranks, in the time of the slowest")
+        kernels = result["blocks"][phase].items()
+        by = ", ".join(f"{x.sum()} blocks by {name}" for name, x in kernels)
+        print(f"{phase}: {speed:.1f} GFLOP/s of all ranks, in the time of the slowest; {by}")
     columns = ("sent", "predicted_sent", "received", "predicted_received")
     rows = [["bytes of one rank", "sent", "predicted", "received", "predicted", "(largest)"]]
     for phase, channels in result["traffic"].items():

@@ -232,10 +232,11 @@ class Measurement:
             changed = _differing(self._on_host(self._given), self._given_bits)
             for name, number in (("repeat", self._differ), ("inputs", changed)):
                 self.checks[name] = Check(float(comm.allreduce(number)), 0.0, comm.size)
-        gathered = comm.gather((self.seconds, plan.traffic.bytes, plan.area(), gethostname()))
+        given = self.seconds, plan.traffic.bytes, plan.area(), gethostname(), plan.blocks
+        gathered = comm.gather(given)
         if gathered is None:
             return {}
-        seconds, counted, area, hosts = zip(*gathered)
+        seconds, counted, area, hosts, blocks = zip(*gathered)
         origin = {**origin, "hostnames": list(hosts)}
         trials = max(1, len(self.seconds["forward/total"]))
         traffic, off = _traffic(plan, self.phases, counted, trials)
@@ -245,6 +246,10 @@ class Measurement:
             phase, part = name.split("/")
             of_ranks = np.array([x[name] for x in seconds]).T  # (trials, ranks)
             timings[phase][part] = np.round(of_ranks * TICKS) / TICKS
+        by_kernel: dict[str, dict[str, np.ndarray]] = {phase: {} for phase in self.phases}
+        for phase, kernel in sorted({x for of_rank in blocks for x in of_rank}):
+            of_ranks = np.array([x.get((phase, kernel), 0) for x in blocks], np.int64)
+            by_kernel[phase][kernel] = of_ranks
         options = {x: getattr(args, x) for x in ("check", "trials", "warmup", "seed", "threads")}
         phases = {"backward": len(self.phases) > 1, "device": self.device.name}
         return {
@@ -254,6 +259,7 @@ class Measurement:
             "area": np.array(area, np.int64),
             "timings": timings,
             "traffic": traffic,
+            "blocks": by_kernel,
             **attributes_of(self.checks),
             **others,
         }

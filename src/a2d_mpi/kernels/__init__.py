@@ -6,8 +6,8 @@ both.  A kernel may ignore `careful` and `any_delta`, if its results are right w
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,12 +50,12 @@ KERNELS: dict[str, Entry | None] = {
     "numba": Entry(
         _lazy("compiled", "NumbaKernel"), (*_HALF, "float32"), gpu=False, softcap=True, widths=True
     ),
-    "cupy": Entry(_lazy("cupy", "CupyKernel"), _ALL, gpu=True, softcap=True),
+    "cupy": Entry(_lazy("cupy", "CupyKernel"), _ALL, gpu=True, softcap=True, widths=True),
     # Uses "cupy" for blocks that cuDNN does not compute.  Sums of gradients are fastest without a
     # fixed order.  Gradients of "cudnn-deterministic" repeat bit for bit.
-    "cudnn": Entry(_lazy("cudnn", "make"), _HALF, gpu=True, softcap=False),
+    "cudnn": Entry(_lazy("cudnn", "make"), _HALF, gpu=True, softcap=True, widths=True),
     "cudnn-deterministic": Entry(
-        _lazy("cudnn", "make", deterministic=True), _HALF, gpu=True, softcap=False
+        _lazy("cudnn", "make", deterministic=True), _HALF, gpu=True, softcap=True, widths=True
     ),
 }
 # The fastest kernel, and the kernel for all problems, on the host (False) and on a GPU (True).
@@ -132,8 +132,13 @@ def make_kernel(
     options = {"poll": poll or (lambda: None), "work": work, "logit_softcap": logit_softcap}
     if kernel == "auto":
         fastest, kernel = _FASTEST[device is not HOST]
-        with suppress(ImportError, ValueError):  # it is not installed, or cannot compute this
+        try:
             return make_kernel(fastest, device, dtype, softmax_scale, **options, widths=widths)
+        except ValueError:  # it cannot compute this
+            pass
+        except ImportError as error:
+            if device is not HOST:  # many times slower
+                warnings.warn(f"kernel {kernel!r} computes: {error}", RuntimeWarning, stacklevel=2)
     check_kernel(kernel, dtype, logit_softcap, widths)
     entry = KERNELS[kernel]
     if entry.gpu == (device is HOST):

@@ -11,6 +11,7 @@ of the queries has this out.  So cuDNN gets another out that has the same delta.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,7 +44,7 @@ class CudnnKernel:
     ----------
     product_dtype : dtype
         Dtype to which probabilities are rounded before they are multiplied: the tensors' dtype.
-    rounds_partials : bool
+    rounds_partials, fallbacks
         As in `a2d_mpi.kernels.protocol.Kernel`.
 
     Raises
@@ -68,12 +69,14 @@ class CudnnKernel:
         graphs = graphs or graphs_of(plain.device.index, deterministic)
         self._calls = CallMaker(plain, graphs, deterministic)
         self._no_keys: dict[int, Array] = {}  # lse of queries without keys, by number of heads
+        self.fallbacks: Counter[tuple[str, str]] = Counter()
 
     def forward(
         self, q: Array, k: Array, v: Array, intervals: Intervals, out: Array, lse: Array, **_: Any
     ) -> None:
         """Write the partial result to `lse` and `out`, which has the tensors' dtype or float32."""
-        runs = self._calls.get(intervals, q, k, k.shape[1], False)
+        runs = self._calls.get(intervals, q, v, k.shape[1], False)
+        self._count("forward", runs.falls_back)
         if runs.single:
             keys_at = [self._input(runs, i, x, slice(0, len(x))) for i, x in ((1, k), (2, v))]
             for call in runs.calls:
@@ -107,10 +110,12 @@ class CudnnKernel:
         With `any_delta`, no out may have this delta (if dout is 0).  So the plain kernel computes.
         """
         if any_delta:
+            self._count("backward", True)
             self.plain.backward(dout, q, k, v, lse, delta, intervals, dq, dk, dv, fresh)
             return
         nheads, gradients = q.shape[1], (dq, dk, dv)
-        runs = self._calls.get(intervals, q, k, nheads, True)
+        runs = self._calls.get(intervals, q, v, nheads, True)
+        self._count("backward", runs.falls_back)
         everything = slice(0, len(q)), slice(0, len(k)), False
         one_call = [(call.rows, call.keys, call.gaps) for call in runs.calls] == [everything]
         # Rows that only one run writes are overwritten; several runs are summed in float32.
@@ -126,11 +131,11 @@ class CudnnKernel:
         inputs, places = [q, k, v], runs.places
         if places is not None and nheads != k.shape[1]:
             # cuDNN's backward pass is slow on shared KV heads: each query head gets a copy.
-            inputs[1:] = [self._buffer(x, (len(k), nheads, k.shape[2])) for x in "kv"]
-            for to, x in zip(inputs[1:], (k, v)):
-                self.device.repeat_heads(to, x)
+            for i, x in enumerate((k, v), 1):
+                inputs[i] = self._buffer("qkv"[i], (len(x), nheads, x.shape[2]))
+                self.device.repeat_heads(inputs[i], x)
         if places is not None:
-            out = self._buffer("out", q.shape)
+            out = self._buffer("out", dout.shape)
             stats = self._buffer("stats", (runs.stats,), np.float32)
             self.device.out_and_stats(dout, delta, out, lse, stats, places)
             inputs += [out, dout, stats]
@@ -151,6 +156,10 @@ class CudnnKernel:
         for to, x in zip(gradients, sums):
             if x is not to:
                 self.device.put(to, x)
+
+    def _count(self, phase: str, falls_back: bool) -> None:
+        if falls_back:
+            self.fallbacks[phase, self.plain.name] += 1
 
     def _attend(self, call: RunCall, q: Array, k: Array, v: Array, out: Array, lse: Array) -> None:
         """Compute one run; `out` and `lse` are the rows of its queries."""
@@ -191,7 +200,7 @@ class CudnnKernel:
         new : list of bool
             Whether to overwrite each of `sums` instead.
         """
-        nheads, headdim = sums[0].shape[1:]
+        nheads = sums[0].shape[1]
         rows, keys, ragged = call.rows, call.keys, call.batch
         if ragged:
             pointers = of_batches.copy()
@@ -207,7 +216,7 @@ class CudnnKernel:
             if new[i] and x.shape[1] == nheads and x.dtype == self.dtype:
                 pointers.append(x.data.ptr if ragged else _at(x, where))
                 continue
-            shape = len(x) if ragged else where.stop - where.start, nheads, headdim
+            shape = len(x) if ragged else where.stop - where.start, nheads, x.shape[2]
             y = self._buffer(("native", i), shape)
             pointers.append(y.data.ptr)
             if ragged:

@@ -32,7 +32,7 @@ class RunCall:
         None: the plain kernel computes the run.
     intervals : tuple of (begin, end)
         Visible keys, as places among `keys`; () if no query sees a key.
-    numbers : (2, n) int32 or (5, n) int64 or None
+    numbers : (2, n) int32 or (7, n) int64 or None
         What the launch takes besides tensors, on the device.  For a general run, `intervals`; n is
         the number of queries, rounded up for alignment.  For a batch,
         `a2d_mpi.kernels.ragged.sequences`.
@@ -88,6 +88,11 @@ class BlockRuns:
     masked_rows: Array | None = None
     masked_keys: Array | None = None
 
+    @property
+    def falls_back(self) -> bool:
+        """True if the plain kernel computes any of the runs."""
+        return any(call.launch is None and call.intervals for call in self.calls)
+
 
 class CallMaker:
     """Makes the calls for blocks; the intervals of a block keep its calls.
@@ -103,7 +108,7 @@ class CallMaker:
         self._plain, self._deterministic = plain, deterministic
 
     def get(
-        self, intervals: tuple[Interval, ...], q: Array, k: Array, nheads_kv: int, backward: bool
+        self, intervals: tuple[Interval, ...], q: Array, v: Array, nheads_kv: int, backward: bool
     ) -> BlockRuns:
         """Return the calls that compute the runs of a block.
 
@@ -112,35 +117,40 @@ class CallMaker:
         intervals : tuple of (begin, end), each (nq,) int
             Visible keys of each query.
         q : (nq, nheads, headdim)
-        k : (nk, nheads_kv, headdim)
+        v : (nk, nheads_kv, headdim_v)
         nheads_kv : int
-            KV heads of the launches, which may be more than the heads of k: heads are repeated.
+            KV heads of the launches, which may be more than the heads of v: heads are repeated.
         backward : bool
         """
         prepared = Intervals.of(intervals).prepared
-        key = self, *q.shape[1:], len(k), nheads_kv, backward
+        key = self, *q.shape[1:], len(v), v.shape[2], nheads_kv, backward
         if key not in prepared:
-            prepared[key] = self._runs(intervals, q, k, nheads_kv, backward)
+            prepared[key] = self._runs(intervals, q, v, nheads_kv, backward)
         return prepared[key]
 
     def _runs(
-        self, intervals: tuple[Interval, ...], q: Array, k: Array, nheads_kv: int, backward: bool
+        self, intervals: tuple[Interval, ...], q: Array, v: Array, nheads_kv: int, backward: bool
     ) -> BlockRuns:
         """Cut a block into runs, and find a launch for each."""
         seen = [x for x in intervals if (x[1] > x[0]).any()] or intervals[:1]
         # Deterministic gradients keep the scores of a launch, in 16 bits.
         most = SCORES // q.shape[1] if backward and self._deterministic else None
-        all_runs = [run for x in seen for run in runs(x, SHORTEST, most)]
+        # cuDNN has no mask of its own beside a soft-cap.
+        join = self._plain.logit_softcap is not None
+        all_runs = [run for x in seen for run in runs(x, SHORTEST, most, join)]
         if len(seen) > 1:
             all_runs = [run for run in all_runs if run.shape != "empty"]
-        hidden, single = queries_per_key(seen, len(k)) == 0, len(seen) == 1
-        given = q, hidden, nheads_kv, backward
+        hidden, single = queries_per_key(seen, len(v)) == 0, len(seen) == 1
+        sizes = q.shape[1], nheads_kv, q.shape[2], v.shape[2], len(q), len(v)
+        dtype, scale = self._plain.dtype.name, self._plain.softmax_scale
+        whole = Block(dtype, *sizes, "general", scale, softcap=self._plain.logit_softcap)
+        given = whole, hidden, backward
         if single:
             calls = [x for batch in batches(all_runs) for x in self._batch(batch, *given)]
         else:
             calls = [self._call(run, *given) for run in all_runs]
         if not any(call.launch for call in calls):  # the plain kernel computes all in one call
-            rows, keys = slice(0, len(q)), slice(0, len(k))
+            rows, keys = slice(0, len(q)), slice(0, len(v))
             if all(run.shape == "empty" for run in all_runs):
                 return BlockRuns([RunCall(rows, slice(0, 0), None, ())] * bool(all_runs), True)
             return BlockRuns([RunCall(rows, keys, None, Intervals(intervals))], True)
@@ -152,31 +162,22 @@ class CallMaker:
         return BlockRuns(calls, single, *stats, *masked)
 
     def _batch(
-        self, batch: list[Run], q: Array, hidden: np.ndarray, nheads_kv: int, backward: bool
+        self, batch: list[Run], whole: Block, hidden: np.ndarray, backward: bool
     ) -> list[RunCall]:
         """Return one call if one launch of cuDNN can compute the batch, or a call for each run."""
         if is_ragged(batch) or self._reads_past(batch[0], backward):
             first, last = batch[0], batch[-1]
-            block = self._block(q, nheads_kv, first, *size_classes(batch))
-            block = replace(block, batch=len(batch), total=room(len(q)) if backward else 0)
+            block = _part(whole, first, *size_classes(batch))
+            block = replace(block, batch=len(batch), total=room(whole.nq) if backward else 0)
             if launch := self._launch_of(block, backward):
-                nheads, headdim = q.shape[1:]
-                given = sequences(batch, (nheads * headdim, nheads_kv * headdim, nheads), ALIGN)
+                given = sequences(batch, block, ALIGN)
                 rows = slice(first.rows.start, last.rows.stop)
                 keys = slice(first.keys.start, last.keys.stop)
                 gaps = sum(run.size[1] for run in batch) < keys.stop - keys.start
                 return [RunCall(rows, keys, launch, (), self._upload(given), gaps=gaps)]
-        return [self._call(run, q, hidden, nheads_kv, backward) for run in batch]
+        return [self._call(run, whole, hidden, backward) for run in batch]
 
-    def _block(self, q: Array, nheads_kv: int, run: Run, nq: int, nk: int) -> Block:
-        dtype, scale = self._plain.dtype.name, self._plain.softmax_scale
-        return Block(
-            dtype, q.shape[1], nheads_kv, q.shape[2], nq, nk, run.shape, scale, run.window
-        )
-
-    def _call(
-        self, run: Run, q: Array, hidden: np.ndarray, nheads_kv: int, backward: bool
-    ) -> RunCall:
+    def _call(self, run: Run, whole: Block, hidden: np.ndarray, backward: bool) -> RunCall:
         keys = run.keys
         if run.shape == "empty":
             return RunCall(run.rows, keys, None, ())
@@ -186,7 +187,7 @@ class CallMaker:
             keys = slice(keys.start // KEYS * KEYS, min(-(-keys.stop // KEYS) * KEYS, len(hidden)))
         nq, nk = run.size[0], keys.stop - keys.start
         ends = np.clip(np.stack([run.begin, run.end]) - keys.start, 0, nk)
-        launch, uploaded = self._launch_of(self._block(q, nheads_kv, run, nq, nk), backward), []
+        launch, uploaded = self._launch_of(_part(whole, run, nq, nk), backward), []
         if launch and run.shape == "general":
             places = [np.flatnonzero(x) for x in (ends[1] <= ends[0], hidden[keys])]
             aligned = np.zeros((2, -(-nq // ALIGN) * ALIGN), np.int32)
@@ -237,3 +238,8 @@ class CallMaker:
             return self.graphs.get(block, backward)
         except NotSupported:
             return None
+
+
+def _part(whole: Block, run: Run, nq: int, nk: int) -> Block:
+    """Return a run of a block, with `nq` queries and `nk` keys."""
+    return replace(whole, nq=nq, nk=nk, shape=run.shape, window=run.window)

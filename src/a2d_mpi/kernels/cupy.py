@@ -1,4 +1,4 @@
-"""The kernel for any GPU: any mask, any dtype, headdims up to 256; see kernels.cu.
+"""The kernel for any GPU: any mask, any dtype, heads of up to 256 elements; see kernels.cu.
 
 It computes blocks that cuDNN does not compute, and checks cuDNN's results.
 """
@@ -55,11 +55,12 @@ class CupyKernel:
         if len(q) == 0:
             return
         wide = np.int32(out.dtype != self.dtype)
-        self._launch("forward", len(q), q, k, v, *self._problem(q, k, intervals), out, wide, lse)
+        problem = self._problem(q, k, v, intervals)
+        self._launch("forward", len(q), q, k, v, *problem, out, wide, lse)
 
     def backward(self, dout, q, k, v, lse, delta, intervals, dq, dk, dv, fresh=False, **_) -> None:
         """Add the block's gradients to dq, dk and dv; overwrite dq, dk and dv if `fresh`."""
-        inputs = (dout, q, k, v, lse, delta, *self._problem(q, k, intervals))
+        inputs = (dout, q, k, v, lse, delta, *self._problem(q, k, v, intervals))
         new = np.int32(fresh)
         if len(q):
             wide = np.int32(dq.dtype != self.dtype)
@@ -68,9 +69,10 @@ class CupyKernel:
             wide = np.int32(dk.dtype != self.dtype)
             self._launch("backward_kv", len(k), *inputs, dk, dv, wide, new)
 
-    def _problem(self, q: Array, k: Array, intervals: Intervals) -> tuple:
+    def _problem(self, q: Array, k: Array, v: Array, intervals: Intervals) -> tuple:
         ends = self._ends(intervals)
-        sizes = (len(intervals), len(q), len(k), q.shape[1], k.shape[1], q.shape[2])
+        heads = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
+        sizes = len(intervals), len(q), len(k), *heads
         return ends, *map(np.int32, sizes), np.float64(self.softmax_scale)
 
     def _ends(self, intervals: Intervals) -> Array:
@@ -83,13 +85,15 @@ class CupyKernel:
 
     def _launch(self, name: str, rows: int, *args: Array) -> None:
         """Launch the kernel "forward", "backward_q" or "backward_kv" of kernels.cu."""
-        q, k = (args[0], args[1]) if name == "forward" else (args[1], args[2])
-        if q.shape[2] > HEADDIM_MAX:
-            raise ValueError(f"headdim can be at most {HEADDIM_MAX} on a GPU, got {q.shape[2]}")
+        q, k, v = args[:3] if name == "forward" else args[1:4]
+        widths = q.shape[2], v.shape[2]
+        if max(widths) > HEADDIM_MAX:
+            got = f"got headdim {widths[0]} and headdim_v {widths[1]}"
+            raise ValueError(f"heads can have at most {HEADDIM_MAX} elements on a GPU, {got}")
         heads = k.shape[1] if name == "backward_kv" else q.shape[1]
-        padded = -(-q.shape[2] // LANES) * LANES
-        held = BLOCK_ROWS * padded * (1 if name == "forward" else 2)
-        shared = (held + LANES * (padded + 1)) * compute_dtype(self.dtype).itemsize
+        padded = d, e = tuple(-(-x // LANES) * LANES for x in widths)
+        held = BLOCK_ROWS * (d if name == "forward" else d + e)
+        shared = (held + LANES * (max(d, e) + 1)) * compute_dtype(self.dtype).itemsize
         kernel = kernel_of(self.device.index, name, self.dtype, padded, self.logit_softcap)
         if shared > 48 << 10:
             kernel.max_dynamic_shared_size_bytes = shared

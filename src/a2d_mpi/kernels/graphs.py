@@ -4,7 +4,7 @@
 `Graphs` object is made, because the package does not require cuDNN.
 Facts about cuDNN are from the documentation and headers of nvidia-cudnn-frontend 1.22
 (``docs/operations/Attention.md``, ``node/scaled_dot_product_flash_attention.h``), and from graphs
-that were built with cuDNN 9.28 for sm_80, sm_90, sm_100 and sm_120.
+that were built with cuDNN 9.28 for sm_80, sm_90, sm_100 and sm_120, and with 9.19.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -26,7 +27,6 @@ GAPS = (1, 23)  # from this version on an engine may assume sequences without ga
 PACKAGES = "nvidia-cudnn-frontend>=1.19 and nvidia-cudnn-cu13 (or -cu12) >=9.19"
 
 HIDDEN = -1e30  # logit of hidden keys; with -inf a row of a tile without visible keys is NaN
-_HIDDEN = np.array(HIDDEN, np.float32)  # cuDNN reads a scalar from the host at each launch
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,14 @@ class Block:
     ----------
     dtype : {"float16", "bfloat16"}
         Dtype of all tensors but the statistics.
-    nheads, nheads_kv, headdim : int
+    nheads, nheads_kv, headdim, headdim_v : int
+        Heads of q and of k, and widths of k and of v.
     nq, nk : int
         Queries and keys.
     shape : {"full", "causal", "anti-causal", "band", "general"}
         Mask shape, as in `a2d_mpi.kernels.shapes.Run`.  The shapes causal, anti-causal and band
-        need ``nq <= nk``.  With "general", the launch takes an interval of keys for each query.
+        need ``nq <= nk``, and cuDNN has no soft-cap beside them.  With "general", the launch
+        takes an interval of keys for each query.
     scale : float
         Factor of the logits.
     window : int
@@ -52,12 +54,15 @@ class Block:
         its own mask.  0: a dense launch of one sequence with nq queries and nk keys.
     total : int
         Most rows of the queries' tensors, for gradients of a ragged launch.
+    softcap : float, optional
+        c > 0: scaled logits s become ``c tanh(s / c)``.
     """
 
     dtype: str
     nheads: int
     nheads_kv: int
     headdim: int
+    headdim_v: int
     nq: int
     nk: int
     shape: str
@@ -65,6 +70,12 @@ class Block:
     window: int = 0
     batch: int = 0
     total: int = 0
+    softcap: float | None = None
+
+    @property
+    def scalars(self) -> list[float]:
+        """Numbers that a launch takes after all pointers."""
+        return [HIDDEN] * (self.shape == "general") + [x for x in [self.softcap] if x is not None]
 
 
 def reads_past(shape: str, nk: int, capability: tuple[int, int]) -> bool:
@@ -97,27 +108,29 @@ def supported(
     Blocks that are not known to work are refused.  A block that is accepted here may still raise
     `NotSupported` when its graph is built.
     """
-    major, d = capability[0], block.headdim
+    major, widths = capability[0], (block.headdim, block.headdim_v)
     if major not in (8, 9, 10, 12):
         return f"cuDNN attention is not known for compute capability {capability}"
-    if d % 8:
-        return f"cuDNN needs a headdim that is a multiple of 8, got {d}"
+    if any(d % 8 for d in widths):
+        return f"cuDNN needs headdims that are multiples of 8, got {widths}"
+    if block.softcap is not None and not (block.shape in ("full", "general") and not block.batch):
+        return "cuDNN has no soft-cap with masks of its own, and none in ragged launches"
     # The manual says 128 on other GPUs, for gradients and for a single query.  But graphs for a
     # single query can be built.
     most = 256 if major == 9 or not (backward or block.nq == 1) else 128
-    if d > most:
-        return f"cuDNN's limit of headdim is {most} for capability {capability}, got {d}"
+    if max(widths) > most and (major, widths) != (10, (192, 128)):
+        return f"cuDNN's limit of headdims is {most} for capability {capability}, got {widths}"
     if not backward:
         return None
-    if major in (8, 12) and block.shape == "general":
-        return f"cuDNN has no gradients of a general mask for capability {capability}"
+    if major in (8, 12) and block.scalars:
+        return f"cuDNN has no gradients of general masks and soft-caps for {capability}"
     if block.batch:
         if major in (8, 12):
             return f"cuDNN has no ragged gradients with packed statistics for {capability}"
         if deterministic:
             return "ragged deterministic gradients keep scores of the longest size for each batch"
-        if d % 16:
-            return f"ragged gradients need a headdim that is a multiple of 16, got {d}"
+        if any(d % 16 for d in widths):
+            return f"ragged gradients need headdims that are multiples of 16, got {widths}"
     if block.nq == 1 and not block.batch:
         # Reported on an H200 with 9.25 and 9.26 (issue 1072).
         return "cuDNN's gradients for one query may be NaN, and it has none for one key, too"
@@ -143,6 +156,8 @@ class Launch:
     def __init__(self, graphs: Graphs, block: Block, graph: Any, workspace_size: int) -> None:
         self.block, self.workspace_size = block, workspace_size
         self._graphs, self._graph = graphs, graph
+        # cuDNN reads a scalar from the host at each launch.
+        self._scalars = np.array(block.scalars, np.float32)
 
     def __call__(self, pointers: Iterable[int], workspace: int, stream: int) -> None:
         """Queue the launch, and return at once.
@@ -160,8 +175,8 @@ class Launch:
             CUDA stream.
         """
         pack = dict(enumerate(pointers, 1))
-        if self.block.shape == "general":
-            pack[len(pack) + 1] = _HIDDEN.ctypes.data
+        for i in range(len(self._scalars)):
+            pack[len(pack) + 1] = self._scalars.ctypes.data + 4 * i
         self._graphs.execute(self._graph, pack, workspace, stream)
 
 
@@ -177,19 +192,20 @@ class Graphs:
     Raises
     ------
     ImportError
-        If cuDNN or its frontend is missing or too old.
+        If cuDNN or its frontend is missing or too old, or cannot use the GPU.
 
     Notes
     -----
-    All tensors are contiguous and token-major, (nq, nheads, headdim) and (nk, nheads_kv, headdim).
+    All tensors are contiguous and token-major, (nq, nheads, headdim) and (nk, nheads_kv, headdim);
+    out and v have the width headdim_v.
     `stats` is (nheads, nq) float32, the natural log-sum-exp of the logits; cuDNN before 9.26 takes
     only these packed strides.  Each query of a general block sees an interval of keys, given by
     `begin` and `end`, (nq,) int32.  Threads must not share graphs.
 
     The sequences of a ragged block lie in tensors of any number of rows, and `stats` is
     (rows, nheads).  A launch takes the lengths of sequences, (batch,) int32.  It also takes the
-    offsets of sequences in the tensors of queries, keys and statistics, (batch + 1,) int64; the
-    last number is the end of the last sequence.  Rows outside of sequences are not written.
+    offsets of sequences in q, k, out, v and the statistics, (batch + 1,) int64; the last number is
+    the end of the last sequence.  Rows outside of sequences are not written.
 
     The backward graph computes ``p = exp(s - stats)`` and
     ``ds = p (dout v^T - rowsum(dout * out))``.  Then it computes products in float32 of `p` and
@@ -206,7 +222,10 @@ class Graphs:
 
     def __init__(self, deterministic: bool = False) -> None:
         self._cudnn, self.deterministic = _import_cudnn(), deterministic
-        self._handle: int | None = self._cudnn.create_handle()
+        try:
+            self._handle: int | None = self._cudnn.create_handle()
+        except Exception as error:  # for example, without a GPU, or with an old driver
+            raise ImportError(f"cuDNN cannot be used on this GPU: {error}") from error
         self._stream: int | None = None
         # The launch of each block and pass, or the reason why there is none.
         self._built: dict[tuple[Block, bool], Launch | str] = {}
@@ -222,21 +241,21 @@ class Graphs:
         Raises
         ------
         NotSupported
-            If cuDNN cannot build a graph.
+            If cuDNN cannot build a graph.  Its words are in a RuntimeWarning, too: blocks that
+            cuDNN is known to refuse have not come as far as here (`supported`).
         """
+        if block.batch and _numbers(self._cudnn.__version__) >= GAPS:
+            raise NotSupported("an engine may assume sequences without gaps")
         built = self._built.get((block, backward))
         if built is None:
             try:
-                if block.batch and _numbers(self._cudnn.__version__) >= GAPS:
-                    raise self._cudnn.cudnnGraphNotSupportedError("offsets may not be read")
                 built = Launch(self, block, *self._build(block, backward))
             except (self._cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
                 # The message of a failed graph continues with pages of description.
                 reason = str(error).strip().partition("\n")[0].rstrip("_ ")
                 pass_ = "gradients" if backward else "forward pass"
                 built = f"cuDNN has no kernel for the {pass_} of {block}: {reason}"
-                if isinstance(error, RuntimeError):  # for example, a library is missing
-                    warnings.warn(built, RuntimeWarning, stacklevel=2)
+                warnings.warn(built, RuntimeWarning, stacklevel=2)
             self._built[block, backward] = built
         if isinstance(built, str):
             raise NotSupported(built)
@@ -269,45 +288,39 @@ class Graphs:
             handle=self._handle,
         )
         # cuDNN orders the axes (batch, head, token, element); the strides give the layout.
-        b, h, hk, d, nq, nk = (
-            max(block.batch, 1), block.nheads, block.nheads_kv, block.headdim, block.nq, block.nk
-        )  # fmt: skip
+        b, h, hk, nq, nk = max(block.batch, 1), block.nheads, block.nheads_kv, block.nq, block.nk
         number, after = iter(range(1, 10)), 10 if backward else 6
         options = {"attn_scale": block.scale, **self._mask(block)}
-        offsets: list[Any] = [None] * 3
+        offsets: list[Any] = [None] * 5
         if block.batch:
             lengths, offsets = self._sequences(graph, b, after)
             options |= lengths
-        queries = {"dim": [b, h, nq, d], "stride": [nq * h * d, d, h * d, 1]}, offsets[0]
-        keys = {"dim": [b, hk, nk, d], "stride": [nk * hk * d, d, hk * d, 1]}, offsets[1]
+        sides, widths = ((nq, h), (nk, hk)) * 2, (block.headdim,) * 2 + (block.headdim_v,) * 2
+        queries, keys, outs, values = (
+            ({"dim": [b, m, n, d], "stride": [n * m * d, d, m * d, 1]}, offset)
+            for (n, m), d, offset in zip(sides, widths, offsets)
+        )
         strides = [nq * h, 1, h, 1] if block.batch else [nq * h, nq, 1, 1]
-        rows = {"dim": [b, h, nq, 1], "stride": strides}, offsets[2]
+        rows = {"dim": [b, h, nq, 1], "stride": strides}, offsets[4]
 
         def take(place: tuple[dict[str, Any], Any], dtype: Any = io) -> Any:
             layout, offset = place
             tensor = graph.tensor(**layout, data_type=dtype, uid=next(number))
             return tensor if offset is None else tensor.set_ragged_offset(offset)
 
-        inputs = {"q": take(queries), "k": take(keys), "v": take(keys)}
+        inputs = {"q": take(queries), "k": take(keys), "v": take(values)}
         if backward:
-            inputs |= {"o": take(queries), "dO": take(queries), "stats": take(rows, types.FLOAT)}
+            inputs |= {"o": take(outs), "dO": take(outs), "stats": take(rows, types.FLOAT)}
             options["use_deterministic_algorithm"] = self.deterministic
             if block.batch:
                 # With this option the float32 sum of dq has the layout of dq.  Without it, it is b
                 # tensors of nq rows.  The option for keys would help with shared KV heads only.
                 options["max_total_seq_len_q"] = block.total
-            results = [(queries, io), (keys, io), (keys, io)]
+            results = [(queries, io), (keys, io), (values, io)]
         else:
             options["generate_stats"] = True
-            results = [(queries, io), (rows, types.FLOAT)]
-        if block.shape == "general":
-            layout = {"dim": [1, 1, nq, 1], "stride": [nq, nq, 1, 1]}
-            begin, end = (
-                graph.tensor(**layout, data_type=types.INT32, uid=after + i) for i in range(2)
-            )
-            scalar = {"dim": [1] * 4, "stride": [1] * 4, "is_pass_by_value": True}
-            hidden = graph.tensor(**scalar, data_type=types.FLOAT, uid=after + 2)
-            options["score_mod"] = self._interval_mask(begin, end, hidden)
+            results = [(outs, io), (rows, types.FLOAT)]
+        options |= self._modifiers(graph, block, backward, after)
         outputs = (graph.sdpa_backward if backward else graph.sdpa)(**inputs, **options)
         for tensor, ((layout, offset), dtype) in zip(outputs, results, strict=True):
             tensor.set_output(True).set_dim(layout["dim"]).set_stride(layout["stride"])
@@ -325,7 +338,7 @@ class Graphs:
     def _sequences(self, graph: Any, batch: int, number: int) -> tuple[dict[str, Any], list[Any]]:
         """Return options and offsets of a ragged graph; tensors are numbered from `number` on."""
         types = self._cudnn.data_type
-        kinds = [(batch, types.INT32)] * 2 + [(batch + 1, types.INT64)] * 3
+        kinds = [(batch, types.INT32)] * 2 + [(batch + 1, types.INT64)] * 5
         nq, nk, *offsets = [
             graph.tensor(dim=[n, 1, 1, 1], stride=[1] * 4, data_type=dtype, uid=number + i)
             for i, (n, dtype) in enumerate(kinds)
@@ -349,21 +362,56 @@ class Graphs:
             mask["diagonal_band_left_bound"] = block.window
         return mask
 
-    def _interval_mask(self, begin: Any, end: Any, hidden: Any) -> Callable[[Any, Any], Any]:
-        """Return a modifier of the logits that hides all keys outside of each query's interval."""
-        types = self._cudnn.data_type
+    def _modifiers(
+        self, graph: Any, block: Block, backward: bool, number: int
+    ) -> dict[str, Callable[[Any, Any], Any]]:
+        """Return modifiers of the logits: a soft-cap, and an interval of keys for each query.
 
-        def mask(graph: Any, logits: Any) -> Any:
-            key = graph.gen_index(input=logits, axis=3)
-            key.set_data_type(types.INT32)
-            for compare, bound in ((graph.cmp_lt, end), (graph.cmp_ge, begin)):
+        Tensors are numbered from `number` on.
+        """
+        types, bounds = self._cudnn.data_type, []
+        if block.shape == "general":
+            layout = {"dim": [1, 1, block.nq, 1], "stride": [block.nq, block.nq, 1, 1]}
+            bounds = [
+                graph.tensor(**layout, data_type=types.INT32, uid=number + i) for i in range(2)
+            ]
+        one = {"dim": [1] * 4, "stride": [1] * 4, "is_pass_by_value": True}
+        scalars = [
+            graph.tensor(**one, data_type=types.FLOAT, uid=number + len(bounds) + i)
+            for i in range(len(block.scalars))
+        ]
+        scaled: Any = None  # logits over the soft-cap
+
+        def modify(graph: Any, logits: Any) -> Any:
+            nonlocal scaled
+            if block.softcap is not None:
+                scaled = graph.div(a=logits, b=scalars[-1])
+                scaled.set_data_type(types.FLOAT)
+                tanh = graph.tanh(input=scaled)
+                tanh.set_data_type(types.FLOAT)
+                logits = graph.mul(a=tanh, b=scalars[-1])
+                logits.set_data_type(types.FLOAT)
+            if bounds:
+                key = graph.gen_index(input=logits, axis=3)
+                key.set_data_type(types.INT32)
+            for compare, bound in zip((graph.cmp_ge, graph.cmp_lt), bounds):
                 seen = compare(input=key, comparison=bound, compute_data_type=types.BOOLEAN)
                 seen.set_data_type(types.BOOLEAN)
-                logits = graph.binary_select(input0=logits, input1=hidden, mask=seen)
+                logits = graph.binary_select(input0=logits, input1=scalars[0], mask=seen)
                 logits.set_data_type(types.FLOAT)
             return logits
 
-        return mask
+        def slope(graph: Any, ds: Any) -> Any:
+            # tanh' is the derivative of the soft-cap.  ds of a hidden key is 0 before, too.
+            ds = graph.tanh_backward(loss=ds, input=scaled)
+            return ds.set_data_type(types.FLOAT)
+
+        modifiers = {}
+        if block.scalars:
+            modifiers["score_mod"] = modify
+        if block.softcap is not None and backward:
+            modifiers["score_mod_bprop"] = slope
+        return modifiers
 
 
 @cache
@@ -382,6 +430,12 @@ def graphs_of(device: int, deterministic: bool) -> Graphs:
 
 def _import_cudnn() -> Any:
     """Import cudnn; raise ImportError if it or its library is missing or too old."""
+    with suppress(Exception):
+        # cuDNN compiles by NVRTC.  The NVRTC of CUDA 13.0's wheel does not find its builtins
+        # unless they are loaded, and cuDNN then refuses every graph (PyTorch's issue 167602).
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        load_nvidia_dynamic_lib("nvrtc")
     try:
         import cudnn
 

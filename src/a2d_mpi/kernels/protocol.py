@@ -24,6 +24,9 @@ class Kernel(Protocol):
     rounds_partials : bool, optional
         Whether the kernel computes a partial out in the tensors' dtype.  A wider buffer would then
         cost a copy and hold no more digits.
+    fallbacks : Counter, optional
+        Blocks so far of which another kernel computed a part, by phase and name of that kernel.
+        Default: there are none.
     """
 
     name: str

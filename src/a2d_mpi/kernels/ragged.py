@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from a2d_mpi.kernels.graphs import Block
 from a2d_mpi.kernels.shapes import Run
 
 TILE = 128  # size of cuDNN's tiles: multiples of it are common sizes, which get dense graphs
@@ -62,29 +63,32 @@ def room(n: int) -> int:
     return -(-n // step) * step
 
 
-def sequences(batch: list[Run], widths: tuple[int, int, int], align: int) -> np.ndarray:
+def sequences(batch: list[Run], block: Block, align: int) -> np.ndarray:
     """Return the sizes and offsets of the sequences of a ragged launch.
 
     Parameters
     ----------
     batch : list of Run
-    widths : (int, int, int)
-        Elements of a row of q, of k, and of the statistics.
+    block : Block
+        The work of the launch.
     align : int
         The length of a row of the result is a multiple of it.
 
     Returns
     -------
-    (5, n) int64
-        Two rows of lengths, of queries and of keys, both stored as int32.  Three rows of offsets
-        in q, k and the statistics, in elements; the last offset is the end of the last sequence.
+    (7, n) int64
+        Two rows of lengths, of queries and of keys, both stored as int32.  Five rows of offsets
+        in q, k, out, v and the statistics, in elements; the last offset is the end of the last
+        sequence.
     """
     n = len(batch)
-    numbers = np.zeros((5, -(-(n + 1) // align) * align), np.int64)
+    numbers = np.zeros((7, -(-(n + 1) // align) * align), np.int64)
     for row, lengths in enumerate(zip(*(run.size for run in batch))):
         numbers[row].view(np.int32)[:n] = lengths
     rows, keys = [run.rows for run in batch], [run.keys for run in batch]
-    for row, (spans, width) in enumerate(zip((rows, keys, rows), widths, strict=True), 2):
+    h, hk, d, e = block.nheads, block.nheads_kv, block.headdim, block.headdim_v
+    widths = h * d, hk * d, h * e, hk * e, h
+    for row, (spans, width) in enumerate(zip((rows, keys, rows, keys, rows), widths), 2):
         numbers[row, : n + 1] = width * np.array([*(x.start for x in spans), spans[-1].stop])
     return numbers
 

@@ -58,7 +58,9 @@ class Run:
         return self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
 
 
-def runs(interval: Interval, shortest: int = 1, pairs: int | None = None) -> list[Run]:
+def runs(
+    interval: Interval, shortest: int = 1, pairs: int | None = None, join: bool = False
+) -> list[Run]:
     """Cut a block into runs of queries with one mask shape each.
 
     If a mask has several intervals, call this function for each of them.
@@ -73,6 +75,8 @@ def runs(interval: Interval, shortest: int = 1, pairs: int | None = None) -> lis
     pairs : int, optional
         Most pairs of queries and keys of a run, with hidden pairs.  Larger runs are cut into as
         few runs as possible, of a multiple of `CUT` queries.  A run of `CUT` queries is not cut.
+    join : bool
+        Whether runs of all shapes but "full" and "empty" become general runs.
 
     Returns
     -------
@@ -83,8 +87,9 @@ def runs(interval: Interval, shortest: int = 1, pairs: int | None = None) -> lis
     begin, end = (np.asarray(x, np.int64) for x in interval)
     spans: list[tuple[int, int, str]] = []
     for first, last, shape in _steps(begin, end):
-        short = last - first < shortest
-        if spans and short:
+        if join and shape not in ("full", "empty"):
+            shape = "general"
+        if spans and (last - first < shortest or shape == "general"):
             a, b, before = spans[-1]
             if before == "general" or b - a < shortest:
                 spans[-1] = (a, last, "general")

@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import count
 from types import MethodType
@@ -17,16 +17,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import Call, agree
 from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.core.sizes import check_range
 from a2d_mpi.masks.documents import Documents, positions_in
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules import METHODS
 from a2d_mpi.sharding.choice import predict_times
 from a2d_mpi.torch.attention import IGNORED
+from a2d_mpi.torch.balance import balance_loss, hide
 from a2d_mpi.torch.batches import digest, integers, packed
 from a2d_mpi.torch.gradients import sum_gradients
 from a2d_mpi.torch.layers import (
@@ -89,15 +92,18 @@ class Batch:
     labels : (1, n) int64 tensor
         Label of each token, or -100.
     nlabels : int
-        Labels of all ranks that are not -100.
+        Labels of all ranks, also of other replicas, that are not -100.
     tokens : (n,) int64
         Sorted global indices of this rank's tokens.
+    length : int
+        Tokens of the sequence without padding.
     """
 
     inputs: dict[str, torch.Tensor]
     labels: torch.Tensor
     nlabels: int
     tokens: np.ndarray
+    length: int
 
 
 class ContextParallel:
@@ -137,6 +143,9 @@ class ContextParallel:
         One of `a2d_mpi.schedules.METHODS`.
     probe : bool
         Whether to compare the model with its own attention.
+    replicas : Intracomm, optional
+        All ranks that share a step, if other grids compute other sequences in it.  Then `shard`
+        and `sum_gradients` are collective over these ranks.  Default: the ranks of the grid.
     **options
         Other arguments of plans.  Default of `distribution`: the one with the least predicted time
         for all layers together.  Default of `dtype`: the model's; under autocast pass its dtype.
@@ -163,18 +172,22 @@ class ContextParallel:
         longest: int | None = None,
         method: str = "attention2d",
         probe: bool = True,
+        replicas: MPI.Intracomm | None = None,
         **options: Any,
     ) -> None:
         from transformers import PreTrainedModel
 
         self.grid, self.model, self.seqlen, self.method = grid, model, seqlen, method
         self.longest = min(longest or seqlen, seqlen)
+        self.replicas = replicas or grid.comm
         self.layers: dict[torch.nn.Module, Kind] = {}
         call = Call(grid.comm)
         with call.checks(text=lambda x: f"{type(model).__name__}: {x}"):
             if isinstance(model, PreTrainedModel):
                 _undo(model, _before, {})
             self.layers = layers_of(model, self.longest)
+            if MPI.Group.Difference(grid.comm.Get_group(), self.replicas.Get_group()).size:
+                raise ValueError("replicas must have all ranks that share a step, as this grid's")
         kinds = [*self.layers.values()]
         call.agree({"seqlen": seqlen, "longest": self.longest, "layers": kinds})
         self._masks = Masks(self.longest, [x.mask for x in kinds])
@@ -535,8 +548,19 @@ class ContextParallel:
         Raises
         ------
         ValueError
-            On all ranks, if shapes or dtypes are wrong, or ranks pass different tensors.
+            On all ranks, also of other replicas, if shapes or dtypes are wrong, or ranks of a grid
+            pass different tensors.
         """
+        call = Call(self.replicas)
+        with call.checks():
+            batch = self._shard(input_ids, labels, cu_seqlens, root, attention_mask)
+        call.agree()
+        return replace(batch, nlabels=self.replicas.allreduce(batch.nlabels))
+
+    def _shard(
+        self, input_ids: Any, labels: Any, cu_seqlens: Any, root: int | None, attention_mask: Any
+    ) -> Batch:
+        """Return the part of this grid's sequence, with all labels on its first rank."""
         comm, given = self.grid.comm, (input_ids, labels, cu_seqlens, attention_mask)
         problem = None if root in (None, *range(comm.size)) else f"root must be a rank, got {root}"
         agree(comm, problem, {"root": root})
@@ -564,14 +588,16 @@ class ContextParallel:
         if ends is not None:
             targets[ends[-1] :] = IGNORED
         places = positions_in(bounds) if places is None else places
+        nlabels = int((targets != IGNORED).sum()) * (comm.rank == 0)
         own = (torch.from_numpy(x[tokens])[None] for x in (ids, places, targets))
         inputs, positions, labels = (x.to(self.model.device) for x in own)
         positions.a2d_mpi = _Ticket(self, self._latest, positions._version)
         return Batch(
             {"input_ids": inputs, "position_ids": positions},
             labels,
-            int((targets != IGNORED).sum()),
+            nlabels,
             tokens,
+            self.seqlen if ends is None else int(ends[-1]),
         )
 
     @property
@@ -586,6 +612,11 @@ class ContextParallel:
             raise ValueError(f"input_ids must be one sequence of {self.seqlen} tokens, got {got}")
         if labels is not None and labels.shape != ids.shape:
             raise ValueError(f"labels must be {len(ids)} numbers, got {len(labels)}")
+        embeddings, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        check_range(getattr(embeddings, "num_embeddings", np.inf) - 1, input_ids=ids)
+        if labels is not None:
+            classes = getattr(head, "out_features", getattr(self.model, "num_labels", np.inf))
+            check_range(classes - 1, labels=np.where(labels == IGNORED, 0, labels))
         if cu_seqlens is not None:
             Documents(cu_seqlens).check(self.seqlen)
         bounds = np.unique([0, self.seqlen] if cu_seqlens is None else [*cu_seqlens, self.seqlen])
@@ -598,7 +629,7 @@ class ContextParallel:
     ) -> torch.Tensor:
         """Return this rank's part of the cross-entropy.
 
-        The sum over ranks is the mean over the labels of all ranks.
+        The sum over all ranks that share a step is the mean over all their labels.
 
         Parameters
         ----------
@@ -606,20 +637,17 @@ class ContextParallel:
             Of the model, for `batch`.  Computed in float32 or wider.
         batch : Batch
         averaged_over : int, optional
-            Number of ranks of ``grid.comm`` if something averages gradients over them, as DDP and
-            FSDP do: the loss is that many times as large.  Leave out `sum_gradients` then.
-            Default: 1, if torch.distributed is not set up.
+            Number of ranks over which something averages gradients, as DDP and FSDP do: the loss
+            is that many times as large.  Leave out `sum_gradients` then.  Default: 1, if
+            torch.distributed is not set up.
 
         Raises
         ------
         ValueError
-            If the logits are not those of a batch, or `averaged_over` must be said.
+            If the logits are not those of a batch, or `averaged_over` must be said, or is more
+            than the ranks that share a step.
         """
-        if averaged_over is None and dist.is_available() and dist.is_initialized():
-            raise ValueError(
-                "torch.distributed is set up: give averaged_over=, the number of ranks over which "
-                "DDP or FSDP averages gradients, or 1 if nothing does"
-            )
+        factor = self._factor(averaged_over)
         if logits.shape[:2] != batch.labels.shape:
             raise ValueError(
                 f"logits must be (1, {len(batch.tokens)}, vocabulary), got {tuple(logits.shape)}"
@@ -629,11 +657,46 @@ class ContextParallel:
         total = torch.nn.functional.cross_entropy(
             logits, labels, ignore_index=IGNORED, reduction="sum"
         )
-        return total * ((averaged_over or 1) / max(1, batch.nlabels))
+        return total * (factor / max(1, batch.nlabels))
+
+    def balance_loss(
+        self, output: Any, batch: Batch, averaged_over: int | None = None
+    ) -> torch.Tensor:
+        """Return this rank's part of the balance loss of MoE layers.  Collective.
+
+        The sum over ranks is what transformers calls `aux_loss`, of all tokens but padding.
+        Multiply it by the model's coefficient, and add it to `loss`.
+
+        Parameters
+        ----------
+        output : transformers.utils.ModelOutput
+            Of the model, called with ``output_router_logits=True``.
+        batch, averaged_over
+            As of `loss`.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, if the output has no balance loss, or one by another formula.
+        """
+        part = balance_loss(output, batch.tokens < batch.length, self.replicas)
+        return self._factor(averaged_over) * part
+
+    def _factor(self, averaged_over: int | None) -> int:
+        """Return `averaged_over` or 1; ValueError if it must be said, or does not fit."""
+        default = None if dist.is_available() and dist.is_initialized() else 1
+        over = default if averaged_over is None else averaged_over
+        if over not in range(1, self.replicas.size + 1):
+            raise ValueError(
+                f"{self.replicas.size} ranks share a step (replicas= of ContextParallel): give "
+                "averaged_over=, the number of those over which DDP or FSDP averages gradients, "
+                f"or 1 if nothing does, got {averaged_over}"
+            )
+        return over
 
     def sum_gradients(self) -> None:
-        """Sum the gradients of the model over the ranks of the grid.  Collective."""
-        sum_gradients(self.model, self.grid.comm)
+        """Sum the gradients of the model over all ranks that share a step.  Collective."""
+        sum_gradients(self.model, self.replicas)
 
     def free(self) -> None:
         """Give the model its own attention back, and release all buffers.  Local.
@@ -670,7 +733,8 @@ def _enter(module: torch.nn.Module, owner: ContextParallel) -> None:
     def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         within, args, kwargs = begin(module, args, kwargs)
         with within:
-            return inner(module, *args, **kwargs)
+            output = inner(module, *args, **kwargs)
+        return output if isinstance(within, nullcontext) else hide(output)
 
     forward.a2d_mpi = name, own
     module.forward = MethodType(torch._disable_dynamo(forward, recursive=False), module)

@@ -424,7 +424,7 @@ def run(model: torch.nn.Module, inputs: dict[str, Any], note: Note, every: bool 
 
     def rows(output: Any) -> torch.Tensor | None:
         if isinstance(output, dict):
-            output = tuple(output.values())
+            output = tuple(x for name, x in output.items() if name != "aux_loss")  # comes first
         x = output[0] if isinstance(output, tuple) and output else output
         has_rows = isinstance(x, torch.Tensor) and x.dim() == 3 and x.shape[:2] == (1, n)
         return x[0] if has_rows and x.is_floating_point() else None

@@ -23,6 +23,7 @@ OTHERS = (
 )  # fmt: skip
 PAIRS = 1024  # random queries for which the masks of a plan and of a model are compared
 PADDING = "a plan takes no padding mask: pack sequences as documents"
+BALANCE = "the balance loss of MoE layers would be of this rank's tokens: use ContextParallel"
 
 
 def register(attention: Callable, mask: Callable) -> str:
@@ -217,7 +218,11 @@ def _attend(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of a layer; refuse masks and positions of a wrong plan."""
-    problems = {PADDING: attention_mask is not None}
+    asked = getattr(module.config, "output_router_logits", False)
+    problems = {
+        PADDING: attention_mask is not None,
+        BALANCE: others.get("output_router_logits", asked),
+    }
     if (positions := others.get("position_ids")) is not None:
         forgotten = _counted(plan)
         problems |= {

@@ -20,6 +20,12 @@ struct Index {
   unsigned x, y, z;
 };
 static Index blockIdx, blockDim, gridDim;
+struct alignas(16) uint4 { /* what is loaded from elsewhere faults, as on a GPU */
+  unsigned x, y, z, w;
+};
+
+static unsigned char shared_bytes[227 << 10] alignas(16); /* what a Hopper block can have */
+#define shared ((double *)shared_bytes)
 
 namespace emulated {
 constexpr int WARP = 32, MOST = 256, STACK = 1 << 17;
@@ -92,7 +98,16 @@ static void run_block(int n, bool backwards) {
     return;
   }
 }
-static void launch(int gx, int gy, int threads, std::function<void()> body) {
+/* What a launch asked for ends where its shared memory ends. */
+static void check_shared(unsigned bytes) {
+  for (unsigned i = bytes; i < sizeof shared_bytes; ++i)
+    if (shared_bytes[i] != 0xff) {
+      fprintf(stderr, "emulated GPU: writes past %u bytes of shared memory\n", bytes);
+      abort();
+    }
+}
+static void launch(int gx, int gy, int threads, unsigned bytes, std::function<void()> body) {
+  memset(shared_bytes, 0xff, sizeof shared_bytes); /* NaN */
   static const char *order = getenv("EMULATED_GPU_ORDER");
   kernel = body;
   gridDim = {unsigned(gx), unsigned(gy), 1};
@@ -106,6 +121,7 @@ static void launch(int gx, int gy, int threads, std::function<void()> body) {
       blockIdx = {unsigned(x), unsigned(y), 0};
       run_block(threads, order && !strcmp(order, "backwards"));
     }
+  check_shared(bytes);
 #if defined(__SSE__) && ELEMENT < 3
   _mm_setcsr(kept);
 #endif
@@ -134,7 +150,6 @@ static int any(int vote) {
 } // namespace emulated
 
 #define threadIdx (emulated::threads[emulated::current].index)
-static double shared[(227 << 10) / sizeof(double)]; /* what a Hopper block can have */
 static inline void __syncwarp() { emulated::wait(emulated::AT_WARP); }
 static inline void __syncthreads() { emulated::wait(emulated::AT_BLOCK); }
 static inline int __any_sync(unsigned, int vote) { return emulated::any(vote); }

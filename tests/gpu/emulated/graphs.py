@@ -33,6 +33,7 @@ class HostGraphs:
         assert block.nq <= block.nk or block.shape in ("full", "general")
         assert (block.shape == "band") == (block.window > 0)
         assert not block.batch or block.shape != "general"
+        assert block.softcap is None or (block.shape in ("full", "general") and not block.batch)
         self.built.add((block, backward))
         return HostLaunch(self, block, backward)
 
@@ -46,7 +47,8 @@ class HostLaunch:
     def __call__(self, pointers, workspace, stream):
         names = "q k v out dout stats dq dk dv" if self._is_backward else "q k v out stats"
         names = names.split() + ["begin", "end"] * (self.block.shape == "general")
-        names += ["nq", "nk", "of_q", "of_k", "of_stats"] * (self.block.batch > 0)
+        of_batch = "nq nk of_q of_k of_out of_v of_stats"
+        names += of_batch.split() if self.block.batch else []
         to = SimpleNamespace(**dict(zip(names, pointers, strict=True)))
         # The frontend takes any other type for a tensor.
         assert all(type(x) is int for x in (*vars(to).values(), workspace, stream))
@@ -65,18 +67,23 @@ class HostLaunch:
         nq, nk = (_array(x, (n,), np.int32) for x in (at.nq, at.nk))
         assert nq.min() > 0 and nk.min() > 0, "NaN before cuDNN 9.25"
         assert nq.max() <= block.nq and nk.max() <= block.nk
-        widths = block.nheads * block.headdim, block.nheads_kv * block.headdim, block.nheads
-        offsets = [_array(x, (n + 1,), np.int64) for x in (at.of_q, at.of_k, at.of_stats)]
-        first_q, first_k, of_stats = (x // y for x, y in zip(offsets, widths, strict=True))
-        assert (first_q == of_stats).all() and (first_q[:-1] + nq <= first_q[1:]).all()
+        h, hk, d, e = block.nheads, block.nheads_kv, block.headdim, block.headdim_v
+        widths = {"q": h * d, "k": hk * d, "out": h * e, "v": hk * e, "stats": h}
+        offsets = {x: _array(getattr(at, f"of_{x}"), (n + 1,), np.int64) for x in widths}
+        first = {x: y // widths[x] for x, y in offsets.items()}
+        first_q, first_k = first["q"], first["k"]
+        assert all((first[x] == first_q).all() for x in ("out", "stats"))
+        assert (first["v"] == first_k).all() and (first_q[:-1] + nq <= first_q[1:]).all()
         assert (first_k[:-1] + nk <= first_k[1:]).all(), "gradients of a key are written twice"
         assert not backward or first_q[-1] <= block.total
         for i in range(n):
             own = dataclasses.replace(block, nq=int(nq[i]), nk=int(nk[i]), batch=0, total=0)
             launch, there = HostLaunch(self._graphs, own, backward), SimpleNamespace()
             for x, pointer in vars(at).items():
-                which = 1 if x in ("k", "v", "dk", "dv") else 2 if x == "stats" else 0
-                setattr(there, x, pointer + int(offsets[which][i]) * (4 if x == "stats" else 2))
+                of = {"dq": "q", "dk": "k", "dv": "v", "dout": "out"}.get(x, x)
+                if of in offsets:
+                    nbytes = int(offsets[of][i]) * (4 if x == "stats" else 2)
+                    setattr(there, x, pointer + nbytes)
             launch._check_tiles(there, int(first_q[i]), int(first_k[i]))
             stats = _array(there.stats, (own.nq, own.nheads), np.float32)
             there.stats = (turned := np.ascontiguousarray(stats.T)).ctypes.data
@@ -90,29 +97,32 @@ class HostLaunch:
         nq, nk = (-(-x // TILE) * TILE for x in (block.nq, block.nk))
         nq, nk = min(nq, rows_q - first_q), min(nk, rows_k - first_k)
         if rows_k:
-            shape = nk, block.nheads_kv, block.headdim
-            _check(*(_array(x, shape, dtype) for x in (at.k, at.v)))
+            shape = nk, block.nheads_kv
+            given = (at.k, block.headdim), (at.v, block.headdim_v)
+            _check(*(_array(x, (*shape, d), dtype) for x, d in given))
         if rows_q and self._is_backward:
-            shape = nq, block.nheads, block.headdim
-            _check(*(_array(x, shape, dtype) for x in (at.q, at.out, at.dout)))
-            assert (_array(at.stats, shape[:2], np.float32) > HIDDEN / 2).all()
+            shape, e = (nq, block.nheads), block.headdim_v
+            given = (at.q, block.headdim), (at.out, e), (at.dout, e)
+            _check(*(_array(x, (*shape, d), dtype) for x, d in given))
+            assert (_array(at.stats, shape, np.float32) > HIDDEN / 2).all()
 
     def _forward(self, at):
         block = self.block
-        q, k, v, out = self._tensors("qkkq", (at.q, at.k, at.v, at.out))
+        q, k, v, out = self._tensors("qkvo", (at.q, at.k, at.v, at.out))
         _check(k, v)
         visible, lse = self._visible(at), _array(at.stats, (block.nheads, block.nq), np.float32)
         unseeing = ~visible.any(axis=1)
         found, found_lse = reference.attention(
             *(x.astype(np.float32) for x in (q, k, v)),
             *(visible | unseeing[:, None], block.scale, np.float32, out.dtype),
+            logit_softcap=block.softcap,
         )
         found_lse[unseeing] = HIDDEN
         out[...], lse[...] = found, found_lse.T
 
     def _backward(self, at):
         block, given = self.block, (at.q, at.k, at.v, at.out, at.dout)
-        inputs = self._tensors("qkkqq", given)
+        inputs = self._tensors("qkvoo", given)
         dtype = inputs[0].dtype
         q, k, v, out, dout = (x.astype(np.float32) for x in inputs)
         _check(q, k, v, out, dout)
@@ -120,9 +130,10 @@ class HostLaunch:
         assert (lse > HIDDEN / 2).all(), "cuDNN makes inf of -inf"
         delta = (dout * out).sum(-1)
         found = reference.attention_backward(
-            dout, q, k, v, lse, delta, self._visible(at), block.scale, np.float32, dtype
+            *(dout, q, k, v, lse, delta, self._visible(at), block.scale, np.float32, dtype),
+            logit_softcap=block.softcap,
         )
-        for to, x in zip(self._tensors("qkk", (at.dq, at.dk, at.dv)), found, strict=True):
+        for to, x in zip(self._tensors("qkv", (at.dq, at.dk, at.dv)), found, strict=True):
             to[...] = x
 
     def _tensors(self, sides, pointers):
@@ -130,6 +141,8 @@ class HostLaunch:
         shapes = {
             "q": (block.nq, block.nheads, block.headdim),
             "k": (block.nk, block.nheads_kv, block.headdim),
+            "v": (block.nk, block.nheads_kv, block.headdim_v),
+            "o": (block.nq, block.nheads, block.headdim_v),
         }
         dtype = DTYPES[block.dtype]
         return [_array(p, shapes[s], dtype) for p, s in zip(pointers, sides, strict=True)]

@@ -33,8 +33,8 @@ class RawModule:
     def _wrapper(self, name):
         arguments = ", ".join(f"*({t} *)a[{i}]" for i, t in enumerate(self._signatures[name]))
         return (
-            f'extern "C" void launch_{name}(int gx, int gy, int threads, void **a) {{\n'
-            f"  emulated::launch(gx, gy, threads, [=] {{ {name}({arguments}); }});\n}}\n"
+            f'extern "C" void launch_{name}(int gx, int gy, int threads, int bytes, void **a) {{\n'
+            f"  emulated::launch(gx, gy, threads, bytes, [=] {{ {name}({arguments}); }});\n}}\n"
         )
 
     def get_function(self, name):
@@ -60,7 +60,7 @@ class Kernel:
             if self._name == cuda.fault.kernel:
                 cuda.fault.status = 700
             pointers = (ctypes.c_void_p * len(values))(*(v.ctypes.data for v in values))
-            self._launch(gx, gy, block[0], pointers)
+            self._launch(gx, gy, block[0], shared_mem, pointers)
 
         cuda.get_current_stream()._enqueue(run)
 
