@@ -93,10 +93,20 @@ def _shown(prompt: np.ndarray, answer: np.ndarray | ValueError) -> str:
 
 def _prompts(args: argparse.Namespace) -> dict[int, np.ndarray]:
     """Return the bytes of each prompt as tokens."""
-    texts = [x.encode(errors="surrogateescape") for x in args.prompt]
-    if not all(texts):
-        raise ValueError("--prompt must not be empty")
-    return {i: np.frombuffer(x, np.uint8).astype(np.int64) for i, x in enumerate(texts)}
+    texts = enumerate(texts_of(args))
+    return {i: np.frombuffer(x, np.uint8).astype(np.int64) for i, x in texts}
+
+
+def texts_of(args: argparse.Namespace) -> list[bytes]:
+    """Return the prompts of files, and then those of --prompt; ValueError if one is empty."""
+    texts = [(str(x), x.read_bytes()) for x in args.prompt_file]
+    texts += [("--prompt", x.encode(errors="surrogateescape")) for x in args.prompt]
+    if not texts:
+        raise ValueError("give --prompt or --prompt-file")
+    for name, text in texts:
+        if not text:
+            raise ValueError(f"{name} must not be empty")
+    return [text for _, text in texts]
 
 
 def _split(args: argparse.Namespace, ranks: int) -> tuple[int, int] | None:

@@ -139,7 +139,7 @@ class Kept:
                 pairs = zip(self._old, self._new)
                 x = torch.cat([y for a, b in pairs for y in (buffer[:, a], x[:, b])], 1)
             return self._filled(x, self._tails), x[None]
-        if self._moved:
+        if self._moved or buffer is None:  # perhaps this rank keeps nothing yet
             buffer = self._filled(x if buffer is None else buffer, self._old)
         to, packed = (y.to(x.device) for y in (self._to, self._from))
         buffer[:, to] = x[:, packed]
