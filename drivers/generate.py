@@ -47,7 +47,9 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add_options(group, "seed")
     group = parser.add_argument_group("cache and ranks")
     add = group.add_argument
-    text = "tokens of each rank, or KV cache blocks of each grid position: 10,10,4; default: no limit"
+    text = (
+        "tokens of each rank, or KV cache blocks of each grid position: 9,9,4; default: no limit"
+    )
     add("--room", type=listed(whole(0)), metavar="N,...", help=text)
     text = "tokens per block of the KV cache"
     block = tokens(most=1 << 20)

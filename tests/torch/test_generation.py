@@ -4,8 +4,6 @@ Needs the extra `torch`: `bash jobs/test.sh torch`.
 """
 
 import copy
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +11,6 @@ import torch
 import transformers
 from helpers import assert_all
 from refused import assert_raises
-
-sys.path.append(str(Path(__file__).parent))
 from test_context import EQUAL, VOCAB, build
 
 from a2d_mpi import ProcessGrid

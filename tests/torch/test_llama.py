@@ -90,6 +90,9 @@ def test_page(tmp_path):
     assert [step for step, _ in steps] == ["0", "1", "2"], done.stdout
     first, _, last = (float(loss) for _, loss in steps)
     assert last < first < 6
+    (kept,) = re.findall(r"^torch.Size\(\[1, 2340\]\) \[([\d, ]+)\]$", done.stdout, re.MULTILINE)
+    kept = [int(x) for x in kept.split(",")]
+    assert len(kept) == 4 and max(kept) < 1.2 * min(kept), kept
     room = importlib.import_module("a2d_mpi.torch")
     page = read("docs/pytorch.md")
     assert all(f"`{x}" in page or f" {x}" in page for x in room.__all__)

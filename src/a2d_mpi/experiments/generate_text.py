@@ -56,6 +56,7 @@ def generate_text(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             printer = _Printer(tokenizer, cp, stack, comm.rank)
             found = cp.generate(
                 ids,
+                torch.ones_like(ids),
                 room=args.room,
                 max_new_tokens=args.tokens,
                 streamer=printer,
@@ -121,6 +122,15 @@ def _loaded(args: argparse.Namespace) -> tuple[PreTrainedModel, Any, list[torch.
             raise ValueError(
                 f"{folder} has no tokenizer, so tokens are bytes, and the model must have a "
                 f"vocabulary of {BYTES}, got {vocabulary}"
+            )
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for x in prompts:
+        if not x:
+            raise ValueError("a prompt has no tokens")
+        if most and len(x) + args.tokens > most:
+            raise ValueError(
+                f"{len(x)} tokens and {args.tokens} new ones are too many for the model, "
+                f"which has {most} positions"
             )
     return model, tokenizer, [torch.tensor([x]) for x in prompts]
 

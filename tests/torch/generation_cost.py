@@ -1,0 +1,120 @@
+"""Seconds of generation over ranks beside one process.
+
+    mpiexec -n 2 python tests/torch/generation_cost.py [PREFILL [CONTEXT ...]]
+
+A Llama of 8 layers with 8 heads of 64, float32, one thread a rank.  Prints the prefill of a prompt
+of PREFILL tokens (16384), and the time of a token after CONTEXT tokens (100 and 32768), in turn
+with one process, medians.  The caches of one process are filled with random numbers.
+"""
+
+import statistics
+import sys
+import time
+
+import torch
+import transformers
+from mpi4py import MPI
+
+from a2d_mpi import ProcessGrid
+from a2d_mpi.torch import ContextParallel
+
+TRIALS, TOKENS = 3, 24
+
+
+class Times:
+    """A streamer that notes when tokens come."""
+
+    def __init__(self):
+        self.times = []
+
+    def put(self, _):
+        self.times.append(time.perf_counter())
+
+    def end(self):
+        pass
+
+    @property
+    def token(self):
+        """Seconds of a token: the prompt and the first tokens are left out."""
+        return statistics.median(y - x for x, y in zip(self.times[3:], self.times[4:]))
+
+
+def llama():
+    """Return the model."""
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=256, hidden_size=512, intermediate_size=1408, num_hidden_layers=8,
+        num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=1 << 17,
+        eos_token_id=None, bos_token_id=None, pad_token_id=0,
+    )).eval()  # fmt: skip
+
+
+def seconds(comm, call, alone):
+    """Time a call of all ranks, or of rank 0 alone while the others sleep."""
+    comm.Barrier()
+    start = time.perf_counter()
+    if comm.rank == 0 or not alone:
+        call()
+    done = comm.Ibarrier()
+    while not done.Test():
+        time.sleep(0.01)
+    return comm.bcast(time.perf_counter() - start)
+
+
+def filled(config, n):
+    """Return a cache of one process with n random tokens."""
+    cache = transformers.DynamicCache()
+    for layer in range(config.num_hidden_layers):
+        cache.update(*(torch.randn(1, 8, n, 64) for _ in range(2)), layer)
+    return cache
+
+
+def main(comm):
+    """Print the table."""
+    lengths = [int(x) for x in sys.argv[1:]]
+    prefill, contexts = (lengths or [16384])[0], lengths[1:] or [100, 32768]
+    torch.set_num_threads(1)
+    grid, one, spread = ProcessGrid(comm, 1, comm.size), llama(), llama()
+    cp = ContextParallel(grid, spread, seqlen=prefill)
+    ids = torch.randint(1, 256, (1, max(prefill, *contexts) + 1))
+    comm.Bcast(ids.numpy())
+    cp.prefill(ids[:, :200])  # the first call compares steps with one process
+    rows = []
+
+    def alone(n):
+        with torch.no_grad():
+            one(ids[:, :n], use_cache=True, logits_to_keep=1)
+
+    if prefill:
+        mine, other = [], []
+        for _ in range(TRIALS):
+            mine.append(seconds(comm, lambda: cp.prefill(ids[:, : prefill + 1]), False))
+            other.append(seconds(comm, lambda: alone(prefill), True))
+        rows.append((f"prefill of {prefill} tokens", mine, other))
+    for n in contexts:
+        mine, other, prompt = [], [], ids[:, : n + 1]
+        for _ in range(TRIALS):
+            cache, times = cp.prefill(prompt), Times()
+            cp.generate(prompt, past_key_values=cache, streamer=times, max_new_tokens=TOKENS)
+            mine.append(times.token if comm.rank == 0 else 0)
+            del cache
+            comm.Barrier()
+            if comm.rank == 0:
+                cache, times = filled(one.config, n), Times()
+                one.generate(
+                    prompt, past_key_values=cache, streamer=times, max_new_tokens=TOKENS,
+                    attention_mask=torch.ones_like(prompt),
+                )  # fmt: skip
+                other.append(times.token)
+            done = comm.Ibarrier()
+            while not done.Test():
+                time.sleep(0.01)
+        rows.append((f"a token after {n}", mine, other))
+    if comm.rank == 0:
+        for name, *both in rows:
+            a, b = (statistics.median(x) for x in both)
+            print(f"{name}: {a:.4f} s on {comm.size} ranks, {b:.4f} s alone, {a / b:.2f}")
+
+
+if __name__ == "__main__":
+    main(MPI.COMM_WORLD)

@@ -1,0 +1,96 @@
+"""drivers/generate.py with a folder of transformers.
+
+Needs the extra `torch`: `bash jobs/test.sh torch`.
+"""
+
+import re
+
+import pytest
+import torch
+import transformers
+from helpers import SECONDS, assert_each_refused, drive
+
+PROMPT = "To be, or not to be"
+
+
+def save(folder, vocab=256, **options):
+    """Save a small Llama whose tokens are bytes; return it."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=400,
+        eos_token_id=None, bos_token_id=None, pad_token_id=0, **options,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    save(path)
+    return path
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_text(folder, tmp_path, ranks):
+    """Each prompt gets the sampled tokens of one process; a cache of all tokens but the last."""
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(bytes(range(1, 200)))
+    model, expected = transformers.AutoModelForCausalLM.from_pretrained(folder), []
+    for prompt in (file.read_bytes(), PROMPT.encode()):
+        torch.manual_seed(3)
+        ids = torch.tensor([[*prompt]])
+        made = model.generate(ids, max_new_tokens=9, do_sample=True, temperature=0.7)
+        expected.append(bytes(made[0, ids.shape[1] :].tolist()).decode(errors="replace"))
+    options = ["--prompt-file", file, "--prompt", PROMPT, "--tokens", 9]
+    options += ["--temperature", 0.7, "--seed", 3]
+    done = drive("generate.py", ranks, folder, *options)
+    text = r"--- prompt 0\n(.*)\n\n199 tokens .*\n--- prompt 1\n(.*)\n\n19 tokens .*tokens/s "
+    found = re.fullmatch(text + r"\(9 in all\); .*\n", done.stdout, re.DOTALL)
+    assert found, done.stdout
+    assert [*found.groups()] == [re.sub(r"\r\n?", "\n", x) for x in expected]
+    kept = [int(x) for x in re.findall(r"all\); (\d+) bytes of cache", done.stdout)]
+    token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, elements, bytes
+    assert all(x >= token * -(-n // ranks) for x, n in zip(kept, (207, 27))), kept
+
+
+def test_refused(folder, tmp_path):
+    save(tmp_path / "odd", 300)
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "config.json").write_text("{}")
+    (tmp_path / "empty").touch()
+    mine = ["--prompt", "x"]
+    assert_each_refused([
+        ("generate.py", [folder], [], "give --prompt or --prompt-file"),
+        ("generate.py", [folder, "--prompt", ""], [], "--prompt must not be empty"),
+        ("generate.py", [folder, "--prompt-file", tmp_path / "empty"], [], "must not be empty"),
+        ("generate.py", [folder, "--prompt-file", tmp_path / "no"], [], "No such file"),
+        ("generate.py", [folder, *mine, "--room", "1,2,3"], [], "tokens for each of 2 ranks"),
+        ("generate.py", [folder, *mine, "--room", "40,40"], [], "do not fit"),
+        ("generate.py", [folder, *mine, "--survive"], [], "--survive"),
+        ("generate.py", [folder, *mine, "--tokens", 400], [], "1 tokens and 400 new ones"),
+        ("generate.py", [tmp_path / "odd", *mine], [], "a vocabulary of 256, got 300"),
+        ("generate.py", [tmp_path / "none", *mine], [], "none"),
+    ], 2)  # fmt: skip
+
+
+@pytest.mark.parametrize("sent", ["SIGKILL", "SIGINT"])
+def test_a_rank_that_ends(folder, sent):
+    """The job ends in the middle of the text."""
+    sabotage = f"""
+import os, signal
+from a2d_mpi.torch import decoding
+attend, calls = decoding.Steps.attend, []
+def counted(*given):
+    calls.append(1)
+    if rank == 1 and len(calls) == 40:
+        os.kill(os.getpid(), signal.{sent})
+    return attend(*given)
+decoding.Steps.attend = counted
+"""
+    options = ["--prompt", PROMPT, "--tokens", 300]
+    done = drive("generate.py", 3, folder, *options, sabotage=sabotage, code=None)
+    assert done.returncode != 0 and done.seconds < SECONDS
+    assert "tokens/s" not in done.stdout
