@@ -1,8 +1,8 @@
-r"""Benchmarks: attention, kernels, linear attention, training and decoding steps of a GPT.
+r"""Benchmarks: attention, kernels, linear attention.
 
     mpiexec -n 4 python drivers/bench.py --output results/bench.h5 --seqlens 512 --plans all
     python drivers/bench.py kernels --shapes 512x2x64 --trials 3
-    mpiexec -n 4 python drivers/bench.py decode --output results/decode.h5
+    mpiexec -n 4 python drivers/bench.py linear --output results/linear.h5
 
 All results are checked, also those of an earlier run.
 
@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
     end_job_on_errors()
 
-import argparse
 from collections.abc import Callable
 
 from mpi4py import MPI
@@ -26,9 +25,6 @@ from a2d_mpi.experiments.options import (
     check_text,
     listed,
     one_of,
-    pair,
-    tokens,
-    whole,
 )
 from a2d_mpi.experiments.programs import Commands
 
@@ -118,62 +114,6 @@ def kernels(parser: Parser) -> Callable:
     return bench_kernel
 
 
-def train(parser: Parser) -> Callable:
-    r"""Compare training steps by different plans: seconds by part, bytes, memory.
-
-        mpiexec -n 4 python drivers/bench.py train --output results/step.h5 \
-            --preset gpt3-175b-layer --width 192 --nheads 12 --positions rotary --seqlen 2K \
-            --plans attention2d:2x2,ring
-
-    Weights and tokens are random.  The loss and the gradients of every plan are compared with a
-    model in float64 on one rank, whose attention is a textbook's.  The learning rate is 0, which
-    keeps the weights, so every step must repeat the first step bit for bit.
-    The largest memory of a step's activations is counted once, in a step that is not timed.  With
-    --recompute both ways are run.  --resume adds to a file, also with other numbers of ranks.
-    """
-    from a2d_mpi.experiments.bench_models import bench_train
-    from a2d_mpi.experiments.sweep import add_plans
-    from a2d_mpi.experiments.train_gpt import FLOATS, add_model
-
-    add_model(parser)
-    group = parser.add_argument_group("workload and plans")
-    add_options(group, "seqlen", default="1K")
-    add_options(group, "mask")
-    add_options(group, "dtype", choices=FLOATS)
-    add_plans(parser, group, default="attention2d,ring")
-    add_options(group, "profile")
-    _add_measurement(parser, output_needed=True)
-    return bench_train
-
-
-def decode(parser: Parser) -> Callable:
-    """Measure decoding steps by length of context and number of ranks.
-
-        mpiexec -n 4 python drivers/bench.py decode --output results/decode.h5
-
-    The table has seconds, bytes and messages.  The caches of all ranks are filled with random keys
-    and values, so there is no prompt to compute.  Attention of one request is compared with
-    float64, and all bytes and messages with the prediction.
-    """
-    from a2d_mpi.experiments.bench_models import bench_decode
-    from a2d_mpi.experiments.train_gpt import add_sizes
-
-    add_sizes(parser, layers=2, width=512, nheads=8, nheads_kv=2, headdim=None)
-    group = parser.add_argument_group("requests and ranks")
-    text = "lengths of the context: 4096,64K"
-    group.add_argument("--contexts", type=listed(tokens()), metavar="TOKENS,...",
-                       default="1K,4K,16K,64K", help=text)  # fmt: skip
-    text = "requests per step"
-    group.add_argument("--requests", type=whole(1, 1 << 16), metavar="N", default=4, help=text)
-    text = "numbers of ranks; default: 1, 2, 4, ..."
-    group.add_argument("--ranks", type=listed(whole(1)), metavar="N,...", help=text)
-    text = "also run with separate attention ranks and FFN ranks, see docs/models.md: 2+2,3+1"
-    kind = listed(pair("+", "ATTENTION+FFN ranks"))
-    group.add_argument("--apart", type=kind, metavar="A+F,...", help=text)
-    _add_measurement(parser)
-    return bench_decode
-
-
 def linear(parser: Parser) -> Callable:
     """Compare causal linear attention (LASP-2, LASP) with exact attention, by length.
 
@@ -182,9 +122,8 @@ def linear(parser: Parser) -> Callable:
     Sampled rows of all results are compared with dense attention of either kind in float64, and
     all bytes with the formula.
     """
-    from a2d_mpi.experiments.bench_models import LINEAR, bench_linear
+    from a2d_mpi.experiments.bench_linear import LINEAR, bench_linear
     from a2d_mpi.experiments.sweep import add_list
-    from a2d_mpi.experiments.train_gpt import FLOATS
     from a2d_mpi.schedules import METHODS
 
     group = parser.add_argument_group("workloads and plans")
@@ -195,20 +134,10 @@ def linear(parser: Parser) -> Callable:
     add_list(group, "seqlens", "seqlen", default="1K,2K,4K")
     add_options(group, "nheads", default=8)
     add_options(group, "headdim", default=64)
-    add_options(group, "dtype", choices=FLOATS)
-    _add_measurement(parser)
+    add_options(group, "dtype", choices=("float32", "float64"))
+    group = parser.add_argument_group("measurement and output")
+    add_options(group, "trials", "seed", "threads", "output")
     return bench_linear
-
-
-def _add_measurement(parser: Parser, output_needed: bool = False) -> argparse._ArgumentGroup:
-    """Add the options that the benchmarks of a GPT have; return the last group."""
-    group = parser.add_argument_group("measurement")
-    add_options(group, "trials", "seed", "threads")
-    group = parser.add_argument_group("output")
-    add_options(group, "output", required=output_needed)
-    if output_needed:
-        add_options(group, "resume")
-    return group
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Commands:
@@ -218,8 +147,6 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Commands:
         __doc__,
         attention,
         kernels,
-        train,
-        decode,
         linear,
         comm=comm,
         default="attention",

@@ -36,14 +36,9 @@ def rank(parser: Parser) -> Callable:
     """
     from a2d_mpi.experiments import plan
     from a2d_mpi.experiments.sweep import PLANNED
-    from a2d_mpi.gpt.config import PRESETS
 
-    plan.add_problem(parser, PLANNED, needs_heads=False)
+    plan.add_problem(parser, PLANNED)
     add = parser.add_argument_group("plans and table").add_argument
-    text = f"also predict training steps of a model, with its heads: {', '.join(PRESETS)}"
-    add("--gpt", choices=PRESETS, metavar="MODEL", help=text)
-    text = "with --gpt: keep less of each layer, and compute it again"
-    add("--recompute", action="store_true", help=text)
     text = "best: simulate plans until the fastest is certain; all: simulate every plan"
     add("--simulate", choices=("best", "all"), default="best", help=text)
     add("--top", type=whole(0), metavar="N", default=20, help="number of plans to print; 0: all")

@@ -1,9 +1,8 @@
-"""Seconds of plans of packed documents, and their share of training steps.
+"""Seconds of plans of packed documents.
 
-    mpiexec -n 4 python tests/tools/packed.py plans [TOKENS]
-    mpiexec -n 4 python tests/tools/packed.py training [TOKENS]
+    mpiexec -n 4 python tests/tools/packed.py [TOKENS]
 
-The documents are new in every step.  Their lengths are lognormal.
+The documents are new in every trial.  Their lengths are lognormal.
 """
 
 import sys
@@ -14,13 +13,8 @@ from mpi4py import MPI
 
 from a2d_mpi import Attention2D, Causal, Documents, ProcessGrid, SlidingWindow
 from a2d_mpi.core.sizes import squarest
-from a2d_mpi.gpt.config import GPTConfig
-from a2d_mpi.gpt.parameters import Parameters, initial
-from a2d_mpi.gpt.text import Batch
-from a2d_mpi.gpt.training import Training
-from a2d_mpi.masks.documents import positions_in
 
-TRIALS, STEPS = 9, 50
+TRIALS = 9
 
 
 def documents(seqlen, mean, seed, inside=None):
@@ -65,29 +59,7 @@ def plans(comm, grid, seqlen=1 << 17):
             print("{:24} {:7.2f} {:8.2f}".format(name, *1e3 * np.median(taken, axis=0)))
 
 
-def training(comm, grid, seqlen=1 << 14):
-    """Print the share of plans in the time of training steps of a small GPT."""
-    config = GPTConfig(vocab=256, layers=4, width=256, nheads=4, seqlen=seqlen)
-    weights = Parameters(config, initial(config, 0, np.float32))
-    train = Training(comm, weights, np.zeros((2, config.parameters), np.float32))
-    sizes = {"seqlen": seqlen, "nheads": 4, "headdim": 64}
-    first, times = Attention2D(grid, Causal(), **sizes), []
-    made = getattr(first, "with_mask", lambda mask: Attention2D(grid, mask, **sizes))
-    tokens = np.random.default_rng(1).integers(0, 256, seqlen + 1)
-    for step in range(STEPS):
-        mask = documents(seqlen, 1024, step)
-        batch = Batch(tokens[:-1], tokens[1:], positions_in(mask.cu_seqlens), mask.cu_seqlens)
-        plan, making = timed(comm, made, mask)
-        times.append([making, timed(comm, train.step, plan, batch, 1e-4)[1]])
-    making, steps = np.array(times).transpose(1, 2, 0)  # (seconds and CPU seconds, steps) each
-    if comm.rank == 0:
-        shares = 100 * making.sum(axis=1) / (making + steps).sum(axis=1)
-        medians = 1e3 * np.median(making[0]), 1e3 * np.median(steps[0])
-        print("a plan {:.1f} ms, a step {:.0f} ms (medians); ".format(*medians), end="")
-        print("plans of {} steps: {:.1f} % of all, {:.1f} % of CPU".format(STEPS, *shares))
-
-
 if __name__ == "__main__":
     comm = MPI.COMM_WORLD
     grid = ProcessGrid(comm, *squarest(comm.size))
-    {"plans": plans, "training": training}[sys.argv[1]](comm, grid, *map(int, sys.argv[2:]))
+    plans(comm, grid, *map(int, sys.argv[1:]))

@@ -65,11 +65,11 @@ class Model:
         return self.cp.generate(IDS, past_key_values=cache, **SAMPLED)
 
     def free(self):
-        if self.cp is not None:
-            self.cp.free()
-            self.hooks.free()
+        for x in (self.cp, self.hooks):
+            if x is not None:
+                x.free()
         assert not self.grid.failures.others
-        self.cp = None
+        self.cp = self.hooks = None
 
 
 PHASES = "making", "step", "sums", "generate", "goes_on"

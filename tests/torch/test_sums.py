@@ -3,6 +3,7 @@
 Needs the extra `torch`: `bash jobs/test.sh torch`.
 """
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from a2d_mpi.torch import (
     sum_gradients,
     use_in_transformers,
 )
+from a2d_mpi.torch.sums import GradientSum, total
 
 pytestmark = pytest.mark.mpi(min_size=3)
 torch.set_num_threads(1)
@@ -79,6 +81,38 @@ def parallel(part):
     for x in made:
         x.free()
         x.grid.free()
+
+
+def summed_in_order(part, dtype, device=np):
+    """Sum uneven parts of an array of `device`, and compare with the sum in the order of ranks."""
+    drawn = (np.random.default_rng(p).standard_normal(103) for p in range(part.size))
+    of_ranks = [x.astype(dtype) for x in drawn]
+    flat = device.array(of_ranks[part.rank])
+    sums = GradientSum(part, flat)
+    for bucket in (slice(100, 103), slice(1, 100), slice(0, 1)):
+        sums.start(bucket)
+    sums.finish()
+    found = flat.tobytes() if device is np else device.asnumpy(flat).tobytes()
+    assert_all(part, found == sum(of_ranks).tobytes(), "another sum")
+    shares = sum(-(-n // part.size) for n in (3, 99, 1))
+    sent = 2 * (part.size - 1) * shares * flat.itemsize * (part.size > 1)
+    assert_all(part, sums.nbytes == sent, f"{sums.nbytes} bytes, not {sent}")
+    sums.free()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_order_of_ranks(part, dtype):
+    """All ranks get the sum in the order of ranks, bit for bit."""
+    summed_in_order(part, dtype)
+    found, wanted = total(part, 0.1 * part.rank), sum(0.1 * p for p in range(part.size))
+    assert_all(part, found == wanted, f"{found}, not {wanted}")
+
+
+@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
+@pytest.mark.parametrize("transfers", ["device", "host"])
+def test_order_of_ranks_on_a_gpu(part, cupy, gpus, transfers, monkeypatch):
+    monkeypatch.setenv("A2D_MPI_TRANSFERS", transfers)
+    summed_in_order(part, "float32", cupy)
 
 
 class Model(torch.nn.Module):

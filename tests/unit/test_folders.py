@@ -35,7 +35,7 @@ def test_imports_run_one_way(tmp_path):
         ("planning/cost.py", "from mpi4py import MPI"),
         ("kernels/blocks.py", "from mpi4py import MPI"),
         ("comm/transport.py", "import a2d_mpi.comm.channel"),
-        ("gpt/model.py", "import torch"),
+        ("linear/plan.py", "import torch"),
     ):
         with open(tmp_path / "src" / "a2d_mpi" / module, "a") as file:
             file.write(line + "\n")
@@ -79,7 +79,7 @@ def test_main_job_loads_what_it_uses():
     loaded = {x for x in modules if x.startswith("a2d_mpi.")}
     assert "a2d_mpi.experiments.job" in loaded
     folders = {x.split(".")[1] for x in loaded}
-    assert not folders & {"gpt", "figures", "torch"}
+    assert not folders & {"linear", "figures", "torch"}
     assert not {"torch", "transformers"} & modules
     unused = {
         *(f"a2d_mpi.planning.{x}" for x in ("planner", "simulator", "profile", "survey")),

@@ -33,8 +33,6 @@ from a2d_mpi.experiments.options import Parser, add_options, aligned, progress, 
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import Summary, flat
 from a2d_mpi.experiments.sweep import SIZES, Case, Configuration, cases_of, plans_for
-from a2d_mpi.gpt.config import PRESETS, GPTConfig
-from a2d_mpi.gpt.cost import STEP_PARTS, predict_step
 from a2d_mpi.planning.candidate import Candidate
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
@@ -53,15 +51,14 @@ SCHEMA = ("a2d_mpi simulation", 2)
 RANKS = 4096  # most ranks that are simulated
 
 
-def add_problem(parser: Parser, ranks: int, needs_heads: bool = True) -> None:
+def add_problem(parser: Parser, ranks: int) -> None:
     """Add the options of a problem on at most `ranks` ranks of a machine; see `read_problem`."""
     group = parser.add_argument_group("machine")
     add_options(group, "profile", required=True)
     text = f"ranks, at most {ranks}"
     group.add_argument("--ranks", type=whole(1, ranks), metavar="N", required=True, help=text)
     group = parser.add_argument_group("problem")
-    add_options(group, "seqlen", required=True)
-    add_options(group, "nheads", required=needs_heads)
+    add_options(group, "seqlen", "nheads", required=True)
     add_options(group, "nheads-kv", "headdim", "headdim-v", "dtype", "wire", "mask", "backward")
     add_options(group, "overlap")
     parser.set_defaults(headdim=128, dtype="bfloat16")
@@ -77,8 +74,6 @@ def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
     OSError
         If the profile cannot be read.
     """
-    if args.nheads is None:
-        raise ValueError("give --nheads, or --gpt with the heads of a model")
     machine = read_machine(args.profile)
     given = {x: getattr(args, x) for x in (*SIZES, "mask", "backward")}
     return machine, Case(**given, wire=None if args.wire == "none" else args.wire)
@@ -86,10 +81,6 @@ def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
 
 def rank(args: argparse.Namespace) -> int:
     """Print the table; return the exit code."""
-    if args.gpt:
-        if args.nheads or args.nheads_kv or args.headdim_v:
-            raise ValueError("--gpt sets --nheads, --nheads-kv and --headdim-v: leave these out")
-        vars(args).update(PRESETS[args.gpt].heads, backward=True)
     machine, case = read_problem(args)
     work = case.work(args.overlap)
     options = {
@@ -130,26 +121,6 @@ def _print(
     for heads in (x for x in range(2, ranks + 1) if ranks % x == 0):
         if why := misfit(work.nheads, work.nheads_kv, heads):
             print(f"no plan with {heads} ranks that share the heads: {why}")
-    if args.gpt:
-        _print_steps(shown, machine, PRESETS[args.gpt], args)
-
-
-def _print_steps(
-    plans: list[Candidate], machine: Machine, config: GPTConfig, args: argparse.Namespace
-) -> None:
-    """Print the training steps of a model by these plans."""
-    again = ", all but attention computed again" * args.recompute
-    print(
-        f"\ntraining steps of {args.gpt}{again}: {config.layers} layers of width {config.width}, "
-        f"{config.parameters} parameters on every rank\n"
-    )
-    rows = [["method", "grid", "total", *STEP_PARTS, "tokens/s", "memory"]]
-    for plan in (x for x in plans if x.phases):
-        step = predict_step(machine, plan, config, args.seqlen, args.dtype, args.recompute)
-        seconds = map(duration, (step.total, *step.seconds.values()))
-        rate = f"{args.seqlen / step.total:.4g}"
-        rows.append([plan.method, plan.layout.shape, *seconds, rate, _bytes(step.memory)])
-    print(aligned(rows, left=(0, 1)))
 
 
 def _row(plan: Candidate, ranks: int, best: Candidate) -> list[str]:

@@ -26,7 +26,6 @@ from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS
 
 BENCHMARK_SCHEMA = ("a2d_mpi benchmark", 2)
-LINEAR_SCHEMA = ("a2d_mpi linear attention", 2)
 TRAINING_SCHEMA = ("a2d_mpi.training", 1)
 TABLE = ("  plan", "phase", "ms", "ratio", "wait", "predicted", "received", "checks")
 STEPS_SCHEMA = ("a2d_mpi training steps", 2)

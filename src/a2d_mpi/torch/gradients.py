@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import Call, agree
 from a2d_mpi.comm.survival import NoFailures
-from a2d_mpi.gpt.exchange import GradientSum
+from a2d_mpi.torch.sums import GradientSum
 from a2d_mpi.torch.tensors import array_of, current_stream
 
 FORGOTTEN = "has a gradient, but was frozen or absent when GradientHooks was made: make new hooks"
