@@ -3,8 +3,8 @@ r"""Train a model of transformers on texts, its sequence spread over the ranks.
     mpiexec -n 4 python drivers/train.py llama-tiny data/new_testament.txt --rows 2 --cols 2 \
         --folder results/tiny --steps 200 --output results/tiny.h5
 
-MODEL is a small random model by its name, or a folder of transformers: with a config, with weights
-(otherwise they are random), with a tokenizer (otherwise tokens are bytes).  Packed documents end at
+MODEL is a small random model by its name, or a folder of transformers.  If the folder has no
+weights, they are random.  If it has no tokenizer, tokens are bytes.  Packed documents end at
 --separator, and do not see each other.  Each checkpoint in --folder is a folder that
 `from_pretrained` loads.  --resume continues the run, bit for bit as without a break on the same
 grid and CPU.  Loss and gradients of the first step are compared with one process in float64.

@@ -48,9 +48,7 @@ class State:
         """Updates so far."""
         return len(self.losses)
 
-    def add_step(
-        self, loss: float, seconds: list[float], settings: Mapping[str, object]
-    ) -> None:
+    def add_step(self, loss: float, seconds: list[float], settings: Mapping[str, object]) -> None:
         """Count a step that was computed with these settings."""
         if not self.ranges or differences(self.ranges[-1], settings):
             self.ranges.append({"begin": self.step, "end": self.step, **settings})

@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 import a2d_mpi.torch
 from a2d_mpi.comm.agreement import CollectiveError, agree
 from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments import options
@@ -37,6 +38,7 @@ from a2d_mpi.experiments.origin import blas_name, cpu_name
 from a2d_mpi.experiments.ranks import check_room, check_survive, surviving
 from a2d_mpi.experiments.results import TRAINING_SCHEMA as SCHEMA
 from a2d_mpi.experiments.text import Batch, Text, read_texts
+from a2d_mpi.kernels import make_kernel
 from a2d_mpi.planning.workload import Workload
 from a2d_mpi.torch import ContextParallel, GradientHooks
 from a2d_mpi.torch.layers import layers_of
@@ -263,6 +265,7 @@ class Trainer:
         sizes = {x: getattr(args, x) for x in names}
         self._cp = ContextParallel(grid, self.model, longest=longest, **sizes)
         self._hooks = GradientHooks(self.model, comm, grid.failures)
+        kernel = make_kernel(args.kernel, self._device, DTYPES[args.dtype], 1.0)
         hosts = comm.allgather((cpu_name(), blas_name()))
         cpus, blas = ("; ".join(sorted(set(x))) for x in zip(*hosts))
         self.settings = {
@@ -270,7 +273,7 @@ class Trainer:
             **grid.layout.attributes,
             "threads": args.threads,
             "device": self._device.name,
-            "kernel": "; ".join(sorted({x.kernel for x in self._cp.plans.values()})),
+            "kernel": kernel.name,
             "cpu": cpus,
             "blas": blas,
             "numpy": np.__version__,
@@ -384,7 +387,9 @@ class Trainer:
         alone = len(batch.cu_seqlens) == 2
         own = self._cp.shard(batch.tokens, cu_seqlens=None if alone else batch.cu_seqlens)
         if own.nlabels != batch.nlabels:
-            raise CollectiveError("the model must predict the next token: its masks are not causal")
+            raise CollectiveError(
+                "the model must predict the next token: its masks are not causal"
+            )
         return own
 
     def _loss(self, own: a2d_mpi.torch.Batch) -> torch.Tensor:
