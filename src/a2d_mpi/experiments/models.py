@@ -1,0 +1,174 @@
+"""Models of transformers: small random ones by name, or of a folder; their tokens.
+
+PyTorch is imported when a model is opened, so that --help and options do without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from a2d_mpi.experiments.options import path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+VOCAB = 256  # tokens of a model without a tokenizer: bytes
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # files of a folder with weights
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_SMALL = {
+    "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 1 << 17, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": None,
+}  # fmt: skip
+_BYTES = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None}
+# Type of the config, and its options, by name.
+_NAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-tiny": ("llama", _SMALL),
+    # One KV head, and heads that together are twice as wide as the model: Multi-matrix
+    # Factorization Attention (arXiv:2412.19255).
+    "mfa-tiny": ("llama", _SMALL | {"num_key_value_heads": 1, "head_dim": 32}),
+    "gpt2-tiny": ("gpt2", _BYTES | _NO_DROPOUT | {
+        "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 1024}),
+    "qwen3-moe-tiny": ("qwen3_moe", _SMALL | {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}),
+    "gemma3-tiny": ("gemma3_text", _SMALL | {
+        "num_hidden_layers": 3, "sliding_window": 128, "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}),
+    # One layer of GPT-3 175B (arXiv:2005.14165), 64 times narrower.
+    "gpt3-175b-layer": ("gpt2", _BYTES | _NO_DROPOUT | {
+        "n_embd": 192, "n_layer": 1, "n_head": 96, "n_positions": 2048}),
+}  # fmt: skip
+NAMES = tuple(_NAMED)
+
+
+class Tokenizer(Protocol):
+    """What turns texts into tokens and back."""
+
+    def encode(self, text: bytes | str) -> list[int]:
+        """Return the tokens of a text; bytes that are not UTF-8 are replaced or kept."""
+
+    def decode(self, tokens: Sequence[int], **options: Any) -> str:
+        """Return the text of tokens; `options` are those of transformers."""
+
+    def save(self, folder: Path) -> None:
+        """Write what `open_model` needs to find this tokenizer in a folder."""
+
+
+class Bytes:
+    """The tokenizer of models whose tokens are bytes; see `Tokenizer`."""
+
+    def encode(self, text: bytes | str) -> list[int]:
+        return [*(text.encode(errors="surrogateescape") if isinstance(text, str) else text)]
+
+    def decode(self, tokens: Sequence[int], **_: Any) -> str:
+        return bytes([*map(int, tokens)]).decode(errors="replace")
+
+    def save(self, folder: Path) -> None:
+        pass
+
+
+class _OfFolder:
+    """A tokenizer of transformers; see `Tokenizer`."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self._own = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def encode(self, text: bytes | str) -> list[int]:
+        text = text.decode(errors="replace") if isinstance(text, bytes) else text
+        return self._own(text, verbose=False)["input_ids"]
+
+    def decode(self, tokens: Sequence[int], **options: Any) -> str:
+        return self._own.decode(tokens, **options)
+
+    def save(self, folder: Path) -> None:
+        self._own.save_pretrained(folder)
+
+
+def model_name(text: str) -> str | Path:
+    """Parse an option that names a model for `open_model`; a folder becomes a path."""
+    return text if text in NAMES else path(text)
+
+
+def open_model(
+    name: str | Path, dtype: str | None = None, seed: int = 0
+) -> tuple[PreTrainedModel, Tokenizer]:
+    """Make or read a causal model, in evaluation mode, on the CPU.  Local.
+
+    Parameters
+    ----------
+    name : str or Path
+        One of `NAMES`, or a folder of transformers with a config.
+    dtype : str, optional
+        Storage dtype of the weights.  Default: as the folder's config says; float32 for a name.
+    seed : int
+        Seed of random weights: of a name, and of a folder without weights.  Weights are drawn in
+        float32.
+
+    Returns
+    -------
+    PreTrainedModel
+    Tokenizer
+        Of the folder.  Tokens are bytes if it has none.
+
+    Raises
+    ------
+    ValueError
+        If there is no such model, transformers cannot open it, or it has no tokenizer and its
+        vocabulary is not of bytes.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # one for each rank
+    torch.manual_seed(seed)
+    tokenizer: Tokenizer = Bytes()
+    if name in _NAMED:
+        kind, options = _NAMED[name]
+        config = AutoConfig.for_model(kind, **options)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return _as(model, dtype), tokenizer
+    folder = Path(name)
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"MODEL must be one of {', '.join(NAMES)}, or a folder with config.json, got {name}"
+        )
+    try:
+        if any(x for pattern in WEIGHTS for x in folder.glob(pattern)):
+            kind = "auto" if dtype is None else getattr(torch, dtype)
+            options = {"local_files_only": True, "dtype": kind}
+            model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        else:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            wanted = dtype or str(config.dtype or "float32").removeprefix("torch.")
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model, dtype = _as(model, wanted), wanted
+        if any((folder / x).exists() for x in ("tokenizer.json", "tokenizer_config.json")):
+            tokenizer = _OfFolder(folder)
+    except Exception as error:  # of any kind: what is in the folder is the user's
+        what = " ".join(str(error).split())[:400] or type(error).__name__
+        raise ValueError(f"transformers cannot open the model in {folder}: {what}") from error
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if isinstance(tokenizer, Bytes) and vocabulary != VOCAB:
+        raise ValueError(
+            f"{folder} has no tokenizer, so tokens are bytes, and the model must have a "
+            f"vocabulary of {VOCAB}, got {vocabulary}"
+        )
+    return _as(model, dtype), tokenizer
+
+
+def _as(model: PreTrainedModel, dtype: str | None) -> PreTrainedModel:
+    """Return a model in evaluation mode with weights of a dtype, which its config names, too."""
+    import torch
+
+    if dtype is not None:
+        model.config.dtype = getattr(torch, dtype)
+        model.to(model.config.dtype)
+    if model.dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the others have no float64
+    return model.eval()
