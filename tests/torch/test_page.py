@@ -11,8 +11,12 @@ from pages import blocks, read
 
 from a2d_mpi.experiments.models import open_model
 
-# Losses are the same on all ranks, and embeddings are those of single documents in float64.
+# Losses are the same on all ranks, the tuned model is saved, and embeddings are those of single
+# documents in float64.
 END = """
+if comm.rank == 0:
+    saved = AutoModelForCausalLM.from_pretrained("TUNED").state_dict()
+    assert all(torch.equal(x, saved[name]) for name, x in model.state_dict().items())
 assert len(set(comm.allgather(total))) == 1
 packed.free()
 ids, exact = comm.bcast(text), bert.double()
