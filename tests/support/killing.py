@@ -17,8 +17,6 @@ import psutil
 from dying import hash_of, times_of
 from helpers import DRIVERS, ENVIRONMENT, MPIEXEC, ROOT, drive, launch
 
-from a2d_mpi.experiments.checkpoint import latest
-
 ULFM = ("--with-ft", "ulfm")
 DYING = Path(__file__).with_name("dying.py")
 # Where Open MPI 5.0.11 itself crashes if a rank dies while others make a communicator.
@@ -71,10 +69,10 @@ def left_behind(folder):
 # Plans whose ranks die.
 
 
-def lose(folder, stages, *more, timeout=60):
-    """Run the stages of `dying.lose` on 6 ranks, and wait until no process is left."""
-    command = DYING, "lose", folder, json.dumps(stages), *more
-    done = launch(6, *command, timeout=timeout, options=ULFM, code=None)
+def lose(folder, stages, *more, timeout=60, ranks=6, program=DYING):
+    """Run the stages of `dying.lose`, and wait until no process is left."""
+    command = program, "lose", folder, json.dumps(stages), *more
+    done = launch(ranks, *command, timeout=timeout, options=ULFM, code=None)
     until = time.monotonic() + 5  # what mpiexec has killed may take a moment
     while left_behind(folder):
         assert time.monotonic() < until
@@ -88,14 +86,14 @@ def hashes(done):
 
 
 @cache
-def hashes_from_the_start(method):
+def hashes_from_the_start(method, program):
     """Return the hashes of results on new grids, by shape."""
-    heads = (1, 2) if method == "attention2d" else (1,)
-    jobs = [launch(5, DYING, "whole", method, x, timeout=100) for x in heads]
+    heads = (1, 2) if method == "attention2d" and program == DYING else (1,)
+    jobs = [launch(5, program, "whole", method, x, timeout=200) for x in heads]
     return {shape: found for done in jobs for shape, found in hashes(done)}
 
 
-def what_was_lost(done, method, stages):
+def what_was_lost(done, method, stages, program=DYING):
     """Return what is wrong with a job of `lose`, or ""; and the seconds until ranks were told."""
     told = re.findall(r"^\w+ lost .* after (\S+)$", done.stdout, re.MULTILINE)
     told, found = list(map(float, told)), hashes(done)
@@ -105,7 +103,7 @@ def what_was_lost(done, method, stages):
         return f"told after {told} s", told
     if len(found) != len(stages):
         return f"{len(found)} of {len(stages)} stages", told
-    expected = hashes_from_the_start(method)
+    expected = hashes_from_the_start(method, program)
     return "".join(f"other results on {x}; " for x, y in found if expected[x] != y), told
 
 
@@ -160,6 +158,8 @@ def waits(notes):
 
 def trained_badly(folder):
     """Return what is wrong with a training, or ""."""
+    from a2d_mpi.experiments.checkpoint import latest
+
     state, refused = latest(folder / "checkpoints")
     left = [x.name for x in (folder / "checkpoints").iterdir() if x.name.startswith(".")]
     if refused or left or state is None or state.step != STEPS:

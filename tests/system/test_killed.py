@@ -5,6 +5,7 @@ import re
 
 import h5py
 import pytest
+from a2d_mpi.experiments.checkpoint import latest
 from helpers import ROOT, drive, launch, named, read_runs
 from killing import (
     ASKING,
@@ -20,8 +21,6 @@ from killing import (
     trained_badly,
     what_was_lost,
 )
-
-from a2d_mpi.experiments.checkpoint import latest
 
 launches = pytest.mark.launches
 

@@ -49,6 +49,7 @@ from functools import cache, partial
 
 import h5py
 import numpy as np
+from a2d_mpi.experiments.checkpoint import latest
 from dying import ERRORS
 from helpers import ROOT, SAMPLE, drive
 from killing import (
@@ -67,8 +68,6 @@ from killing import (
     waits,
     what_was_lost,
 )
-
-from a2d_mpi.experiments.checkpoint import latest
 
 TOP = tempfile.TemporaryDirectory()  # of files that several jobs need
 SECONDS = defaultdict(list)  # what is measured, by name
