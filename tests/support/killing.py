@@ -144,7 +144,7 @@ def survive(program, folder, stages, *options, timeout=300):
 def hashes_without_loss(*trainings):
     """Return the hashes of trainings on these grids from the start."""
     given = json.dumps(TRAINING), json.dumps(trainings)
-    timeout = 100 + 50 * len(trainings)
+    timeout = 250 + 50 * len(trainings)
     return launch(6, DYING, "train", *given, timeout=timeout).stdout.splitlines()
 
 
