@@ -319,7 +319,7 @@ class ContextParallel:
             if "attention_mask" in self._entries[module] and given.get("attention_mask") is None:
                 given["attention_mask"] = torch.ones_like(positions)
         caches = (given.get(x) for x in ("cache", "past_key_values"))
-        cache = next((x for x in caches if hasattr(x, "begin_step")), None)
+        cache = next((x for x in caches if hasattr(x, "kept")), None)
         if number is None and cache is not None:
             number = self._generator.begin(cache, given)
         last = given.get("logits_to_keep", 0)
