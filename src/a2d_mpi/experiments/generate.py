@@ -134,7 +134,8 @@ class Session:
                     **given,
                 )
         finally:
-            self.answer = cache.ids[0, len(prompt) :].tolist()
+            known = cache.ids[:1, len(prompt) :].ravel().tolist()  # not of a cache without rows
+            self.answer = max(self.answer, known, key=len)
         kept = comm.allgather((cache.nbytes, _bytes_sent(cp) - sent))
         if first:
             new = found.shape[1] - ids.shape[1]
