@@ -21,6 +21,14 @@ def rank(parser: Parser) -> Callable:
 
         python drivers/plan.py --profile data/machines/h100-64x1.toml --ranks 64 --seqlen 1M \
             --nheads 96 --headdim 128 --mask causal --backward
+        python drivers/plan.py --profile data/machines/h100-8.toml --ranks 8 --seqlen 128K \
+            --model FOLDER
+
+    --model FILE takes heads, layers, windows and dtype from the config.json of a model of
+    transformers, in place of --nheads, --nheads-kv, --headdim and --headdim-v.  Seconds and bytes
+    are then of the attention in all layers, which have one grid.  --mask is what layers without a
+    window see; layers with a window see what is also inside the window.  --dtype replaces the
+    dtype of the file.
 
     The table has a line for each plan:
 
@@ -37,7 +45,9 @@ def rank(parser: Parser) -> Callable:
     from a2d_mpi.experiments import plan
     from a2d_mpi.experiments.sweep import PLANNED
 
-    plan.add_problem(parser, PLANNED)
+    plan.add_problem(parser, PLANNED, needs_heads=False)
+    text = "config.json of a model of transformers, or a folder that has one; see above"
+    parser.add_argument("--model", type=path, metavar="FILE", help=text)
     add = parser.add_argument_group("plans and table").add_argument
     text = "best: simulate plans until the fastest is certain; all: simulate every plan"
     add("--simulate", choices=("best", "all"), default="best", help=text)

@@ -107,7 +107,7 @@ bench.py kernels --shapes 1x2 | got '1x2'
 bench.py kernels --kernels cupy | kernel 'cupy' does not take NumPy arrays
 bench.py kernels --kernels cheese | got 'cheese'
 bench.py kernels --nheads-kv 3 | nheads_kv must divide nheads
-plan.py --ranks 4 --seqlen 8K --profile {h100} | required: --nheads
+plan.py --ranks 4 --seqlen 8K --profile {h100} | give --nheads, or --model
 plan.py {plan} --seqlen 99999999999G | (65536 or 64K) from 1 to 2147483648, got '999999999
 plan.py {plan} --nheads 99999999999 | nheads must be a whole number from 1 to 65536, got
 plan.py {plan} --nheads-kv 5 | nheads_kv must divide nheads

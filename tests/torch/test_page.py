@@ -9,8 +9,14 @@ import re
 from helpers import launch
 from pages import blocks, read
 
-# Losses are the same on all ranks, and embeddings are those of single documents in float64.
+from a2d_mpi.experiments.models import open_model
+
+# Losses are the same on all ranks, the tuned model is saved, and embeddings are those of single
+# documents in float64.
 END = """
+if comm.rank == 0:
+    saved = AutoModelForCausalLM.from_pretrained("TUNED").state_dict()
+    assert all(torch.equal(x, saved[name]) for name, x in model.state_dict().items())
 assert len(set(comm.allgather(total))) == 1
 packed.free()
 ids, exact = comm.bcast(text), bert.double()
@@ -25,7 +31,8 @@ def test_page(tmp_path):
     """The examples run as one program; names of the room exist."""
     example = tmp_path / "example.py"
     example.write_text("\n".join([*blocks("docs/pytorch.md", "python"), END]))
-    done = launch(4, example, timeout=100)
+    open_model("gemma3-tiny")[0].save_pretrained(tmp_path / "FOLDER")
+    done = launch(4, example, cwd=tmp_path, timeout=200)
     steps = re.findall(r"^(\d) ([\d.]+)$", done.stdout, re.MULTILINE)
     assert [step for step, _ in steps] == ["0", "1", "2"], done.stdout
     first, _, last = (float(loss) for _, loss in steps)

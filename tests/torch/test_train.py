@@ -199,16 +199,15 @@ def words(tmp_path_factory):
 
 def test_models_texts_and_refusals(tmp_path, folders, words):
     """Windows, experts, bfloat16, a tokenizer, two texts; bad input is refused in one line."""
-    (tmp_path / "dropout").mkdir()
-    transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=256).save_pretrained(
-        tmp_path / "dropout"
-    )
-    bert = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
-    transformers.BertConfig(
-        vocab_size=256, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=8, **bert,
-    ).save_pretrained(tmp_path / "bert")  # fmt: skip
-    transformers.LlamaConfig(vocab_size=300).save_pretrained(tmp_path / "vocabulary")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "vocab_size": 256}
+    whole = sizes | {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    for name, config in {
+        "dropout": transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=256),
+        "bert": transformers.BertConfig(**whole),
+        "vocabulary": transformers.LlamaConfig(**sizes | {"vocab_size": 300}),
+    }.items():
+        config.save_pretrained(tmp_path / name)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
     (tmp_path / "empty").write_text("")

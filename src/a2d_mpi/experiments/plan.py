@@ -27,13 +27,15 @@ from pathlib import Path
 
 import numpy as np
 
+from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import misfit
 from a2d_mpi.experiments.hdf5 import check_output, read_file, write_file
 from a2d_mpi.experiments.options import Parser, add_options, aligned, progress, whole
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import Summary, flat
 from a2d_mpi.experiments.sweep import SIZES, Case, Configuration, cases_of, plans_for
-from a2d_mpi.planning.candidate import Candidate
+from a2d_mpi.planning.candidate import Candidate, Stack
+from a2d_mpi.planning.configs import Model, read_model
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
@@ -51,17 +53,20 @@ SCHEMA = ("a2d_mpi simulation", 2)
 RANKS = 4096  # most ranks that are simulated
 
 
-def add_problem(parser: Parser, ranks: int) -> None:
+def add_problem(parser: Parser, ranks: int, needs_heads: bool = True) -> None:
     """Add the options of a problem on at most `ranks` ranks of a machine; see `read_problem`."""
     group = parser.add_argument_group("machine")
     add_options(group, "profile", required=True)
     text = f"ranks, at most {ranks}"
     group.add_argument("--ranks", type=whole(1, ranks), metavar="N", required=True, help=text)
     group = parser.add_argument_group("problem")
-    add_options(group, "seqlen", "nheads", required=True)
-    add_options(group, "nheads-kv", "headdim", "headdim-v", "dtype", "wire", "mask", "backward")
-    add_options(group, "overlap")
-    parser.set_defaults(headdim=128, dtype="bfloat16")
+    add_options(group, "seqlen", required=True)
+    add_options(group, "nheads", required=needs_heads)
+    add_options(group, "nheads-kv")
+    add_options(group, "headdim", help="elements of a head of q and k; default: 128")
+    add_options(group, "headdim-v")
+    add_options(group, "dtype", default=None, help="storage dtype; default: bfloat16")
+    add_options(group, "wire", "mask", "backward", "overlap")
 
 
 def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
@@ -76,27 +81,57 @@ def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
     """
     machine = read_machine(args.profile)
     given = {x: getattr(args, x) for x in (*SIZES, "mask", "backward")}
+    given["headdim"], given["dtype"] = args.headdim or 128, args.dtype or "bfloat16"
     return machine, Case(**given, wire=None if args.wire == "none" else args.wire)
 
 
 def rank(args: argparse.Namespace) -> int:
     """Print the table; return the exit code."""
+    if args.model is None and args.nheads is None:
+        raise ValueError("give --nheads, or --model FILE that has the heads")
+    if model := args.model and read_model(args.model):
+        if args.nheads or args.nheads_kv or args.headdim or args.headdim_v:
+            raise ValueError("--model sets the heads: leave out --nheads, --nheads-kv, --headdim")
+        vars(args).update(model.heads, dtype=args.dtype or model.dtype)
     machine, case = read_problem(args)
     work = case.work(args.overlap)
+    layers = model.workloads(work) if model else work
     options = {
         "number": None if args.simulate == "all" else 1,
         "idle": IDLE if args.ranks <= IDLE_RANKS else 0.0,
         "progress": partial(progress, desc="plans", delay=2),
     }
-    plans = candidates(machine, args.ranks, work, machine.memory, tuple(METHODS), **options)
+    plans = candidates(machine, args.ranks, layers, machine.memory, tuple(METHODS), **options)
+    if model:
+        _print_model(model, work, args.ranks)
     _print(plans, args, machine, work)
     if not plans[0].fits:
         raise ValueError(f"no plan fits in {_bytes(machine.memory)} per rank")
     return 0
 
 
+def _print_model(model: Model, work: Workload, ranks: int) -> None:
+    """Print what the file of a model says, and the bytes of its weights and its KV cache."""
+    kinds = (f"{n} {kind}{f' of {size}' * (size > 0)}" for (kind, size), n in model.layers.items())
+    values = f" and {work.headdim_v}" * (work.headdim_v != work.headdim)
+    print(
+        f"{model.family}: layers: {', '.join(kinds)}; {work.nheads} heads of {work.headdim}",
+        end="",
+    )
+    print(f"{values}, {work.nheads_kv} KV heads; {work.dtype}")
+    size, weights = DTYPES[work.dtype].itemsize, f"weights of {model.family} are not counted"
+    if n := model.parameters:
+        weights = f"{n / 1e9:.4g} G parameters: {_bytes(n * size)} on every rank"
+    cache = size * model.cache(work.seqlen)
+    print(f"{weights}; KV cache: {_bytes(cache)}, {_bytes(cache // ranks)} on a rank")
+    print("seconds and bytes are of all layers on one grid, and memory of the plans of all masks")
+
+
 def _print(
-    plans: list[Candidate], args: argparse.Namespace, machine: Machine, work: Workload
+    plans: list[Candidate] | list[Stack],
+    args: argparse.Namespace,
+    machine: Machine,
+    work: Workload,
 ) -> None:
     """Print the table, and say which plans are not in it."""
     ranks, memory, shown = args.ranks, machine.memory, plans[: args.top or None]
@@ -123,7 +158,7 @@ def _print(
             print(f"no plan with {heads} ranks that share the heads: {why}")
 
 
-def _row(plan: Candidate, ranks: int, best: Candidate) -> list[str]:
+def _row(plan: Candidate | Stack, ranks: int, best: Candidate | Stack) -> list[str]:
     """Return the cells of a plan: its numbers, or their bounds if it was not simulated."""
     cells, used = [plan.method, plan.layout.shape, plan.layout.numbering], plan.layout.size
     if plan.phases:

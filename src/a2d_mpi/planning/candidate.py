@@ -19,7 +19,7 @@ from a2d_mpi.planning.memory import Held, peak_memory, peak_of
 from a2d_mpi.planning.model import Phase, simulated, slowest_seconds
 from a2d_mpi.planning.simulator import PARTS, WAIT
 from a2d_mpi.planning.survey import Survey, survey_of
-from a2d_mpi.planning.workload import Workload
+from a2d_mpi.planning.workload import Layers, Workload
 from a2d_mpi.schedules import METHODS, default_distribution, leaves_open, problem_of
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.slices import sharing
@@ -156,7 +156,7 @@ class Candidate:
     def _make_room(self, ranks: Sequence[int]) -> bool:
         """Try more slices of the heads if the memory of these ranks does not suffice."""
         backward, kernel = len(self._work.phases) > 1, self._machine.host_kernel(self._work.dtype)
-        for layout in () if self.fits else self._sliced(ROOMY):
+        for layout in () if self.fits else self.sliced(ROOMY):
             of = self.method, layout, self._problem
             memory = max(peak_memory(*of, rank, backward, kernel) for rank in ranks)
             if memory <= self._room:
@@ -164,7 +164,7 @@ class Candidate:
                 return True
         return False
 
-    def _sliced(self, numbers: Sequence[int]) -> Iterator[Layout]:
+    def sliced(self, numbers: Sequence[int]) -> Iterator[Layout]:
         """Yield the layout with these numbers of slices, as far as heads and method allow."""
         own = self._work.cp_group(self.layout.heads)
         for number in numbers:
@@ -180,7 +180,7 @@ class Candidate:
         if whole.slices or whole.size == 1 or one_slice:
             return
         numbers, fastest = dict.fromkeys(self._work.phases, 1), dict(phases)
-        for layout in self._sliced(SLICES):
+        for layout in self.sliced(SLICES):
             gains = False
             for phase in numbers:
                 predicted = simulated(self._machine, layout, self._survey(phase, layout))
@@ -223,6 +223,67 @@ class Candidate:
         kernel = self._machine.host_kernel(self._work.dtype)
         phases = zip(*(self._held[x] for x in self._work.phases if x in self._held))
         self.memory = max(peak_of(x, self._problem, p, kernel) for p, x in enumerate(phases))
+
+
+class Stack:
+    """One method and grid for all layers of a model: a `Candidate` for each kind of layer.
+
+    It is used as a `Candidate`.  Bytes and seconds are of all layers, and the memory is of the
+    plans of all kinds.  With several kinds all plans get the same slices, and `over_bound` is NaN.
+
+    Parameters
+    ----------
+    machine, method, layout, room
+        As of a `Candidate`.
+    layers : sequence of (int, Workload)
+        The number of layers of each kind, and their workload.
+    """
+
+    def __init__(
+        self, machine: Machine, method: str, layout: Layout, layers: Layers, room: int | None
+    ) -> None:
+        self.method, self._room = method, room
+        self._parts = [(n, Candidate(machine, method, layout, x, room)) for n, x in layers]
+        self._like_this = lambda layout: Stack(machine, method, layout, layers, room)
+        self._add_up()
+
+    def _add_up(self) -> None:
+        """Set the attributes from those of the parts."""
+        parts, (_, first) = self._parts, self._parts[0]
+        self.layout, self.known_as = first.layout, first.known_as
+        self.phases = all(x.phases for _, x in parts)  # whether all were simulated
+        self.bound = sum(n * x.bound for n, x in parts)
+        self.seconds = sum(n * x.seconds for n, x in parts)
+        self.split = {name: sum(n * x.split[name] for n, x in parts) for name in PARTS}
+        self.received = sum(n * x.received for n, x in parts)
+        self.crossing = sum(n * x.crossing for n, x in parts)
+        self.over_bound = first.over_bound if len(parts) == 1 else math.nan
+        self.memory = sum(x.memory for _, x in parts)
+        self.fits = self._room is None or self.memory <= self._room
+
+    def refine(self) -> bool:
+        """Refine a part, the first one first; return False if nothing is left to do."""
+        more = any(x.refine() for _, x in self._parts)  # it stops at a part that was refined
+        self._add_up()
+        return more
+
+    def redistributed(self) -> list[Stack]:
+        """As of a `Candidate`, if there is one kind of layer; several are given a distribution."""
+        return [self._like_this(x.layout) for x in self._parts[0][1].redistributed()]
+
+    def slice_heads(self) -> None:
+        """Take the fastest number of slices, of a plan that was simulated."""
+        (_, first), *others = self._parts
+        if not others:
+            first.slice_heads()
+        for layout in first.sliced(SLICES) if others else ():
+            sliced = self._like_this(layout)
+            while sliced.refine():
+                pass
+            if not sliced.fits or sliced.seconds >= GAIN * self.seconds:
+                break
+            self._parts, self.seconds = sliced._parts, sliced.seconds
+        self._add_up()
 
 
 def _floor(machine: Machine, ranks: int, work: Workload, phase: str) -> float:

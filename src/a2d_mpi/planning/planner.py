@@ -27,14 +27,15 @@ Example::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.planning.candidate import Candidate
+from a2d_mpi.planning.candidate import Candidate, Stack
 from a2d_mpi.planning.layouts import fewer_ranks, layouts
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.simulator import PARTS
-from a2d_mpi.planning.workload import Workload
+from a2d_mpi.planning.workload import Layers, Workload
 from a2d_mpi.schedules import METHODS
 
 SLICED, SMALL = 8, 256  # candidates that try slices of the heads, on so many ranks at most
@@ -43,13 +44,13 @@ SLICED, SMALL = 8, 256  # candidates that try slices of the heads, on so many ra
 def candidates(
     machine: Machine,
     ranks: int,
-    work: Workload,
+    work: Workload | Layers,
     memory: int | None = None,
     methods: Sequence[str] | None = None,
     progress: Callable[[Iterator], Iterable] = iter,
     idle: float = 0.0,
     number: int | None = 1,
-) -> list[Candidate]:
+) -> list[Candidate] | list[Stack]:
     """Return all candidates for a number of ranks, in the order of their time.
 
     First come the candidates that were simulated and fit, fastest first.  Candidates that were not
@@ -60,7 +61,9 @@ def candidates(
     machine : Machine
     ranks : int
         P; nodes are filled one after the other.
-    work : Workload
+    work : Workload or sequence of (int, Workload)
+        A sequence stands for all layers of a model, of one or several kinds: the number of layers
+        of each kind, and their workload.  Their heads are the same.
     memory : int, optional
         Bytes of a rank.  Default: the memory of the machine's profile, and no limit if the profile
         has none.
@@ -82,16 +85,24 @@ def candidates(
         raise ValueError(f"ranks must be at least 1, got {ranks}")
     limit = memory if memory is not None else machine.memory
     room = None if limit is None else limit - machine.reserved
+    layers = [(1, work)] if isinstance(work, Workload) else work
+    _, first = layers[0]
+    # Layers of several kinds need one distribution.
+    given = (None,) if len(layers) == 1 else ("contiguous", "zigzag")
     shapes = [
-        (method, layout)
+        (method, replace(layout, distribution=name))
         for method in (METHODS if methods is None else methods)
-        for size in (ranks, *fewer_ranks(method, ranks, work, idle))
-        for layout in layouts(method, size, work, machine.ranks_per_node)
+        if all(METHODS[method].takes(x.mask) for _, x in layers)
+        for size in (ranks, *fewer_ranks(method, ranks, first, idle))
+        for layout in layouts(method, size, first, machine.ranks_per_node)
+        for name in ((None,) if METHODS[method].distribution else given[: layout.positions])
     ]
     # Layouts with the same programs follow each other, because few surveys are cached.
     shapes.sort(key=lambda x: (x[0], x[1].size, x[1].heads, x[1].rows, x[1].block))
-    found: list[Candidate] = []
-    for _ in progress(_search(found, shapes, machine, work, room, number)):
+    kind = Candidate if isinstance(work, Workload) else Stack
+    found: list[Candidate | Stack] = []
+    made = (kind(machine, method, layout, work, room) for method, layout in shapes)
+    for _ in progress(_search(found, made, number)):
         pass
     fastest = sorted((x for x in found if x.fits), key=lambda x: x.bound)
     for x in progress(iter(fastest[: SLICED if ranks <= SMALL else 2])):
@@ -103,16 +114,11 @@ def candidates(
 
 
 def _search(
-    found: list[Candidate],
-    shapes: Sequence[tuple[str, Layout]],
-    machine: Machine,
-    work: Workload,
-    room: int | None,
-    number: int | None,
+    found: list[Candidate | Stack], made: Iterable[Candidate | Stack], number: int | None
 ) -> Iterator[None]:
     """Refine the candidate with the smallest bound, again and again; yield after each step."""
-    for method, layout in shapes:
-        found.append(Candidate(machine, method, layout, work, room))
+    for x in made:
+        found.append(x)
         yield
     queue = [(x.bound, i) for i, x in enumerate(found)]
     heapify(queue)
@@ -177,7 +183,7 @@ def best_candidate(
     return best_candidates(machine, ranks, work, 1, memory, methods)[0]
 
 
-def why_not(candidate: Candidate, best: Candidate) -> str:
+def why_not(candidate: Candidate | Stack, best: Candidate | Stack) -> str:
     """Say in a few words why a candidate is not the best one."""
     if not candidate.fits:
         return "does not fit in memory"

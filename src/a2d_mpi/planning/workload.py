@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from a2d_mpi.core.config import PHASES, AttentionConfig
@@ -37,3 +38,7 @@ class Workload(AttentionConfig):
     def config(self) -> AttentionConfig:
         """Config without mask and phases."""
         return AttentionConfig(**self.arguments)
+
+
+# The layers of a model: the number of layers of each kind, and the workload of one.
+Layers = Sequence[tuple[int, Workload]]
