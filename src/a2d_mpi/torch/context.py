@@ -841,16 +841,14 @@ def _problem_of(module: torch.nn.Module, dropout: float, others: dict[str, Any])
 @torch.library.custom_op(
     "a2d_mpi::layer",
     mutates_args=(),
-    schema="(Tensor? running, Tensor? mask, int owner, int kind, SymInt rows, float scaling, "
+    schema="(Tensor? within, Tensor? mask, int owner, int kind, SymInt rows, float scaling, "
     "float? softcap, SymInt? window, bool? causal, str problem) -> Tensor",
 )
-def _layer(
-    running: torch.Tensor | None, mask: torch.Tensor | None, owner: int, kind: int, *asked: Any
-) -> torch.Tensor:
+def _layer(within, mask, owner, kind, *asked):
     """Return the number of the plan of a layer, () int64, in a compiled graph."""
     found = _owner_of(owner)
     module = found._firsts[kind] if kind >= 0 else None
-    return torch.tensor(found._plan_for(module, running, mask, _LayerCall(*asked)).serial)
+    return torch.tensor(found._plan_for(module, within, mask, _LayerCall(*asked)).serial)
 
 
 @torch.library.custom_op(
@@ -859,14 +857,7 @@ def _layer(
     schema="(Tensor positions, Tensor? mask, int owner, bool ours, bool training, str problem)"
     " -> (Tensor, Tensor)",
 )
-def _begin(
-    positions: torch.Tensor,
-    mask: torch.Tensor | None,
-    owner: int,
-    ours: bool,
-    training: bool,
-    problem: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _begin(positions, mask, owner, ours, training, problem):
     """Return positions and the number of their plans, () int64, in a compiled graph."""
     number = -1
     if ours:
@@ -883,12 +874,12 @@ def _begin(
 
 
 @_layer.register_fake
-def _(*_: Any) -> torch.Tensor:
+def _(*_):
     return torch.empty((), dtype=torch.int64)
 
 
 @_begin.register_fake
-def _(positions: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _(positions, *_):
     return torch.empty_like(positions), torch.empty((), dtype=torch.int64)
 
 
