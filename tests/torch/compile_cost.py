@@ -2,7 +2,7 @@
 
     mpiexec -n 4 python tests/torch/compile_cost.py [TOKENS [TRIALS [BACKEND [NAME ...]]]]
 
-A Llama of 4 layers under `ContextParallel`: all kept, all computed again, all but attention
+A Llama of 2 layers under `ContextParallel`: all kept, all computed again, all but attention
 computed again, and compiled (by "inductor", or another backend; "none": not compiled), in turn, in
 one run.  NAME: only these ways.  Medians of the slowest rank.  Memory: the most that a rank's
 process grows in a step beyond what it had before, by the kernel's counter.  Needs the extra
@@ -23,7 +23,7 @@ from a2d_mpi import ProcessGrid
 from a2d_mpi.torch import ContextParallel, keep_attention
 
 SIZES = {
-    "vocab_size": 256, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4,
+    "vocab_size": 256, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 20,
     "use_cache": False,
 }  # fmt: skip
