@@ -214,9 +214,9 @@ def test_models_texts_and_refusals(tmp_path, folders, words):
     more, long = ["--dtype", "bfloat16", "--checkpoint-layers"], ["--seqlen", 2048]
     profile = ["--profile", ROOT / "data" / "results" / "16x1.toml"]
     good = [
-        ["gemma3-tiny", *SHORT, *more, *profile],
-        ["qwen3-moe-tiny", *SHORT, *more],
-        [words, *SHORT, ROOT / "README.md", "--folder", tmp_path / "words"],
+        ["gemma3-tiny", *SHORT, *more],
+        ["qwen3-moe-tiny", *SHORT, *profile],
+        [words, ROOT / "README.md", *SHORT, "--folder", tmp_path / "words"],
     ]
     refused = {
         "MODEL must be one of llama-tiny, ": ["nope", *SHORT],
