@@ -149,7 +149,8 @@ def test_unreadable_checkpoints_are_not_damaged(tmp_path, monkeypatch):
     assert names(tmp_path) == before
 
 
-@pytest.mark.parametrize("call", range(6))
+# Calls 0 to 6 write step 3, calls 7 to 13 write step 4, and then step 2 is removed.
+@pytest.mark.parametrize("call", [0, 1, 3, 4, 5, 11, 12, 14, 15])
 def test_killed_while_writing(tmp_path, call):
     """Whenever a rank is killed, a checkpoint is complete or not there, and nothing is left."""
     keep(tmp_path, 2)
@@ -180,7 +181,7 @@ with held(folder):
 """
     launch(0, "-c", code, timeout=60, code=9)
     _, history, refused = latest(tmp_path)
-    assert not refused and history.step in (2, 3)
+    assert not refused and history.step == (2 if call < 5 else 3 if call < 12 else 4)
     keep(tmp_path, 5)
     with held(tmp_path):
         pass
@@ -277,7 +278,7 @@ def test_not_finite(tmp_path):
     """A loss that is not finite ends the training, and its checkpoints stay."""
     done = drive("train.py", 2, *TRAIN, "--folder", tmp_path, "--every", 1, "--steps", 30,
                  "--rate", 1e6, "--clip", 0, code=1)  # fmt: skip
-    assert "the training ends, and the checkpoints in" in done.stderr
+    assert "the training ends, and its checkpoints stay" in done.stderr
     for path in tmp_path.iterdir():
         model = transformers.AutoModelForCausalLM.from_pretrained(path)
         assert all(x.isfinite().all() for x in model.parameters())
