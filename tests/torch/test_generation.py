@@ -32,9 +32,8 @@ def made(name, dtype=torch.float32, **options):
     kind, config, given = MODELS[name]
     more = {"max_position_embeddings": 600, "eos_token_id": None} | options
     if name.startswith("Phi-3"):
-        more["original_max_position_embeddings"] = 600
-        rope = given["rope_parameters"] | {"original_max_position_embeddings": 600}
-        more["rope_parameters"] = rope
+        short = {"original_max_position_embeddings": more["max_position_embeddings"]}
+        more |= short | {"rope_parameters": given["rope_parameters"] | short}
     return build(kind, config, given | more, dtype).eval()
 
 
@@ -242,12 +241,12 @@ def test_room(comm, parallel):
     later = found.past_key_values.owners[0][119:]
     assert_all(comm, (later == 2).all(), f"tokens went to {later}")
     text = f"ranks would keep {own.tolist()}, and 30 that follow do not fit"
-    before = cp._generation.steps.traffic.bytes.copy()
+    before = cp.decoding_traffic.bytes.copy()
     assert_raises(comm, text, cp.generate, prompt(120), room=(room - 1).tolist(), **options)
     room[0] -= 1
     room[1] += 9
     assert_raises(comm, text, cp.generate, prompt(120), room=room.tolist(), **options)
-    assert_all(comm, before == cp._generation.steps.traffic.bytes, "computed something")
+    assert_all(comm, before == cp.decoding_traffic.bytes, "computed something")
     told = "there is room for [3, 3, 3, 3]"
     assert_raises(comm, told, cp.generate, prompt(6), room=[3] * 4, max_new_tokens=9)
     for wrong in ([1], [-1] * comm.size):

@@ -137,7 +137,7 @@ def _loaded(args: argparse.Namespace) -> tuple[PreTrainedModel, Any, list[torch.
 
 def _bytes_sent(cp: ContextParallel) -> int:
     """Return the bytes that this rank has sent in steps."""
-    return sum(sent for sent, _ in cp._generator.steps.traffic.bytes.values())
+    return sum(sent for sent, _ in cp.decoding_traffic.bytes.values())
 
 
 def _report(times: list[float], prompt: int, kept: np.ndarray, sent: np.ndarray) -> None:

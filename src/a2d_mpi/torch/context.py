@@ -22,6 +22,7 @@ from mpi4py import MPI
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import Call, agree
+from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import check_range
 from a2d_mpi.masks.documents import Documents, positions_in
@@ -441,6 +442,15 @@ class ContextParallel:
 
             self._generation = Generation(self)
         return self._generation
+
+    @property
+    def decoding_traffic(self) -> Traffic:
+        """Bytes and messages of this rank in decoding steps so far; collective at the first call.
+
+        The keys are ("decode", "all") for partial results and ("decode", "tokens") for the tokens
+        that rank 0 chooses.
+        """
+        return self._generator.steps.traffic
 
     def prefill(
         self,
