@@ -1,12 +1,18 @@
-r"""Train a model on a text, byte by byte, its sequence spread over the ranks.
+r"""Train a model of transformers on texts, its sequence spread over the ranks.
 
-    mpiexec -n 4 python drivers/train.py gpt data/new_testament.txt --preset tiny \
-        --folder results/tiny --rows 2 --cols 2 --steps 200 --output results/tiny.h5
-    mpiexec -n 4 python drivers/train.py llama data/new_testament.txt --rows 2 --cols 2 \
-        --steps 100 --output results/llama.h5
+    mpiexec -n 4 python drivers/train.py llama-tiny data/new_testament.txt --rows 2 --cols 2 \
+        --folder results/tiny --steps 200 --output results/tiny.h5
 
-Exit code 0: done.  1: the loss is no longer finite, or the first step of a Llama is wrong.  2: bad
-input, or nothing can be written.
+MODEL is a small random model by its name, or a folder of transformers.  If the folder has no
+weights, they are random.  If it has no tokenizer, tokens are bytes.  Packed documents end at
+--separator, and do not see each other.  Each checkpoint in --folder is a folder that
+`from_pretrained` loads.  --resume continues the run, bit for bit as without a break on the same
+grid and CPU.  Loss and gradients of the first step are compared with one process in float64.
+
+It needs PyTorch and transformers: pip install -e '.[torch]'.
+
+Exit code 0: done.  1: a loss, gradient or weight is no longer finite, or the first step is wrong.
+2: bad input, or nothing can be written.
 """
 
 if __name__ == "__main__":
@@ -20,75 +26,66 @@ from collections.abc import Callable
 from mpi4py import MPI
 
 from a2d_mpi.experiments.cli import Parser, add_grid, run, together
-from a2d_mpi.experiments.options import add_engine, add_options, path, real, whole
-from a2d_mpi.experiments.programs import Commands
-from a2d_mpi.experiments.train_gpt import add_model, add_sizes, add_training, train
+from a2d_mpi.experiments.models import NAMES, model_name
+from a2d_mpi.experiments.options import add_engine, add_options, path, real, tokens, whole
+
+DTYPES = ("float32", "float64", "bfloat16")
 
 
-def gpt(parser: Parser) -> Callable:
-    r"""Train a GPT of this package, with checkpoints.
-
-        mpiexec -n 4 python drivers/train.py gpt data/new_testament.txt --preset tiny \
-            --folder results/tiny --rows 2 --cols 2 --steps 200 --output results/tiny.h5
-
-    Packed documents do not see each other; they end at --separator.  Checkpoints are in --folder.
-    --resume continues the run, bit for bit as without a break on the same grid and CPU.
-    """
-    text = "exact (N) and linear (L) attention, layer by layer, again and again; default: N"
-    add_model(parser).add_argument("--layer-pattern", metavar="LLLN", help=text)
-
-    add = add_training(parser).add_argument
+def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
+    """Build the parser of this driver's options."""
+    parser = Parser("train.py", __doc__, comm)
+    text = f"{', '.join(NAMES)}, or a folder of transformers"
+    parser.add_argument("model", metavar="MODEL", type=model_name, help=text)
+    parser.add_argument("text", metavar="TEXT", type=path, nargs="+", help="text files")
+    group = parser.add_argument_group("texts")
+    add_options(group, "separator", default=r"\n\n\n")
     text = "share of the documents to hold out, and to evaluate at the end"
-    add("--validate", type=real(0, 1), metavar="X", default=0.0, help=text)
-    text = "steps until the learning rate is highest"
+    group.add_argument("--validate", type=real(0, 1), metavar="X", default=0.0, help=text)
+
+    group = parser.add_argument_group("training")
+    add = group.add_argument
+    add_options(group, "seqlen", type=tokens(2), default="1K")
+    text = "sequences of a step, one after the other"
+    add("--accumulate", type=whole(1), metavar="N", default=1, help=text)
+    text = "number of steps of the whole run"
+    add("--steps", type=whole(1), metavar="N", default=200, help=text)
+    add("--rate", type=real(0, 1e6), metavar="X", default=1e-3, help="highest learning rate")
+    text = "steps until the learning rate is highest; then it falls as a cosine"
     add("--warmup-steps", dest="warmup", type=whole(1), metavar="N", default=20, help=text)
+    text = "largest norm of a step's gradient; 0: no limit"
+    add("--clip", type=real(0, 1e6), metavar="X", default=1.0, help=text)
+    text = "storage dtype of weights; bfloat16: products in it (autocast), weights in float32"
+    add_options(group, "dtype", choices=DTYPES, help=text)
+    text = "keep only the input of each layer for the backward pass, and compute the rest again"
+    add("--checkpoint-layers", action="store_true", help=text)
+    text = "compare the first step with one process in float64"
+    add("--check", choices=("first", "none"), default="first", help=text)
+    add_options(group, "seed")
 
     group = parser.add_argument_group("checkpoints and output")
     add = group.add_argument
-    add("--folder", type=path, metavar="DIR", required=True, help="folder of checkpoints")
+    add("--folder", type=path, metavar="DIR", help="folder of checkpoints")
     add("--every", type=whole(1), metavar="N", default=50, help="steps between checkpoints")
     add_options(group, "resume", help="resume from the latest whole checkpoint")
-    add_options(group, "output", help="HDF5 file for losses, seconds and traffic")
+    add_options(group, "output", help="HDF5 file for losses, seconds, traffic and options")
     add_options(add_grid(parser), "survive")
     add_engine(parser)
-    return train
+    return parser
 
 
-def llama(parser: Parser) -> Callable:
-    r"""Train a Llama of Hugging Face transformers.
-
-        mpiexec -n 4 python drivers/train.py llama data/new_testament.txt --rows 2 --cols 2 \
-            --steps 100 --output results/llama.h5
-
-    It needs PyTorch and transformers: pip install -e '.[torch]'.  Weights are random, tokens are
-    bytes, documents end at --separator.  Loss and gradients of the first step are compared with
-    one process in float64.
-    """
-    add_sizes(parser, layers=2, width=128, mlp=344, nheads=8, nheads_kv=2)
-    group = add_training(parser)
-    add_options(group, "output", help="HDF5 file for losses, seconds and checks")
-    add_grid(parser)
-    add_engine(parser)
-    return _train_llama
-
-
-def _train_llama(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Import PyTorch on all ranks, or on none, and run the job."""
+def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
+    """Import PyTorch on all ranks, or on none, and train."""
 
     def job() -> Callable:
         try:
-            from a2d_mpi.experiments.train_llama import train_llama
+            from a2d_mpi.experiments.train import train
         except ImportError as error:
             raise ValueError(f"{error}; pip install a2d_mpi[torch]") from None
-        return train_llama
+        return train
 
     return together(comm, job)(comm, args)
 
 
-def build_parser(comm: MPI.Intracomm | None = None) -> Commands:
-    """Build the parser of this driver's options."""
-    return Commands("train.py", __doc__, gpt, llama, comm=comm)
-
-
 if __name__ == "__main__":
-    run(MPI.COMM_WORLD, build_parser)
+    run(MPI.COMM_WORLD, build_parser, train)

@@ -216,11 +216,12 @@ def inputs(plan):
 
 
 def acts(phase, method, grid):
-    """Return the action that is repeated in a phase; collective."""
+    """Return the action that is repeated in a phase, and one that ends it; collective."""
     if phase == "making":
-        return lambda: make_plan(method, grid, Causal(), **SIZES).free()
+        return lambda: make_plan(method, grid, Causal(), **SIZES).free(), lambda: None
     if phase == "grid":
-        return lambda: ProcessGrid(grid.comm, grid.rows, grid.cols, grid.heads).free()
+        new = grid.comm, grid.rows, grid.cols, grid.heads
+        return lambda: ProcessGrid(*new).free(), lambda: None
     plan = make_plan(method, grid, Causal(), **SIZES)
     q, k, v, dout = inputs(plan)
     out, lse = plan.forward(q, k, v)
@@ -228,7 +229,7 @@ def acts(phase, method, grid):
     return {
         "backward": lambda: plan.backward(dout, q, k, v, out, lse),
         "rows": lambda: (plan.scatter(whole), plan.gather(out)),
-    }.get(phase, lambda: plan.forward(q, k, v))
+    }.get(phase, lambda: plan.forward(q, k, v)), plan.free
 
 
 def hear(folder, phase, act):
@@ -245,18 +246,19 @@ def hear(folder, phase, act):
     os._exit(1)
 
 
-def lose(folder, stages, method="attention2d", heads=1):
+def lose(folder, stages, method="attention2d", heads=1, acts=acts, say_hash=say_hash):
     grid = ProcessGrid(MPI.COMM_WORLD, *squarest(MPI.COMM_WORLD.size // heads), heads)
     for i, (phase, victims, seconds) in enumerate(stages):
         here = Path(folder, str(i))
         here.mkdir(exist_ok=True)
-        act, rank = acts(phase, method, grid), grid.comm.rank
+        (act, end), rank = acts(phase, method, grid), grid.comm.rank
         act()
         if phase == "program" and rank in victims:
             Executor.run = lambda *x, here=here, **y: die(here)
         elif rank == victims[0] or (rank in victims and phase != "shrink"):
             die_after(seconds, here)
         hear(here, phase, act)
+        end()
         if phase == "shrink" and rank in victims[1:]:
             point = POINTS[victims.index(rank) % len(POINTS)]
             setattr(*point, lambda *x, here=here: die(here))
@@ -271,7 +273,7 @@ def lose(folder, stages, method="attention2d", heads=1):
     os._exit(0)  # MPI_Finalize may hang where ranks died a moment ago (Open MPI 5.0.11)
 
 
-def whole(method, heads):
+def whole(method, heads, say_hash=say_hash):
     world = MPI.COMM_WORLD
     for size in range(world.size, 0, -1):
         if METHODS[method].most_positions(size) != size or size % heads:

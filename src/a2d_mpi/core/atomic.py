@@ -92,9 +92,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
         If the file cannot be written.
     """
     target = os.path.realpath(path)  # a link stays a link, and its target is replaced
-    folder, name = os.path.split(target)
-    # Every job has its own name, also among jobs on different hosts.
-    temporary = os.path.join(folder, f".{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    _, temporary = _beside(target)
     try:
         if os.path.islink(target):  # realpath leaves only a circle of links unresolved
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
@@ -124,6 +122,64 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
+
+
+@contextmanager
+def new_folder(path: str | os.PathLike[str]) -> Iterator[str]:
+    """Give a temporary folder that appears under its name, with its files, when the context ends.
+
+    Nothing of that name may be there.
+
+    Raises
+    ------
+    OSError
+        In place of every error, also of a library that writes the files.
+    """
+    folder, temporary = _beside(os.path.realpath(path))
+    try:
+        os.mkdir(temporary)
+        yield temporary
+        for inside, _, files in os.walk(temporary):
+            for name in (*files, ""):
+                _sync(os.path.join(inside, name))
+        os.rename(temporary, path)
+        _sync(folder)
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise OSError(f"cannot write {path}: {reason}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_folder(path: str | os.PathLike[str]) -> None:
+    """Remove a folder; whoever is killed meanwhile, it is whole or not there.
+
+    Raises
+    ------
+    OSError
+        If it cannot be removed.
+    """
+    _, temporary = _beside(os.path.realpath(path))
+    os.rename(path, temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _beside(target: str) -> tuple[str, str]:
+    """Return the folder of a file, and the path of a temporary file in it.
+
+    Every job has its own name, also among jobs on different hosts.
+    """
+    folder, name = os.path.split(target)
+    return folder, os.path.join(folder, f".{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+
+
+def _sync(path: str) -> None:
+    """Let the disk have a file or folder before anything that comes later."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 @contextmanager
@@ -185,9 +241,10 @@ def _locked(path: str) -> tuple[int, bool]:
 
 
 def _remove_leftovers(folder: str, name: str) -> None:
-    """Remove temporary files of a file, or of all files of a folder."""
+    """Remove temporary files and folders of a file, or of all files of a folder."""
     pattern = re.compile(rf"\.{re.escape(name) if name else '.+'}\.\d+(-[0-9a-f]+)?\.tmp")
     with suppress(OSError):
         for other in os.listdir(folder):
             if pattern.fullmatch(other):
-                os.unlink(os.path.join(folder, other))
+                path = os.path.join(folder, other)
+                (shutil.rmtree if os.path.isdir(path) else os.unlink)(path)

@@ -15,7 +15,9 @@ All methods are collective over the plan's ranks.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from socket import gethostname
 from typing import Any
 
@@ -24,6 +26,7 @@ from mpi4py import MPI
 
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import CollectiveError
+from a2d_mpi.core.config import PHASES
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.experiments.check import check_attention, digests, worse
@@ -263,6 +266,34 @@ class Measurement:
             **attributes_of(self.checks),
             **others,
         }
+
+
+@contextmanager
+def seconds_of_calls(plans: Iterable[AttentionPlan]) -> Iterator[Counter[str]]:
+    """Add up the seconds of all calls of plans inside a ``with`` statement.  Local.
+
+    The Counter has this rank's "total" and, in it, "wait".
+    """
+    spent: Counter[str] = Counter()
+    methods = [(plan, phase) for plan in plans for phase in PHASES]
+
+    def count(plan: AttentionPlan, phase: str) -> None:
+        inner = getattr(plan, phase)
+
+        def call(*tensors: Any, **options: Any) -> Any:
+            results = inner(*tensors, **options)
+            spent.update({x: plan.timings[f"{phase}/{x}"] for x in ("total", "wait")})
+            return results
+
+        setattr(plan, phase, call)  # in place of the method
+
+    for x in methods:
+        count(*x)
+    try:
+        yield spent
+    finally:
+        for x in methods:
+            delattr(*x)
 
 
 def _differing(tensors: Mapping[str, np.ndarray], bits: Mapping[str, bytes]) -> int:

@@ -26,7 +26,7 @@ from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS
 
 BENCHMARK_SCHEMA = ("a2d_mpi benchmark", 2)
-TRAINING_SCHEMA = ("a2d_mpi.training", 1)
+TRAINING_SCHEMA = ("a2d_mpi.training", 2)
 TABLE = ("  plan", "phase", "ms", "ratio", "wait", "predicted", "received", "checks")
 STEPS_SCHEMA = ("a2d_mpi training steps", 2)
 CLOSE = 1.1  # a pick is good if it takes at most this multiple of the fastest plan's time

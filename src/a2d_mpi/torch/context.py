@@ -147,6 +147,7 @@ class ContextParallel:
     replicas : Intracomm, optional
         All ranks that share a step, if other grids compute other sequences in it.  Then `shard`
         and `sum_gradients` are collective over these ranks.  Default: the ranks of the grid.
+        They are in ``grid.failures.others`` until `free`.
     **options
         Other arguments of plans.  Default of `distribution`: the one with the least predicted time
         for all layers together.  Default of `dtype`: the model's; under autocast pass its dtype.
@@ -162,6 +163,10 @@ class ContextParallel:
     ValueError
         On all ranks, with the name of the layer, if plans cannot compute it, or the probe finds a
         difference.  Also as of plans.
+    RanksLost
+        On all surviving ranks, if a rank died and MPI continues.  All other collective calls raise
+        it, too, also the model's and ``backward()``.  Weights are as they were.  `free` this
+        object, and make another one of the model on the grid of `ProcessGrid.shrink`.
     """
 
     def __init__(
@@ -190,7 +195,8 @@ class ContextParallel:
             if MPI.Group.Difference(grid.comm.Get_group(), self.replicas.Get_group()).size:
                 raise ValueError("replicas must have all ranks that share a step, as this grid's")
         kinds = [*self.layers.values()]
-        call.agree({"seqlen": seqlen, "longest": self.longest, "layers": kinds})
+        with grid.failures.translated():
+            call.agree({"seqlen": seqlen, "longest": self.longest, "layers": kinds})
         self._masks = Masks(self.longest, [x.mask for x in kinds])
         self._numbers: dict[bytes, int] = {}  # of plans, by their documents
         self._sets: dict[int, Plans] = {}
@@ -203,10 +209,11 @@ class ContextParallel:
         lost = "ContextParallel was deleted: make another one, of the model or of its copy"
         attend, mask = (weakly(self, x, lost) for x in (type(self)._attend, type(self)._mask))
         self._name = register(attend, mask)
-        if probe:
-            self._probe()
         self._options, self._training = options, model.training
-        self._plans_of(None)
+        with grid.failures.translated():
+            if probe:
+                self._probe()
+            self._plans_of(None)
         _before[self._name] = model.config._attn_implementation
         model.set_attn_implementation(self._name)
         # A model in the model may be called alone, and adapters call `forward`, without hooks.
@@ -217,6 +224,8 @@ class ContextParallel:
             _enter(x, self)
         self._state = {x: _state_of(x) for x in self._paths if x not in models}
         self._freed = False
+        if self.replicas is not grid.comm:
+            grid.failures.others.append(self.replicas)
         self._end = weakref.finalize(self, _undo, model, [self._name], self._sets)
         self._end.atexit = False
 
@@ -477,7 +486,8 @@ class ContextParallel:
         ValueError
             On all ranks, as of `generate`.
         """
-        return self._generator.prefill(input_ids, attention_mask, root, room)
+        with self.grid.failures.translated():
+            return self._generator.prefill(input_ids, attention_mask, root, room)
 
     def generate(
         self,
@@ -520,7 +530,8 @@ class ContextParallel:
             fit in the room, or an option is none of greedy search and sampling.  Also if the
             model cannot generate, or the first decoded steps are not those of one process.
         """
-        return self._generator.generate(input_ids, attention_mask, root, room, options)
+        with self.grid.failures.translated():
+            return self._generator.generate(input_ids, attention_mask, root, room, options)
 
     @torch.inference_mode(False)  # PyTorch then counts the changes of positions
     def shard(
@@ -562,10 +573,11 @@ class ContextParallel:
             pass different tensors.
         """
         call = Call(self.replicas)
-        with call.checks():
-            batch = self._shard(input_ids, labels, cu_seqlens, root, attention_mask)
-        call.agree()
-        return replace(batch, nlabels=self.replicas.allreduce(batch.nlabels))
+        with self.grid.failures.translated():
+            with call.checks():
+                batch = self._shard(input_ids, labels, cu_seqlens, root, attention_mask)
+            call.agree()
+            return replace(batch, nlabels=self.replicas.allreduce(batch.nlabels))
 
     def _shard(
         self, input_ids: Any, labels: Any, cu_seqlens: Any, root: int | None, attention_mask: Any
@@ -681,7 +693,8 @@ class ContextParallel:
         ValueError
             On all ranks, if the output has no balance loss, or one by another formula.
         """
-        part = balance_loss(output, batch.tokens < batch.length, self.replicas)
+        with self.grid.failures.translated():
+            part = balance_loss(output, batch.tokens < batch.length, self.replicas)
         return self._factor(averaged_over) * part
 
     def _factor(self, averaged_over: int | None) -> int:
@@ -698,13 +711,15 @@ class ContextParallel:
 
     def sum_gradients(self) -> None:
         """Sum the gradients of the model over all ranks that share a step.  Collective."""
-        sum_gradients(self.model, self.replicas)
+        sum_gradients(self.model, self.replicas, self.grid.failures)
 
     def free(self) -> None:
         """Give the model its own attention back, and release all buffers.  Local.
 
         As long as there is this object, or a batch of it, the model refuses its batches.
         """
+        if not self._freed and self.replicas is not self.grid.comm:
+            self.grid.failures.others.remove(self.replicas)
         self._freed = True
         _give_back(self.model, [self._name], self._sets)
 

@@ -118,7 +118,8 @@ class Generation:
                 raise CollectiveError(f"attention_mask must be {shape}, got {tuple(mask.shape)}")
             counts = mask[:, -n:].sum(1).numpy(force=True)
         if not self._alike:
-            agree(self.comm, None, {"input_ids": ids.tolist(), "lengths": lengths.tolist()})
+            with self.cp.grid.failures.translated():
+                agree(self.comm, None, {"input_ids": ids.tolist(), "lengths": lengths.tolist()})
         wanted = (lengths + counts)[:, None] - np.arange(n, 0, -1)  # below 0 for padding
         if positions is None and (lengths < cache.length).any():
             raise CollectiveError("position_ids must be given: the model would count padding")
@@ -345,7 +346,7 @@ class Generation:
         On a grid of one row queries are gathered, and keys are not.
         """
         comm, plans, total = self.comm, {}, int(bounds[-1])
-        self._line = self._line or ProcessGrid(comm, 1, comm.size)
+        self._line = self._line or self.cp.grid.in_one_row()
         new = np.split(_owners(Distribution("zigzag", total, comm.size)), bounds[1:-1])
         for kind in dict.fromkeys(self.layers.values()):
             kept = cache.kept[kind.mask]

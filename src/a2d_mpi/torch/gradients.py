@@ -10,6 +10,7 @@ import torch
 from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import Call, agree
+from a2d_mpi.comm.survival import NoFailures
 from a2d_mpi.torch.sums import GradientSum
 from a2d_mpi.torch.tensors import array_of, current_stream
 
@@ -43,6 +44,9 @@ class GradientHooks:
         The same model on all ranks, on one device.
     comm : Intracomm
         The caller's communicator; a duplicate is used until `free`.
+    failures : NoFailures, optional
+        `ProcessGrid.failures` of a grid of these ranks, for an MPI that continues when ranks die.
+        `comm` must be the grid's, or in ``failures.others``.
 
     Raises
     ------
@@ -52,10 +56,18 @@ class GradientHooks:
         a gradient is sparse, still holds the sum of an earlier call, or belongs to a parameter
         that was frozen, or no parameter of the model, when the hooks were made.  Gradients are
         then as they were.
+    RanksLost
+        With `failures`, on all surviving ranks, if a rank died: also from ``backward()``.  Weights
+        are as they were, gradients are not.  `free` the hooks and make new ones.
     """
 
-    def __init__(self, model: torch.nn.Module, comm: MPI.Intracomm) -> None:
-        self._model = model
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        comm: MPI.Intracomm,
+        failures: NoFailures | None = None,
+    ) -> None:
+        self._model, self._failures = model, failures or NoFailures(comm, [])
         # Reversed, because the backward pass finishes the last layers first.  An optimizer also
         # steps on the gradient of a parameter that was frozen after the backward pass.
         parameters = reversed([*model.parameters()])
@@ -73,15 +85,15 @@ class GradientHooks:
                 raise ValueError(
                     "parameters are DTensors, as of fully_shard, which sums their gradients itself"
                 )
-        call.agree(
-            {"parameters": f"{len(sizes)} tensors of {sum(sizes)} elements (digest {digest})"}
-        )
+        said = f"{len(sizes)} tensors of {sum(sizes)} elements (digest {digest})"
+        with self._failures.translated():
+            call.agree({"parameters": said})
         wide = any(x.dtype == torch.float64 for x in self._parameters)
         dtype = torch.float64 if wide else torch.float32
         sizes = [x + 1 for x in sizes]  # the last element counts the ranks that have the gradient
         flat = torch.zeros(sum(sizes), dtype=dtype, device=self._parameters[0].device)
-        with current_stream():
-            self._sum = GradientSum(comm, array_of(flat))
+        with self._failures.translated(), current_stream():
+            self._sum = GradientSum(comm, array_of(flat), failures=self._failures)
         self._parts = dict(zip(self._parameters, flat.split(sizes)))
         self._buckets: list[list[torch.nn.Parameter]] = [[]]
         for x in self._parameters:
@@ -144,11 +156,15 @@ class GradientHooks:
             part, gradient = self._parts[x], self._gradient(x)
             part.fill_(gradient is not None)
             part[:-1] = 0 if gradient is None else gradient.detach().reshape(-1)
-        with current_stream():
+        with self._failures.translated(), current_stream():
             self._sum.start(self._slices[number])
 
     def finish(self) -> None:
         """Wait until every gradient holds its sum over ranks.  Collective."""
+        with self._failures.translated():
+            self._finish()
+
+    def _finish(self) -> None:
         while self._started < len(self._buckets):
             self._start()
         with current_stream():
@@ -172,13 +188,15 @@ class GradientHooks:
             x.grad._version_summed = x.grad._version
 
     def free(self) -> None:
-        """Remove the hooks and free the communicator.  Collective."""
+        """Remove the hooks and free the communicator.  Collective, also after a loss."""
         for handle in self._handles:
             handle.remove()
         self._sum.free()
 
 
-def sum_gradients(model: torch.nn.Module, comm: MPI.Intracomm) -> None:
+def sum_gradients(
+    model: torch.nn.Module, comm: MPI.Intracomm, failures: NoFailures | None = None
+) -> None:
     """Sum the gradients of a model over ranks after a backward pass.  Collective.
 
     `GradientHooks` does this during the backward pass, which hides the messages.
@@ -188,13 +206,15 @@ def sum_gradients(model: torch.nn.Module, comm: MPI.Intracomm) -> None:
     model : torch.nn.Module
         The same model on all ranks, on one device.
     comm : Intracomm
+    failures : NoFailures, optional
+        As of `GradientHooks`.
 
     Raises
     ------
-    ValueError
+    ValueError, RanksLost
         As in `GradientHooks`.
     """
-    hooks = GradientHooks(model, comm)
+    hooks = GradientHooks(model, comm, failures)
     try:
         hooks.finish()
     finally:  # all ranks raise an error, or none does

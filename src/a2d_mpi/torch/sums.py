@@ -52,13 +52,18 @@ class GradientSum:
         self.comm, self._flat, self._device = comm.Dup(), flat, device_of(flat)
         self._failures = failures or NoFailures(comm, [])
         self._failures.others.append(self.comm)
+        self._transport: Transport = HostTransport()
         aware, call = True, Call(comm)
         with call.checks():  # both read environment variables, which may differ between nodes
             watch = Watch(self.comm, "sums of gradients", talks=False)
             aware = self._device is HOST or gpu_aware("auto")[0]
-        call.agree()
-        staged = not all(comm.allgather(aware))
-        self._transport: Transport = HostTransport()
+        try:
+            with self._failures.translated():  # others may wait on the duplicate already
+                call.agree()
+                staged = not all(comm.allgather(aware))
+        except Exception:  # on all ranks
+            self.free()
+            raise
         if self._device is not HOST:
             self._transport = DeviceTransport(self._device, staged)
         self._traffic = Traffic()
