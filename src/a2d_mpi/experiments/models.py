@@ -39,7 +39,7 @@ _NAMED: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}),
     # One layer of GPT-3 175B (arXiv:2005.14165), 64 times narrower.
     "gpt3-175b-layer": ("gpt2", _BYTES | _NO_DROPOUT | {
-        "n_embd": 192, "n_layer": 1, "n_head": 96, "n_positions": 2048}),
+        "n_embd": 192, "n_layer": 1, "n_head": 12, "n_positions": 2048}),
 }  # fmt: skip
 NAMES = tuple(_NAMED)
 

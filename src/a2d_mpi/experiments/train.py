@@ -83,7 +83,7 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
     device = open_device(comm, args.device)
     trainer = opened(comm, args, device)
-    _check_rooms(comm, trainer)
+    check_rooms(comm, trainer)
     grid = open_grid(comm, args, together(comm, trainer.workload))
     if args.folder:
         together(comm, lambda: args.folder.mkdir(parents=True, exist_ok=True), on=0)
@@ -132,7 +132,7 @@ def opened(comm: MPI.Intracomm, args: argparse.Namespace, device: Device) -> Tra
     return trainer
 
 
-def _check_rooms(comm: MPI.Intracomm, trainer: Trainer) -> None:
+def check_rooms(comm: MPI.Intracomm, trainer: Trainer) -> None:
     """Refuse work for which there is too little memory, before anything is allocated for it."""
     args, config = trainer.args, trainer.model.config.get_text_config()
     size = trainer.model.num_parameters()
