@@ -6,7 +6,7 @@ The text is in two packages without further needs::
     python data/make_text.py data/new_testament.txt
 
 Chapters are the documents: each begins with its book's title and number, and two empty lines,
-the default separator of drivers/train.py gpt, end it.  Brackets around words that the
+the default separator of drivers/train.py, end it.  Brackets around words that the
 translators supplied, and marks of paragraphs, are left out.
 """
 

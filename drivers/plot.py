@@ -41,7 +41,7 @@ def results(parser: Parser) -> Callable:
 
     Figures of the files of other drivers:
 
-    training     loss by tokens (train.py gpt)
+    training     loss by tokens (train.py)
     kernels      speed of kernels and of PyTorch's (bench.py kernels)
     slopes       time by number of ranks, with the power of the ranks that fits each method's times
     winners      the fastest method by ranks and tokens (plan.py simulate)

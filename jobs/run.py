@@ -8,7 +8,7 @@
   scale FOLDER [PART...]      64 to 4096 ranks of three machines, by SimGrid (docs/study.md)
   simulate OPTION...          plans on networks, by SimGrid; options of drivers/plan.py simulate
   wire FOLDER errors|seconds  errors of narrow formats, or seconds on 16 emulated nodes
-  train [FOLDER [OPTION...]]  a GPT on the New Testament, and a text of it; options of train.py gpt
+  train [FOLDER [OPTION...]]  a Llama on the New Testament, and a text of it; options of train.py
   figures FOLDER              all figures of the documentation; the committed are data/figures
   docs                        the pages of docs/ and of the public names, in build/docs
   gpu local|bench|test [OPTION...]      main job, benchmarks or tests on the GPUs of this machine
@@ -54,10 +54,10 @@ simulate python drivers/plan.py simulate {options}
 docs use_env any docs docs .venv-docs
 docs python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
 
-train use_env any plot numba,plot
+train use_env any plot,torch plot,torch .venv-torch
 train mkdir -p {folder}
-train run_mpi 4 3600 python drivers/train.py gpt data/new_testament.txt --preset tiny
-    --positions rotary --seqlen 1024 --rate 4e-3 --warmup-steps 50 --steps 1000 --validate 0.05
+train run_mpi 4 3600 python drivers/train.py llama-tiny data/new_testament.txt
+    --seqlen 1024 --rate 4e-3 --warmup-steps 50 --steps 1000 --validate 0.05
     --rows 2 --cols 2 --folder {folder}/checkpoints --resume --output {folder}/training.h5
     {options}
 train run_mpi 4 600 python drivers/generate.py {folder}/checkpoints --rows 2 --cols 2 --tokens 300

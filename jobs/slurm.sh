@@ -10,8 +10,8 @@
 # computes on them (not tried on GPUs yet).
 #
 #   survive=1 sbatch --no-kill --nodes=4 --ntasks-per-node=16 --time=01:00:00 jobs/slurm.sh \
-#     python drivers/train.py gpt data/new_testament.txt --preset tiny --positions rotary \
-#     --seqlen 1024 --steps 1000 --folder results/training --resume --survive
+#     python drivers/train.py llama-tiny data/new_testament.txt --seqlen 1024 --steps 1000 \
+#     --folder results/training --resume --survive
 #
 # With survive=1 the job continues when ranks die, even all ranks of a node.  This needs an Open MPI
 # that has ULFM, and --ntasks-per-node.  Open MPI 5.0.11 ends the job if its daemon on a node dies.

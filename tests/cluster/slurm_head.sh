@@ -82,20 +82,20 @@ if (($2 == 4)); then
 fi
 
 # A rank is killed while it trains: the others go on, with Open MPI's ULFM.
-if [[ ! -d .venv-openmpi ]]; then
-  echo "not run: there is no .venv-openmpi (bash jobs/test.sh openmpi makes it)"
+if ! .venv-openmpi/bin/python -c 'import torch, transformers' 2>/dev/null; then
+  echo "not run: there is no .venv-openmpi with PyTorch (use_env openmpi torch of jobs/env.sh makes it)"
 else
   unset OMPI_MCA_pml OMPI_MCA_btl # the nodes share no memory
   id=$(survive=1 venv=.venv-openmpi sbatch --parsable --partition=main --account= --no-kill \
     --cpus-per-task=1 --ntasks-per-node=1 --nodes="$2" --output="$dir/%j.out" jobs/slurm.sh \
-    python drivers/train.py gpt README.md --folder "$dir/run" --resume --preset tiny --seqlen 256 \
+    python drivers/train.py llama-tiny README.md --folder "$dir/run" --resume --seqlen 256 \
     --steps 400 --survive)
   for _ in {1..120}; do
     ! grep -aqs "loss=" "$dir/$id.out" || break
     sleep 1
   done
   echo "a rank is killed at $(date --utc +%H:%M:%S.%3N)"
-  kill -9 "$(pgrep -f "python drivers/train.py gpt" | tail -n 1)"
+  kill -9 "$(pgrep -f "python drivers/train.py" | tail -n 1)"
   for _ in {1..30}; do
     ! grep -aq "continues after step" "$dir/$id.out" || break
     sleep 1

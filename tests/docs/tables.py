@@ -22,7 +22,7 @@ import numpy as np
 
 from a2d_mpi.experiments.hdf5 import read_file
 from a2d_mpi.experiments.plan import read_summaries
-from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, STEPS_SCHEMA, step_seconds, summarise
+from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, summarise
 from a2d_mpi.planning.profile import read_machine
 
 ROOT = Path(__file__).parents[2]
@@ -291,17 +291,7 @@ def slopes(path):
                    f"**{fit:+.2f}**"]  # fmt: skip
 
 
-# docs/models.md
-
-
-def training_steps(path):
-    """Seconds of a training step by part, and in brackets what was predicted."""
-    runs = read_file(ROOT / path, STEPS_SCHEMA)["runs"].values()
-    for run in sorted(runs, key=lambda x: step_seconds(x)["step"]):
-        predicted = {x: run[f"predicted/{x}"] for x in (*run["parts"], "operator")}
-        predicted["step"] = sum(predicted[x] for x in run["parts"])
-        name = "{method} {rows}x{cols}x{heads}".format(**run) + " (pick)" * bool(run["picked"])
-        yield [name, *(f"{y:.2f} ({predicted[x]:.2f})" for x, y in step_seconds(run).items())]
+# docs/linear.md
 
 
 def linear(path, lengths=(2048, 4096, 8192, 16384)):

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ROOT, module_of
+from helpers import ROOT, drive, module_of
 from matplotlib.figure import Figure
 from PIL import Image
 
+from a2d_mpi.experiments.hdf5 import write_file
+from a2d_mpi.experiments.results import TRAINING_SCHEMA
 from a2d_mpi.figures.pictures import METHOD_STYLES, digest, finish, pyplot
 from a2d_mpi.schedules import METHODS
 
@@ -59,6 +61,20 @@ def test_every_figure_has_a_command_and_a_page():
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     text = "".join(x.read_text() for x in pages)
     assert [x for x in committed if f"data/figures/{x})" not in text] == []
+
+
+def test_losses(tmp_path):
+    """The text is named, and names are not read as formulas."""
+    write_file(run := tmp_path / "run.h5", TRAINING_SCHEMA, {
+        "loss": np.linspace(5, 2, 60), "config": {"seqlen": 64, "accumulate": 2},
+        "text": {"name": "$x^$" + 90 * "w", "unigram_entropy": 3.0}, "held_out": {"loss": 2.1},
+    })  # fmt: skip
+    done = drive("plot.py", 0, "results", run, "--output", tmp_path, "--what", "training")
+    assert done.stderr == ""
+    assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+    shown = (tmp_path / "training.svg").read_text()
+    for text in ("<!-- $x^$www", "60 steps of 128 tokens", "unigram entropy, 3.00", "text, 2.10"):
+        assert text in shown, text
 
 
 def test_a_method_has_one_colour_and_one_marker():

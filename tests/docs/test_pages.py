@@ -30,7 +30,7 @@ LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
 @pytest.mark.parametrize("page, number, ranks, told", [
-    ("planning", None, 0, ["Layout(rows="]), ("models", 1, 0, ["{} True\n"]),  # one rank
+    ("planning", None, 0, ["Layout(rows="]), ("linear", None, 0, ["{} True\n"]),  # one rank
     ("extending", 3, 0, [" [1 1 0 0 1 1 1 1]]\n", "\n33 visible pairs\n"]),
     ("masks", None, 0, [f"{sum(n * (n + 1) // 2 for n in (100, 300, 600))} visible pairs\n"]),
     ("tutorial", None, 4, ["(256, 8, 32)"]),

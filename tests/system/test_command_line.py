@@ -17,15 +17,10 @@ PROGRAMS = sorted(x.name for x in DRIVERS.glob("*.py"))
 EXAMPLE = re.compile(r"^ {4}((?:mpiexec -n \d+ )?python drivers/(?:.*\\\n)*.*)$", re.MULTILINE)
 PARSERS = [(name, x) for name in PROGRAMS for x in parsers_of(f"drivers/{name}")]
 # Appended to the examples that run: what makes them short.
-MODEL = "--layers 1 --width 24 --seqlen 64"
 SMALL = {
     "attention.py": "--seqlen 70 --trials 1",
     "bench.py attention": "--seqlens=70 --nheads=4 --headdim=8 --trials=1 --plans=ring",
-    "bench.py train": f"{MODEL} --trials 1",
-    "bench.py decode": "--contexts 40 --width 32 --trials 1 --ranks 4",
     "bench.py linear": "--seqlens 70 --headdim 8 --trials 1",
-    "train.py gpt": f"{MODEL} --steps 2",
-    "generate.py": "--tokens 3",
     "bench.py kernels": "--shapes 70x2x8",
     "plan.py rank": "--ranks 4 --seqlen 2K",
     "plot.py results": "--what scaling --format svg",
@@ -36,7 +31,7 @@ SMALL = {
     "plot.py scale": "",
 }
 # These take long, or need SimGrid or PyTorch.  Tests of their own run them.
-NOT_RUN = {"calibrate.py", "plan.py simulate", "train.py llama"}
+NOT_RUN = {"calibrate.py", "plan.py simulate", "train.py", "generate.py"}
 
 
 def examples(text):
@@ -88,7 +83,6 @@ def test_examples_run(tmp_path, ranks):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "results").mkdir()
     found = first_examples()
-    # In this order: generate.py takes what train.py gpt leaves.
     names = [x for x in SMALL if found[x][0] == ranks]
     cases = [(found[x][1], [*found[x][2], *SMALL[x].split()], []) for x in names]
     done, each = drive_each(cases, ranks, cwd=tmp_path)

@@ -83,19 +83,19 @@ def parallel(part):
         x.grid.free()
 
 
-def summed_in_order(part, dtype, device=np):
-    """Sum uneven parts of an array of `device`, and compare with the sum in the order of ranks."""
+def summed_in_order(part, dtype, upload=np.array, download=np.array):
+    """Sum uneven parts of an array, and compare with the sum in the order of ranks."""
     drawn = (np.random.default_rng(p).standard_normal(103) for p in range(part.size))
     of_ranks = [x.astype(dtype) for x in drawn]
-    flat = device.array(of_ranks[part.rank])
+    flat = upload(of_ranks[part.rank])
     sums = GradientSum(part, flat)
     for bucket in (slice(100, 103), slice(1, 100), slice(0, 1)):
         sums.start(bucket)
     sums.finish()
-    found = flat.tobytes() if device is np else device.asnumpy(flat).tobytes()
-    assert_all(part, found == sum(of_ranks).tobytes(), "another sum")
+    same = download(flat).tobytes() == sum(of_ranks).tobytes()
+    assert_all(part, same, "another sum")
     shares = sum(-(-n // part.size) for n in (3, 99, 1))
-    sent = 2 * (part.size - 1) * shares * flat.itemsize * (part.size > 1)
+    sent = 2 * (part.size - 1) * shares * np.dtype(dtype).itemsize * (part.size > 1)
     assert_all(part, sums.nbytes == sent, f"{sums.nbytes} bytes, not {sent}")
     sums.free()
 
@@ -110,9 +110,9 @@ def test_order_of_ranks(part, dtype):
 
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
 @pytest.mark.parametrize("transfers", ["device", "host"])
-def test_order_of_ranks_on_a_gpu(part, cupy, gpus, transfers, monkeypatch):
+def test_order_of_ranks_on_a_gpu(part, gpus, transfers, monkeypatch):
     monkeypatch.setenv("A2D_MPI_TRANSFERS", transfers)
-    summed_in_order(part, "float32", cupy)
+    summed_in_order(part, "float32", **gpus)
 
 
 class Model(torch.nn.Module):

@@ -22,7 +22,6 @@ PROGRAMS = sorted(x.name for x in DRIVERS.glob("*.py"))
 # Options whose help says "file" and whose value names something in a file.
 NAMES = {"name", "workload", "run", "seqlen", "seed", "distribution"}
 SCHEMA = ("test", 1)
-TRAIN = ["--width", "8", "--nheads", "2", "--seqlen", "40", "--separator", ""]
 
 
 def test_options_that_name_files_are_paths():
@@ -53,16 +52,15 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-TRAINING = "train.py gpt text --folder c"
+TRAINING = "train.py llama-tiny text --folder c"
 CASES = [
     f"{TRAINING} --profile p.toml --output p.toml",
     f"{TRAINING} --profile p.toml --output link.toml",
     f"{TRAINING} --output ../NAME/text",
-    "train.py gpt text --folder c --output symlink",
+    f"{TRAINING} --output symlink",
     "attention.py text --mask-file b.h5 --output ./b.h5",
     "attention.py b.h5 --import own.py --output own.py",
     "bench.py --profile p.toml --output link.toml --resume",
-    "bench.py train --profile p.toml --output p.toml",
     "plan.py simulate --profile text,p.toml --output p.toml",
     "plot.py schedule p.toml --profile p.toml --ranks 4 --seqlen 4 --nheads 2",
     "attention.py b.h5 --output new.json --trace ../NAME/new.json",

@@ -28,8 +28,8 @@ from a2d_mpi.experiments.options import (
     add_options,
     check_files,
     files_written,
+    form,
     open_streams,
-    pair,
     reason,
 )
 from a2d_mpi.planning.workload import Workload
@@ -214,7 +214,7 @@ def add_grid(parser: Parser) -> argparse._ArgumentGroup:
         "the fastest: ranks along the last axis are neighbours, usually on a node"
     )
     group.add_argument("--order", metavar="AXES", default="rcu", help=text)
-    block = pair("x", "ROWSxCOLUMNS")
+    block = form("ROWSxCOLUMNS", r"(\d{1,9})x(\d{1,9})", lambda *x: tuple(map(int, x)))
     text = "rows and columns of a block of the grid whose ranks are neighbours"
     group.add_argument("--rank-block", type=block, metavar="RxC", default="1x1", help=text)
     text = "TOML profile of this machine: take the fastest grid for it"

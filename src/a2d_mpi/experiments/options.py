@@ -112,12 +112,6 @@ def checked_rows(text: str) -> int | None:
     return int(text.removeprefix("rows:"))
 
 
-def pair(between: str, what: str) -> Callable[[str], tuple[int, int]]:
-    """Make a type of options: two whole numbers with a sign between them, "2x3"."""
-    digits = r"(\d{1,9})"
-    return form(what, digits + re.escape(between) + digits, lambda *x: tuple(map(int, x)))
-
-
 # Numbers of slices, "4" or "2x4": in the forward and in the backward pass.
 slices = form(
     "like 4 or 2x4",
@@ -174,10 +168,6 @@ OPTIONS: dict[str, dict[str, object]] = {
     "nheads": {"type": HEADS, "metavar": "N", "help": "number of query heads"},
     "nheads-kv": {"type": HEADS, "metavar": "N", "help": "number of KV heads; default: --nheads"},
     "headdim": {"type": HEADDIM, "metavar": "N", "help": "elements of a head of q and k"},
-    "layers": {"type": whole(1, 4096), "metavar": "N", "help": "number of layers"},
-    "width": {"type": whole(1, 1 << 20), "metavar": "N",
-              "help": "elements of a token between the layers"},
-    "mlp": {"type": whole(1, 1 << 20), "metavar": "N", "help": "elements of a token in an MLP"},
     "headdim-v": {"type": HEADDIM, "metavar": "N",
                   "help": "elements of a head of v and out; default: --headdim"},
     "dtype": {"choices": DTYPES, "default": "float32", "help": "storage dtype"},

@@ -1,1 +1,1 @@
-"""Linear attention on a sequence that is spread over ranks: see docs/models.md."""
+"""Linear attention on a sequence that is spread over ranks: see docs/linear.md."""
