@@ -5,88 +5,66 @@ PyTorch is imported when a model is opened, so that --help and options do withou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from a2d_mpi.experiments.options import path
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 VOCAB = 256  # tokens of a model without a tokenizer: bytes
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # files of a folder with weights
-_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-_SMALL = {
-    "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2,
+_BYTES = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_GPT2 = _BYTES | {"model_type": "gpt2", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_LLAMA = _BYTES | {
+    "model_type": "llama", "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2,
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16,
-    "max_position_embeddings": 1 << 17, "bos_token_id": None, "eos_token_id": None,
-    "pad_token_id": None,
+    "max_position_embeddings": 1 << 17,
 }  # fmt: skip
-_BYTES = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None}
-# Type of the config, and its options, by name.
-_NAMED: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-tiny": ("llama", _SMALL),
+_NAMED: dict[str, dict[str, Any]] = {  # configs
+    "llama-tiny": _LLAMA,
     # One KV head, and heads that together are twice as wide as the model: Multi-matrix
     # Factorization Attention (arXiv:2412.19255).
-    "mfa-tiny": ("llama", _SMALL | {"num_key_value_heads": 1, "head_dim": 32}),
-    "gpt2-tiny": ("gpt2", _BYTES | _NO_DROPOUT | {
-        "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 1024}),
-    "qwen3-moe-tiny": ("qwen3_moe", _SMALL | {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}),
-    "gemma3-tiny": ("gemma3_text", _SMALL | {
-        "num_hidden_layers": 3, "sliding_window": 128, "query_pre_attn_scalar": 16,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}),
-    # One layer of GPT-3 175B (arXiv:2005.14165), 64 times narrower.
-    "gpt3-175b-layer": ("gpt2", _BYTES | _NO_DROPOUT | {
-        "n_embd": 192, "n_layer": 1, "n_head": 12, "n_positions": 2048}),
+    "mfa-tiny": _LLAMA | {"num_key_value_heads": 1, "head_dim": 32},
+    "gpt2-tiny": _GPT2 | {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 1024},
+    "qwen3-moe-tiny": _LLAMA | {
+        "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96},
+    "gemma3-tiny": _LLAMA | {
+        "model_type": "gemma3_text", "sliding_window": 128, "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention"]},
+    # One layer of GPT-3 175B (arXiv:2005.14165), 64 times narrower, with 12 heads.
+    "gpt3-175b-layer": _GPT2 | {"n_embd": 192, "n_layer": 1, "n_head": 12, "n_positions": 2048},
 }  # fmt: skip
 NAMES = tuple(_NAMED)
 
 
-class Tokenizer(Protocol):
-    """What turns texts into tokens and back."""
+class Tokenizer:
+    """What turns texts into tokens and back.
+
+    Parameters
+    ----------
+    own : PreTrainedTokenizer, optional
+        A tokenizer of transformers.  Default: tokens are bytes.
+    """
+
+    def __init__(self, own: PreTrainedTokenizerBase | None = None) -> None:
+        self.own = own
 
     def encode(self, text: bytes | str) -> list[int]:
-        """Return the tokens of a text; bytes that are not UTF-8 are replaced or kept."""
-
-    def decode(self, tokens: Sequence[int], **options: Any) -> str:
-        """Return the text of tokens; `options` are those of transformers."""
-
-    def save(self, folder: Path) -> None:
-        """Write what `open_model` needs to find this tokenizer in a folder."""
-
-
-class Bytes:
-    """The tokenizer of models whose tokens are bytes; see `Tokenizer`."""
-
-    def encode(self, text: bytes | str) -> list[int]:
-        return [*(text.encode(errors="surrogateescape") if isinstance(text, str) else text)]
-
-    def decode(self, tokens: Sequence[int], **_: Any) -> str:
-        return bytes([*map(int, tokens)]).decode(errors="replace")
-
-    def save(self, folder: Path) -> None:
-        pass
-
-
-class _OfFolder:
-    """A tokenizer of transformers; see `Tokenizer`."""
-
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
-        self._own = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-    def encode(self, text: bytes | str) -> list[int]:
+        """Return the tokens of a text; bytes that are not UTF-8 are kept, or replaced."""
+        if self.own is None:
+            return [*(text.encode(errors="surrogateescape") if isinstance(text, str) else text)]
         text = text.decode(errors="replace") if isinstance(text, bytes) else text
-        return self._own(text, verbose=False)["input_ids"]
+        return self.own(text, verbose=False)["input_ids"]
 
-    def decode(self, tokens: Sequence[int], **options: Any) -> str:
-        return self._own.decode(tokens, **options)
-
-    def save(self, folder: Path) -> None:
-        self._own.save_pretrained(folder)
+    def decode(self, tokens: Iterable[int], **options: Any) -> str:
+        """Return the text of tokens; `options` are those of transformers."""
+        if self.own is None:
+            return bytes(map(int, tokens)).decode(errors="replace")
+        return self.own.decode(tokens, **options)
 
 
 def model_name(text: str) -> str | Path:
@@ -102,7 +80,8 @@ def open_model(
     Parameters
     ----------
     name : str or Path
-        One of `NAMES`, or a folder of transformers with a config.
+        One of `NAMES`, a folder of transformers with a config, or one of checkpoints of
+        drivers/train.py, of which the latest is taken.
     dtype : str, optional
         Storage dtype of the weights.  Default: as the folder's config says; float32 for a name.
     seed : int
@@ -122,44 +101,41 @@ def open_model(
         vocabulary is not of bytes.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # one for each rank
     torch.manual_seed(seed)
-    tokenizer: Tokenizer = Bytes()
     if name in _NAMED:
-        kind, options = _NAMED[name]
-        config = AutoConfig.for_model(kind, **options)
+        config = AutoConfig.for_model(**_NAMED[name])
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        return _as(model, dtype), tokenizer
-    folder = Path(name)
+        return _as(model, dtype), Tokenizer()
+    folder = max(Path(name).glob("step-[0-9]*[0-9]"), default=Path(name))
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"MODEL must be one of {', '.join(NAMES)}, or a folder with config.json, got {name}"
         )
+    here, own = {"local_files_only": True}, None
     try:
+        config = AutoConfig.from_pretrained(folder, **here)
+        dtype = dtype or str(config.dtype or "float32").removeprefix("torch.")
         if any(x for pattern in WEIGHTS for x in folder.glob(pattern)):
-            kind = "auto" if dtype is None else getattr(torch, dtype)
-            options = {"local_files_only": True, "dtype": kind}
-            model = AutoModelForCausalLM.from_pretrained(folder, **options)
+            kind = getattr(torch, dtype)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, **here)
         else:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
-            wanted = dtype or str(config.dtype or "float32").removeprefix("torch.")
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            model, dtype = _as(model, wanted), wanted
-        if any((folder / x).exists() for x in ("tokenizer.json", "tokenizer_config.json")):
-            tokenizer = _OfFolder(folder)
+        if any(folder.glob("tokenizer*.json")):
+            own = AutoTokenizer.from_pretrained(folder, **here)
     except Exception as error:  # of any kind: what is in the folder is the user's
         what = " ".join(str(error).split())[:400] or type(error).__name__
         raise ValueError(f"transformers cannot open the model in {folder}: {what}") from error
     vocabulary = model.get_input_embeddings().num_embeddings
-    if isinstance(tokenizer, Bytes) and vocabulary != VOCAB:
+    if own is None and vocabulary != VOCAB:
         raise ValueError(
             f"{folder} has no tokenizer, so tokens are bytes, and the model must have a "
             f"vocabulary of {VOCAB}, got {vocabulary}"
         )
-    return _as(model, dtype), tokenizer
+    return _as(model, dtype), Tokenizer(own)
 
 
 def _as(model: PreTrainedModel, dtype: str | None) -> PreTrainedModel:

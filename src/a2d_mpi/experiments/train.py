@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import math
 import sys
 import time
@@ -50,8 +48,8 @@ if TYPE_CHECKING:
 OPTIMIZER = "optimizer.pt"  # file of a checkpoint
 PARTS = ("attention", "wait", "gradients", "optimizer", "other")  # of a step's seconds
 # Options that must be the same when a run is resumed.
-SAME = ("model", "seqlen", "accumulate", "dtype", "seed", "rate", "warmup", "steps", "clip",
-        "separator", "validate")  # fmt: skip
+SAME = ("seqlen", "accumulate", "dtype", "seed", "rate", "warmup", "steps", "clip", "separator",
+        "validate")  # fmt: skip
 # AdamW of GPT-3 (arXiv:2005.14165).  DECAY is for matrices only.
 BETAS, EPSILON, DECAY = (0.9, 0.95), 1e-8, 0.1
 ROUNDING = 2.0**-8  # of bfloat16
@@ -124,11 +122,7 @@ def opened(comm: MPI.Intracomm, args: argparse.Namespace, device: Device) -> Tra
         return Trainer(args, device, model.train(), tokenizer, *texts)
 
     trainer = together(comm, read)
-    digest = hashlib.sha256()
-    for x in trainer.model.state_dict().values():
-        digest.update(x.contiguous().flatten().view(torch.uint8).numpy())
-    weights = f"weights with SHA-256 {digest.hexdigest()}"
-    agree(comm, None, {"the text": trainer.run["text"], "the model": weights})
+    agree(comm, None, {f"{x} of the run": y for x, y in trainer.run.items()})
     return trainer
 
 
@@ -204,60 +198,64 @@ class Trainer:
         self.args, self.text, self.model, self.begun = args, text, model, False
         self._device, self._tokenizer, self._held = device, tokenizer, held
         self._where = "cpu" if device is HOST else f"cuda:{device.index}"
-        config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
-        self.run = {x: str(getattr(args, x)) for x in SAME} | {
-            "config": hashlib.sha256(config.encode()).hexdigest(), "text": sha256
-        }  # fmt: skip
+        config = model.config.to_diff_dict().items()
+        self.run = {x: str(y) for x, y in config if x != "transformers_version"}
+        self.run |= {x: str(getattr(args, x)) for x in SAME} | {"text": sha256}
         self.held_out: dict[str, object] = {}
         self.checks: dict[str, Check] = {}
         self._cp: ContextParallel | None = None
+        self._hooks: GradientHooks | None = None
         if args.checkpoint_layers:
-            keep = getattr(a2d_mpi.torch, "keep_attention", None)
-            how = {"use_reentrant": False} | ({"context_fn": keep} if keep else {})
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+            how = {"use_reentrant": False}
+            if keep := getattr(a2d_mpi.torch, "keep_attention", None):
+                how["context_fn"] = keep
+            old = model.gradient_checkpointing_enable  # its name before transformers 5.20
+            getattr(model, "activation_checkpointing_enable", old)(how)
 
     def workload(self) -> Workload:
         """Return what attention in the first layer computes, for the choice of a grid."""
-        n = self.text.longest(self.args.seqlen)
-        kind = next(iter(layers_of(self.model, n).values()))
+        config, n = self.model.config.get_text_config(), self.text.longest(self.args.seqlen)
+        try:
+            kind = next(iter(layers_of(self.model, n).values()))
+        except ValueError as error:
+            most = getattr(config, "max_position_embeddings", n)
+            of = f" (documents of {n} tokens, but the config has {most} positions)"
+            raise ValueError(f"{error}{of * (n > most)}") from None
         sizes = kind._asdict() | {"seqlen": self.args.seqlen, "dtype": self.args.dtype}
         return Workload(**sizes, backward=True)
 
     def begin(self, comm: MPI.Intracomm, grid: ProcessGrid) -> None:
         """Begin the run, or resume it from the checkpoint that rank 0 reads.  Collective."""
-        args = self.args
+        args, model = self.args, self.model.cpu()
 
-        def earlier() -> tuple | None:
+        def earlier() -> tuple[State, dict | None]:
             check_output(args.output, SCHEMA)
-            path, state = (
-                resumed(args.folder, self.run, args.resume) if args.folder else (None, None)
-            )
+            path, state = None, None
+            if args.folder:
+                path, state = resumed(args.folder, self.run, args.resume)
             if state is None:
-                return None
-            model, _ = open_model(path, str(self.model.dtype).removeprefix("torch."))
-            moments = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
-            return state, model.state_dict(), moments
+                return State(self.run), None
+            found, _ = open_model(path, str(model.dtype).removeprefix("torch."))
+            model.load_state_dict(found.state_dict())
+            return state, torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
 
-        found = comm.bcast(together(comm, earlier, on=0))
-        self.model.to(self._where)
-        matrices, others = [], []
-        for x in self.model.parameters():
-            (matrices if x.dim() > 1 else others).append(x)
-        groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-        self._optimizer = torch.optim.AdamW(
-            groups, lr=args.rate, betas=BETAS, eps=EPSILON, weight_decay=DECAY
-        )
-        self.state = State(self.run)
-        if found:
-            self.state, weights, moments = found
-            together(comm, lambda: self.model.load_state_dict(weights))
-            self._optimizer.load_state_dict(moments)
+        self.state, moments = comm.bcast(together(comm, earlier, on=0))
         self.start = self.state.step
+        for x in model.state_dict().values():
+            comm.Bcast(x.numpy())
+        model.to(self._where)
+        groups: tuple[list, list] = [], []
+        for x in model.parameters():
+            groups[x.dim() > 1].append(x)
+        groups = [{"params": x, "weight_decay": y} for x, y in zip(groups, (0.0, DECAY))]
+        self._optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=EPSILON)
+        if moments:
+            self._optimizer.load_state_dict(moments)
         self._use(comm, grid)
 
     def _use(self, comm: MPI.Intracomm, grid: ProcessGrid) -> None:
         """Use these ranks from now on.  Collective."""
-        self._forget()
+        self.free()
         args = self.args
         self._comm, self.rank, self._grid = comm, comm.rank, grid
         names = ("seqlen", "method", "dtype", "threads", "kernel", "transfers")
@@ -331,7 +329,8 @@ class Trainer:
 
     def _save(self, folder: Path) -> None:
         self.model.save_pretrained(folder)
-        self._tokenizer.save(folder)
+        if self._tokenizer.own:
+            self._tokenizer.own.save_pretrained(folder)
         torch.save(self._optimizer.state_dict(), folder / OPTIMIZER)
 
     def step(self) -> float:
@@ -346,7 +345,8 @@ class Trainer:
         """
         args, state, spent = self.args, self.state, Counter()
         first = state.step * args.accumulate
-        batches = [self._batch(first + i) for i in range(args.accumulate)]
+        batches = [self.text.batch(args.seqlen, args.seed, first + i)
+                   for i in range(args.accumulate)]  # fmt: skip
         nlabels = max(1, sum(x.nlabels for x in batches))
         marks, self.sent = [time.perf_counter()], Counter()
         with self._grid.failures.all_or_none():
@@ -359,7 +359,10 @@ class Trainer:
                     term.backward()
                 loss += term.item()
                 spent += seconds
-                self._count_traffic()
+                for plan in self._cp.plans.values():
+                    for (phase, name), (sent, _) in plan.traffic.bytes.items():
+                        self.sent[f"{phase}/{name}"] += sent
+                    plan.traffic.clear()
             marks.append(time.perf_counter())
             self._hooks.finish()
             loss = total(self._comm, loss)
@@ -377,10 +380,6 @@ class Trainer:
         attention = spent["total"] - spent["wait"]
         state.add_step(loss, [attention, spent["wait"], summed, optimizer, other], self.settings)
         return loss
-
-    def _batch(self, number: int) -> Batch:
-        """Return a sequence of the run."""
-        return self.text.batch(self.args.seqlen, self.args.seed, number)
 
     def _shard(self, batch: Batch) -> a2d_mpi.torch.Batch:
         """Return this rank's part of a sequence.  Collective."""
@@ -400,13 +399,6 @@ class Trainer:
     def _autocast(self, where: str | None = None) -> torch.autocast:
         kind = torch.device(where or self._where).type
         return torch.autocast(kind, torch.bfloat16, enabled=self.args.dtype == "bfloat16")
-
-    def _count_traffic(self) -> None:
-        """Add the bytes that the plans have sent to those of this step."""
-        for plan in self._cp.plans.values():
-            for key, (sent, _) in plan.traffic.bytes.items():
-                self.sent["/".join(key)] += sent
-            plan.traffic.clear()
 
     def _update(self) -> None:
         """Clip the gradients, and change the weights.  Local."""
@@ -505,15 +497,13 @@ class Trainer:
             f"steps; unigram entropy of the text {self.text.sizes()['unigram_entropy']:.4f} nats"
         )
 
-    def _forget(self) -> None:
-        if self._cp:
-            self._hooks.free()
-            self._cp.free()
-            self._cp = None
-
     def free(self) -> None:
-        """Free the plans and the communicators.  Collective."""
-        self._forget()
+        """Free the plans and the communicators.  Collective, also after a loss."""
+        if self._hooks:
+            self._hooks.free()
+        if self._cp:
+            self._cp.free()
+        self._hooks = self._cp = None
 
 
 def _gradient(model: PreTrainedModel) -> np.ndarray:
