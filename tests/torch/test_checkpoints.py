@@ -277,7 +277,7 @@ def test_not_finite(tmp_path):
     """A loss that is not finite ends the training, and its checkpoints stay."""
     done = drive("train.py", 2, *TRAIN, "--folder", tmp_path, "--every", 1, "--steps", 30,
                  "--rate", 1e6, "--clip", 0, code=1)  # fmt: skip
-    assert "the training ends, and the checkpoints in" in done.stderr
+    assert "the training ends, and its checkpoints stay" in done.stderr
     for path in tmp_path.iterdir():
         model = transformers.AutoModelForCausalLM.from_pretrained(path)
         assert all(x.isfinite().all() for x in model.parameters())

@@ -12,11 +12,9 @@ import torch.nn.functional as F
 import transformers
 from helpers import assert_all
 from refused import assert_raises, message_of
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from a2d_mpi import Attention2D, Causal, Documents, Full, ProcessGrid
-from a2d_mpi.masks.documents import positions_in
-from a2d_mpi.torch import ContextParallel, shift_labels, sum_gradients, use_in_transformers
+from a2d_mpi import ProcessGrid
+from a2d_mpi.torch import ContextParallel
 
 pytestmark = pytest.mark.mpi(min_size=4)
 torch.set_num_threads(1)
@@ -433,113 +431,3 @@ def test_calls_that_are_refused(comm, parallel):
     cp.free()
     assert_all(comm, model(input_ids=ids).logits.shape[1] == N, "not the model's own attention")
     assert_raises(comm, "it is no PreTrainedModel", parallel, torch.nn.Linear(2, 2))
-
-
-HEADS = {"nheads": 4, "nheads_kv": 2, "headdim": 8}
-
-
-def of_plan(plan, *what, dtype=torch.float32):
-    """Return a model whose attention is a plan, and this rank's inputs."""
-    model, ids = build(*what, dtype), sequence(plan.seqlen)
-    model.set_attn_implementation(use_in_transformers(plan))
-    places = positions_in(plan.mask.cu_seqlens if isinstance(plan.mask, Documents) else [0, N])
-    return model, {
-        "input_ids": ids[:, plan.tokens],
-        "position_ids": torch.from_numpy(places[plan.tokens])[None],
-    }
-
-
-@pytest.mark.parametrize("mask", [Causal(), Documents(ENDS, causal=True)], ids=["one", "packed"])
-def test_one_plan(comm, grid, mask):
-    """The functions of `ContextParallel`, called by hand, come to the same."""
-    plan = Attention2D(grid, mask, seqlen=N, dtype="float64", **HEADS)
-    model, given = of_plan(plan, *EQUAL["Llama"], dtype=torch.float64)
-    ends = ENDS if isinstance(mask, Documents) else [0, N]
-    exact = step(build(*EQUAL["Llama"]), *[sequence(N)] * 2, ends)
-    labels = shift_labels(plan, given["input_ids"][0])
-    loss = F.cross_entropy(model(**given).logits[0], labels, reduction="sum")
-    (loss := loss / comm.allreduce(int((labels >= 0).sum()))).backward()
-    sum_gradients(model, comm)
-    assert_near(comm, (comm.allreduce(loss.item()), gradients(model)), exact)
-    plan.free()
-
-
-def test_positions_that_documents_count(comm):
-    """A shard that begins with a document may have the positions that a model counts by itself."""
-    grid = ProcessGrid(comm, 1, comm.size)
-    mask = Documents(5 * np.arange(comm.size + 1), causal=True)
-    plan = Attention2D(grid, mask, distribution="contiguous", seqlen=5 * comm.size, **HEADS)
-    model, given = of_plan(plan, *EQUAL["Llama"])
-    places = None, torch.arange(5)[None]
-    out, same = (model(**given | {"position_ids": x}).logits for x in places)
-    assert_all(comm, torch.equal(out, same), "another result")
-    plan.free()
-    grid.free()
-
-
-def test_one_plan_refuses(comm, grid):
-    """A wrong argument on rank 0 is an error on all ranks."""
-    plan = Attention2D(grid, Causal(), seqlen=N, **HEADS)
-    model, given = of_plan(plan, *EQUAL["Llama"])
-    name = model.config._attn_implementation
-    padding = torch.ones_like(given["input_ids"])
-    padding[:, -1:] = 0
-    cases = [
-        ({"attention_dropout": 0.1}, {}, "dropout must be 0 in attention, got 0.1"),
-        ({}, {"output_attentions": True}, "a plan does not keep the weights of attention"),
-        ({}, {"attention_mask": padding}, "a plan takes no padding mask"),
-        ({}, {x: y.repeat(2, 1) for x, y in given.items()}, "must be one sequence, got 2"),
-        ({"head_dim": 16}, {}, "scales logits by 0.25, but the plan by 0.35"),
-        ({}, {"softcap": 30.0}, "has the soft-cap 30.0, but the plan has None"),
-        ({}, {"sliding_window": 9}, "the model passes sliding_window"),
-    ]
-    for options, more, text in cases:
-        wrong = model
-        if options and comm.rank == 0:
-            wrong = build("LlamaForCausalLM", "LlamaConfig", options, torch.float32)
-            wrong.set_attn_implementation(name)
-        assert_raises(comm, text, wrong, **given | (more if comm.rank == 0 else {}))
-    # Positions that each rank counts from 0 are right on rank 0 alone, if at all.
-    assert_raises(comm, "position_ids must be given", model, input_ids=given["input_ids"])
-    # A model that gives no scale means 1 / sqrt(headdim).
-    scaled = Attention2D(grid, Causal(), softmax_scale=1, seqlen=N, **HEADS)
-    attention, layer = ALL_ATTENTION_FUNCTIONS[use_in_transformers(scaled)], model.model.layers[0]
-    q, k = (torch.ones(1, heads, len(plan.tokens), 8) for heads in (4, 2))
-    told = "scales logits by 0.3535533905932738, but the plan by 1.0"
-    assert_raises(comm, told, attention, layer.self_attn, q, k, k)
-    scaled.free()
-    # A mask without padding is none; a copy of the model has the plan, too.
-    out = copy.deepcopy(model)(**given, attention_mask=torch.ones_like(padding)).logits
-    assert_all(comm, torch.equal(out, model(**given).logits), "another result")
-    short = Attention2D(grid, Causal(), seqlen=2, **HEADS)
-    with pytest.raises(ValueError, match="has none of the 2 tokens"):
-        use_in_transformers(short)
-    plan.free()
-    del plan, out  # whose graph has the plan, too
-    with pytest.raises(ValueError, match="the plan was deleted: keep"):
-        model(**given)
-
-
-def test_one_plan_on_a_wrong_model(comm, grid):
-    """`use_in_transformers` refuses what it can see."""
-    sizes = {"seqlen": N, "dtype": "float64", **HEADS}
-    cases = [
-        (EQUAL["Llama"], Full(), "but the model's hides it"),
-        (EQUAL["Llama 4"], Causal(), "but the model's hides it"),
-        (EQUAL["BERT"], Causal(), "attends in both directions, but the plan's mask is causal"),
-    ]
-    for what, mask, text in cases:
-        heads = {"nheads_kv": 4 if what is EQUAL["BERT"] else 2}
-        plan = Attention2D(grid, mask, **sizes | heads)
-        model, given = of_plan(plan, *what, dtype=torch.float64)
-        assert_raises(comm, text, model, **given)
-    model = build(*EQUAL["Llama"])
-    plans = [Attention2D(grid, Causal(), **sizes, distribution=x) for x in ("zigzag", "striped")]
-    for layer, plan in zip(model.model.layers, plans):
-        layer.self_attn.config = copy.copy(model.config)
-        layer.self_attn.config._attn_implementation_internal = use_in_transformers(plan)
-    own = torch.from_numpy(plans[0].tokens)[None]
-    model.config._attn_implementation_internal = layer.self_attn.config._attn_implementation
-    if len({len(x.tokens) for x in plans}) == 1:
-        told = "two plans with different distributions"
-        assert_raises(comm, told, model, input_ids=own % VOCAB, position_ids=own)

@@ -15,13 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from a2d_mpi import Attention2D, Causal, ProcessGrid
+from a2d_mpi import ProcessGrid
 from a2d_mpi.torch import (
     ContextParallel,
     GradientHooks,
     init_process_group,
     sum_gradients,
-    use_in_transformers,
 )
 from a2d_mpi.torch.sums import GradientSum, total
 
@@ -268,24 +267,6 @@ def test_numbers_of_one_rank_are_refused(part, parallel, asked):
     cp.free()
     number = model(input_ids=ids, **asks).aux_loss.item()
     assert_all(part, number > 0, "still refused")
-
-
-def test_balance_loss_with_one_plan(part):
-    """A model whose attention is one plan can only refuse it, asked for in both ways."""
-    grid = grid_of(part)
-    sizes = {"seqlen": N, "nheads": 4, "nheads_kv": 2, "headdim": 8, "dtype": "float64"}
-    plan = Attention2D(grid, Causal(), **sizes)
-    own = torch.from_numpy(plan.tokens)[None]
-    given = {"input_ids": sequence()[:, plan.tokens], "position_ids": own}
-    for options, asks in (
-        ({"output_router_logits": True}, {}),
-        ({}, {"output_router_logits": True}),
-    ):
-        model = build("Mixtral", **options)
-        model.set_attn_implementation(use_in_transformers(plan))
-        assert_raises(part, "the balance loss of MoE layers", model, **given, **asks)
-        model(**given, output_router_logits=False)
-    plan.free(), grid.free()
 
 
 def test_balance_loss_compiled(part, parallel):

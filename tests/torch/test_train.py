@@ -3,14 +3,18 @@
 Needs the extra `torch`: `bash jobs/test.sh torch`.
 """
 
+import json
 import math
+import re
 
-import h5py
 import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import ROOT, assert_one_line_each, drive, drive_each
+from helpers import ROOT, drive, drive_each
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from a2d_mpi.experiments.hdf5 import read_file
 from a2d_mpi.experiments.results import TRAINING_SCHEMA
@@ -20,7 +24,8 @@ TEXT = ROOT / "LICENSE"
 SEQLEN, STEPS, WARMUP, RATE, SEED = 96, 10, 3, 3e-3, 5
 COMMON = ["--seqlen", SEQLEN, "--separator", r"\n\n", "--steps", STEPS, "--warmup-steps", WARMUP,
           "--rate", RATE, "--seed", SEED, "--dtype", "float64", "--every", STEPS]  # fmt: skip
-BYTES = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None}
+OWN = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+BYTES = OWN | {"vocab_size": 256}
 MODELS = {
     "gpt2": transformers.GPT2Config(
         n_embd=32, n_layer=2, n_head=4, n_positions=SEQLEN, resid_pdrop=0.0, embd_pdrop=0.0,
@@ -28,7 +33,7 @@ MODELS = {
     ),
     "llama": transformers.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, pad_token_id=None, **BYTES,
+        num_key_value_heads=2, **BYTES,
     ),
 }  # fmt: skip
 
@@ -113,7 +118,7 @@ def test_equals_one_process(tmp_path, folders, expected, ranks, ways):
     files = {x: ["--folder", tmp_path / x, "--output", tmp_path / f"{x}.h5"] for x in CASES}
     cases = [("train.py", [folders[x], TEXT, *COMMON, *options, *ways, *files[x]], [])
              for x, (options, _) in CASES.items()]  # fmt: skip
-    done, found = drive_each(cases, ranks, timeout=300)
+    done, found = drive_each(cases, ranks, timeout=900)
     assert [code for code, _ in found] == [0, 0], done.stdout + done.stderr
     for (name, (losses, model)), (_, said) in zip(expected.items(), found):
         assert said.count("(passed, bound 1e-10)") == 2
@@ -151,3 +156,103 @@ def evaluated(model):
                 logits = model(input_ids=x[None]).logits[0, :-1]
             losses.append(torch.nn.functional.cross_entropy(logits, x[1:], reduction="none"))
     return float(torch.cat(losses).mean())
+
+
+# One rank has wrong gradients, in float32.
+WRONG = """
+from a2d_mpi.torch import gradients
+real = gradients.GradientHooks._start
+def start(self):
+    for x in self._parameters:
+        if rank == 1 and x.grad is not None and x.element_size() == 4:
+            x.grad.mul_(1.01)
+    real(self)
+gradients.GradientHooks._start = start
+"""
+SHORT = [TEXT, "--seqlen", 60, "--separator", r"\n\n", "--steps", 2]
+
+
+def test_wrong_gradients_are_found(folders):
+    """The check of the first step fails if one rank has a wrong gradient."""
+    cases = [[folders["gpt2"], *SHORT], [folders["gpt2"], *SHORT, "--dtype", "float64"]]
+    done, found = drive_each([("train.py", x, []) for x in cases], 2, WRONG, timeout=900)
+    assert [code for code, _ in found] == [1, 0], done.stdout + done.stderr
+    assert "gradients: error" in found[0][1] and "(FAILED, bound 1e-05)" in found[0][1]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """Return a folder with a config, a tokenizer of words, and no weights."""
+    folder = tmp_path_factory.mktemp("words")
+    names = ["?", "the", "of", "License", "Work", "or", "and", "to", "You"]
+    model = WordLevel({x: i for i, x in enumerate(names)}, unk_token="?")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?")
+    fast.save_pretrained(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
+    config = transformers.LlamaConfig(vocab_size=len(names), **sizes, **OWN)
+    config.save_pretrained(folder)
+    return folder
+
+
+def test_models_texts_and_refusals(tmp_path, folders, words):
+    """Windows, experts, bfloat16, a tokenizer, two texts; bad input is refused in one line."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "vocab_size": 256}
+    whole = sizes | {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    for name, config in {
+        "dropout": transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=256),
+        "bert": transformers.BertConfig(**whole),
+        "vocabulary": transformers.LlamaConfig(**sizes | {"vocab_size": 300}),
+    }.items():
+        config.save_pretrained(tmp_path / name)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    (tmp_path / "empty").write_text("")
+    more, long = ["--dtype", "bfloat16", "--checkpoint-layers"], ["--seqlen", 2048]
+    profile = ["--profile", ROOT / "data" / "results" / "16x1.toml"]
+    good = [
+        ["gemma3-tiny", *SHORT, *more, *profile],
+        ["qwen3-moe-tiny", *SHORT, *more],
+        [words, *SHORT, ROOT / "README.md", "--folder", tmp_path / "words"],
+    ]
+    refused = {
+        "MODEL must be one of llama-tiny, ": ["nope", *SHORT],
+        "transformers cannot open the model in": [tmp_path / "broken", *SHORT],
+        "vocabulary of 256, got 300": [tmp_path / "vocabulary", *SHORT],
+        "has dropout 0.1 in attention, not 0": [tmp_path / "dropout", *SHORT],
+        "its masks are not causal": [tmp_path / "bert", *SHORT],
+        "of 2048 tokens, but the config has 1024": ["gpt2-tiny", *SHORT, *long, "--separator", ""],
+        "/none: No such file": ["llama-tiny", "/none"],
+        "empty has no text": ["llama-tiny", tmp_path / "empty"],
+        "holds out none or all": ["llama-tiny", *SHORT, "--validate", 1e-3],
+        "tokens, but --seqlen 2048 needs more": [
+            "llama-tiny", *SHORT, *long, "--validate", 0.1],
+        "--resume needs --folder": ["llama-tiny", *SHORT, "--resume"],
+        "a 3 x 1 grid does not fit 2 ranks": ["llama-tiny", *SHORT, "--rows", 3],
+        "weights and activations of one rank": ["llama-tiny", *SHORT, "--seqlen", "1G"],
+        "matrices of the check in float64 (--check none": [
+            "llama-tiny", *SHORT, "--seqlen", "64K", "--separator", ""],
+        "must be a number from 0": ["llama-tiny", *SHORT, "--clip", -1],
+    }  # fmt: skip
+    cases = [("train.py", x, []) for x in (*good, *refused.values())]
+    done, found = drive_each(cases, 2, timeout=900)
+    assert [code for code, _ in found] == [0] * len(good) + [2] * len(refused), done.stderr
+    said = re.findall(r"^train\.py: error: (.*)$", done.stderr, re.MULTILINE)
+    wrong = [(x, y) for x, y in zip(refused, said) if x not in y]
+    assert not wrong and len(said) == len(refused), done.stderr
+    assert all(text.count("(passed, bound") == 2 for _, text in found[: len(good)]), found
+    (folder,) = (tmp_path / "words").iterdir()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("the Work")["input_ids"] == [1, 4]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert "a2d_mpi" not in str(config) and model.config._attn_implementation == "sdpa"
+
+
+def test_needs_torch():
+    without = "sys.modules['torch'] = None"
+    done = drive("train.py", 2, "llama-tiny", TEXT, sabotage=without, code=2)
+    assert done.stderr.count("error: ") == 1 and "pip install a2d_mpi[torch]" in done.stderr

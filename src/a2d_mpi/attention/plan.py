@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
-from typing import NoReturn
 
 import numpy as np
 
@@ -429,25 +428,6 @@ class AttentionPlan(Caller):
 
         return gather(self, self.distribution, x, root)
 
-    def refuse(self, problem: str, phase: str = "forward") -> NoReturn:
-        """Take part in a call without arguments, so that all ranks raise a ValueError.
-
-        A caller uses this when it cannot make the arguments of a call that other ranks make.
-
-        Parameters
-        ----------
-        problem : str
-            Message of the error: the problem of this rank.
-        phase : {"forward", "backward"}
-            The call that the other ranks make.
-
-        Raises
-        ------
-        ValueError
-            On all ranks, with `problem`.
-        """
-        self._call(phase, {}, refusal=problem)
-
     def free(self) -> None:
         """Release the buffers, also for plans `with_mask`; later calls make them again.  Local."""
         self._engine.work.clear()
@@ -595,7 +575,6 @@ class AttentionPlan(Caller):
         arrays: dict[str, Array],
         max_logits: bool = False,
         recorded: bool = False,
-        refusal: str | None = None,
     ) -> tuple[Array, ...]:
         """Run one call; collective over the ranks of the grid.
 
@@ -611,8 +590,6 @@ class AttentionPlan(Caller):
         max_logits : bool
         recorded : bool
             Whether a backward pass can follow, the same on all ranks; `a2d_mpi.torch` says so.
-        refusal : str, optional
-            Why this rank has no arrays.
 
         Returns
         -------
@@ -628,8 +605,6 @@ class AttentionPlan(Caller):
         engine, mine = self._engine, Flags()
         with self.grid.call(phase, self, engine.settle) as call:
             with call.checks():
-                if refusal:
-                    raise ValueError(refusal)
                 max_logits = bool(max_logits)
                 lengths = len(self.tokens), len(self.tokens_kv)
                 engine.move_to(check_tensors(arrays, lengths, self.config))

@@ -11,7 +11,9 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import count
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from weakref import WeakValueDictionary
 
 from mpi4py import MPI
 
@@ -182,11 +184,45 @@ _SAME = (
 
 
 class Caller:
-    """The base class of plans: their calls are collective over the ranks of a grid."""
+    """The base class of plans: their calls are collective over the ranks of a grid.
 
+    Attributes
+    ----------
+    serial : int
+        Number of the plan in this process, by which `PLANS` finds it.  Local.
+    """
+
+    grid: ProcessGrid
+    serial = 0
     _number = 0  # of the plan, counted from 1 in the order in which a grid's plans are made
     _calls = -1  # number of the latest call; making the plan is call 0
     _interrupted = False  # an exception has left messages under way
+
+    def refuse(self, problem: str, phase: str = "forward") -> NoReturn:
+        """Take part in a call without arguments, so that all ranks raise a ValueError.
+
+        A caller uses this when it cannot make the arguments of a call that other ranks make.
+
+        Parameters
+        ----------
+        problem : str
+            Message of the error: the problem of this rank.
+        phase : {"forward", "backward"}
+            The call that the other ranks make.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, with `problem`.
+        """
+        with self.grid.call(phase, self) as call:
+            call.problem = call.problem or problem
+            call.agree()
+        raise AssertionError("all ranks raise the error")
+
+
+_serials = count(1)
+PLANS: WeakValueDictionary[int, Caller] = WeakValueDictionary()  # all plans of this process
 
 
 class PlanCall(Call):
@@ -208,6 +244,9 @@ class PlanCall(Call):
         if plan._interrupted or not alone:
             self.problem = INTERRUPTED if alone else TWO_THREADS
         self._grid, self._plan, self.watch = grid, plan, grid.watch
+        if action == "making":  # a new plan, or a copy that gets another mask
+            plan.serial = next(_serials)
+            PLANS[plan.serial] = plan
         number, call = plan._number or grid.plans + 1, plan._calls + 1
         self.action, self.stamp = action, (ACTIONS.index(action), number, call)
         self.text = f"{action} of plan {number} ({type(plan).__name__})"

@@ -50,6 +50,7 @@ PARTS = ("attention", "wait", "gradients", "optimizer", "other")  # of a step's 
 # Options that must be the same when a run is resumed.
 SAME = ("seqlen", "accumulate", "dtype", "seed", "rate", "warmup", "steps", "clip", "separator",
         "validate")  # fmt: skip
+ORIGIN = ("architectures", "transformers_version", "_name_or_path")  # in configs, may differ
 # AdamW of GPT-3 (arXiv:2005.14165).  DECAY is for matrices only.
 BETAS, EPSILON, DECAY = (0.9, 0.95), 1e-8, 0.1
 ROUNDING = 2.0**-8  # of bfloat16
@@ -112,10 +113,7 @@ def opened(comm: MPI.Intracomm, args: argparse.Namespace, device: Device) -> Tra
         dtype = "float32" if args.dtype == "bfloat16" else args.dtype
         model, tokenizer = open_model(args.model, dtype, args.seed)
         if getattr(model.config, "output_router_logits", False):
-            raise ValueError(
-                "the config asks for the balance loss of MoE layers (output_router_logits), which "
-                "train.py does not add"
-            )
+            raise ValueError("train.py adds no balance loss of MoE layers (output_router_logits)")
         if args.resume and not args.folder:
             raise ValueError("--resume needs --folder")
         texts = read_texts(args.text, args.separator, args.validate, tokenizer.encode)
@@ -178,6 +176,8 @@ class Trainer:
         Loss and sizes of the held-out text, once it is evaluated.
     checks : dict of str to Check
         Of the first step, if this job has made it.
+    sent : Counter
+        Bytes that the plans of this rank have sent in the latest step, by "phase/communicator".
     """
 
     def __init__(
@@ -199,10 +199,11 @@ class Trainer:
         self._device, self._tokenizer, self._held = device, tokenizer, held
         self._where = "cpu" if device is HOST else f"cuda:{device.index}"
         config = model.config.to_diff_dict().items()
-        self.run = {x: str(y) for x, y in config if x != "transformers_version"}
+        self.run = {x: str(y) for x, y in config if x not in ORIGIN}
         self.run |= {x: str(getattr(args, x)) for x in SAME} | {"text": sha256}
         self.held_out: dict[str, object] = {}
         self.checks: dict[str, Check] = {}
+        self.sent: Counter[str] = Counter()
         self._cp: ContextParallel | None = None
         self._hooks: GradientHooks | None = None
         if args.checkpoint_layers:
@@ -264,19 +265,16 @@ class Trainer:
         self._cp = ContextParallel(grid, self.model, longest=longest, **sizes)
         self._hooks = GradientHooks(self.model, comm, grid.failures)
         kernel = make_kernel(args.kernel, self._device, DTYPES[args.dtype], 1.0)
-        hosts = comm.allgather((cpu_name(), blas_name()))
-        cpus, blas = ("; ".join(sorted(set(x))) for x in zip(*hosts))
+        hosts = comm.allgather(f"{cpu_name()}, {blas_name()}")
+        versions = (f"{x.__name__} {x.__version__}" for x in (np, torch, transformers))
         self.settings = {
             "method": args.method,
             **grid.layout.attributes,
             "threads": args.threads,
             "device": self._device.name,
             "kernel": kernel.name,
-            "cpu": cpus,
-            "blas": blas,
-            "numpy": np.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            "cpu": "; ".join(sorted(set(hosts))),
+            "versions": ", ".join(versions),
         }
 
     def go_on(self, comm: MPI.Intracomm, grid: ProcessGrid) -> None:
@@ -286,8 +284,7 @@ class Trainer:
         """
         self._use(comm, grid)
         self._say(f"continues after step {self.state.step}")
-        if self.state.step:  # the rank that writes checkpoints may have died
-            self._keep_if_due()
+        self._keep_if_due()  # the rank that writes checkpoints may have died
 
     def finish(self) -> int:
         """Train to the last step, evaluate a held-out text, and write; return the exit code.
@@ -306,15 +303,14 @@ class Trainer:
                     shown.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{speed:.0f}")
                     self._keep_if_due()
         except FloatingPointError as error:
-            self._say(f"step {state.step + 1}: {error}; the training ends, and the checkpoints "
-                      f"in {args.folder} stay as they are")  # fmt: skip
+            self._say(f"step {state.step + 1}: {error}; the training ends, and its checkpoints "
+                      "stay as they are")  # fmt: skip
             return options.FAILED_CHECK
         if self._held:
             self.held_out = {"loss": self.evaluate(self._held), **self._held.sizes()}
         if args.output:
             self._write()
-        passed = all(x.passed for x in self.checks.values())
-        return 0 if passed else options.FAILED_CHECK
+        return 0 if all(x.passed for x in self.checks.values()) else options.FAILED_CHECK
 
     def _say(self, text: str) -> None:
         """Print a line on stderr, on rank 0."""
@@ -324,7 +320,7 @@ class Trainer:
     def _keep_if_due(self) -> None:
         """Write a checkpoint if this step is to have one.  Collective."""
         args, step = self.args, self.state.step
-        if args.folder and (step % args.every == 0 or step == args.steps):
+        if args.folder and step and (step % args.every == 0 or step == args.steps):
             together(self._comm, lambda: save(args.folder, self.state, self._save), on=0)
 
     def _save(self, folder: Path) -> None:
@@ -367,10 +363,10 @@ class Trainer:
             self._hooks.finish()
             loss = total(self._comm, loss)
             marks.append(time.perf_counter())
-            if not math.isfinite(loss):
-                raise FloatingPointError(f"the loss is {loss}")
             if state.step == 0 and args.check == "first":
                 self._check(batches, nlabels, loss)
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss}")
         begin = time.perf_counter()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(state.step, args.rate, args.warmup, args.steps)
@@ -484,18 +480,16 @@ class Trainer:
                   f"({x.verdict}, bound {x.bound:.0e})")  # fmt: skip
         for name in self.held_out and ("loss", "unigram_entropy"):
             print(f"held-out text: {name.replace('_', ' ')} {self.held_out[name]:.4f} nats")
-        state, args = self.state, self.args
+        state, tokens = self.state, self.args.accumulate * self.args.seqlen
         if state.step == self.start:
             print(f"nothing to do: all {state.step} steps are done already")
             return
-        last, tokens = state.losses[-20:], args.accumulate * args.seqlen
-        speed = tokens / np.median(np.sum(state.seconds[self.start :], axis=1))
-        print(
-            f"{self.model.num_parameters()} parameters, {state.step} steps of {tokens} tokens; "
-            f"{speed:.0f} tokens/s\n"
-            f"loss {state.losses[0]:.4f} at first, {np.mean(last):.4f} in the last {len(last)} "
-            f"steps; unigram entropy of the text {self.text.sizes()['unigram_entropy']:.4f} nats"
-        )
+        last, seconds = state.losses[-20:], np.sum(state.seconds[self.start :], axis=1)
+        entropy, size = self.text.sizes()["unigram_entropy"], self.model.num_parameters()
+        print(f"{size} parameters, {state.step} steps of {tokens} tokens; "
+              f"{tokens / np.median(seconds):.0f} tokens/s\n"
+              f"loss {state.losses[0]:.4f} at first, {np.mean(last):.4f} in the last {len(last)} "
+              f"steps; unigram entropy of the text {entropy:.4f} nats")  # fmt: skip
 
     def free(self) -> None:
         """Free the plans and the communicators.  Collective, also after a loss."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy import ndarray
 
 from a2d_mpi.attention.checks import check_grid, check_tensors
-from a2d_mpi.comm.agreement import Caller
+from a2d_mpi.comm.agreement import Caller, Flags
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import PHASES, AttentionConfig
@@ -95,6 +95,8 @@ class LinearAttention(Caller):
     tokens, tokens_kv : (n,) int64
         Sorted global indices of this rank's shard, of q and of k and v.
     distribution : Distribution
+    kept_elements : int
+        Elements of what `forward` keeps for `backward` on this rank.
     traffic : Traffic
         Bytes and messages since the plan was made, by phase and communicator ("all").
     timings : dict of str to float
@@ -137,7 +139,6 @@ class LinearAttention(Caller):
         check_grid(grid)
         self.grid, self.mask, self.traffic = grid, mask, Traffic()
         self.timings: dict[str, float] = {}
-        self._kept: list | None = None  # shapes and dtypes of what forward has kept
         arguments = {}
         with grid.call("making", self) as call:
             rank = grid.comm.rank
@@ -188,8 +189,16 @@ class LinearAttention(Caller):
         else:
             self._exchange = StateExchange(channel, self._pieces, states, None)
             self._sums = FullSums(self._exchange)
+        (heads, _, columns), n = self._shape, len(self.tokens)
+        _, none = self._norm.forward(np.empty((0, heads, columns), self.compute_dtype))
+        own = sum(x.owner == grid.comm.rank for x in self._pieces)
+        shapes = (own, *self._shape), None if none is None else (n, *none.shape[1:])
+        self._kept = [x if x is None else (x, self.compute_dtype.name) for x in shapes]
+        self.kept_elements = sum(math.prod(x) for x in shapes if x is not None)
 
-    def forward(self, q: ndarray, k: ndarray, v: ndarray) -> tuple[ndarray, Kept]:
+    def forward(
+        self, q: ndarray, k: ndarray, v: ndarray, *, _recorded: bool = False
+    ) -> tuple[ndarray, Kept]:
         """Compute linear attention.
 
         Parameters
@@ -209,7 +218,7 @@ class LinearAttention(Caller):
         ValueError
             On all ranks, if an array has the wrong shape or dtype on any rank.
         """
-        return self._call("forward", {"q": q, "k": k, "v": v})
+        return self._call("forward", {"q": q, "k": k, "v": v}, recorded=_recorded)
 
     def backward(
         self, dout: ndarray, q: ndarray, k: ndarray, v: ndarray, out: ndarray, kept: Kept
@@ -235,6 +244,16 @@ class LinearAttention(Caller):
         """
         return self._call("backward", {"dout": dout, "q": q, "k": k, "v": v, "out": out}, kept)
 
+    def packed(self, kept: Kept) -> ndarray:
+        """Return what `forward` keeps as one array, (kept_elements,) compute_dtype.  Local."""
+        return np.concatenate([x.ravel() for x in kept if x is not None])
+
+    def unpacked(self, packed: ndarray) -> Kept:
+        """Return views of an array of `packed`.  Local."""
+        shapes = [x if x is None else x[0] for x in self._kept]
+        parts = np.split(packed, [math.prod(shapes[0])])
+        return Kept(*(x if x is None else part.reshape(x) for part, x in zip(parts, shapes)))
+
     def predicted_traffic(self, rank: int | None = None) -> dict[tuple[str, str], list[int]]:
         """Predict the bytes of one forward and one backward call.  Local.
 
@@ -259,13 +278,22 @@ class LinearAttention(Caller):
     def free(self) -> None:
         """Do nothing: this plan keeps no buffers between calls.  All plans have this method."""
 
-    def _call(self, phase: str, arrays: dict[str, ndarray], kept: Kept | None = None) -> tuple:
-        """Run one call; collective over the ranks of the grid."""
+    def _call(
+        self,
+        phase: str,
+        arrays: dict[str, ndarray],
+        kept: Kept | None = None,
+        recorded: bool = False,
+    ) -> tuple:
+        """Run one call; collective over the ranks of the grid.
+
+        `recorded`: whether a backward pass can follow, the same on all ranks.
+        """
         transport = self._exchange.transport
         with self.grid.call(phase, self, transport.settle) as call:
             with call.checks():
                 self._check_arrays(arrays, phase, kept)
-            call.agree()
+            call.agree(flags=Flags(recorded=recorded))
             self._channel.start(phase, transport, call.watch)
             start = time.perf_counter()
             # Suppress warnings, which every rank would print: results show overflows and NaN.
@@ -299,7 +327,6 @@ class LinearAttention(Caller):
         sums, states = self._sums.forward(*self._mapped(q, k, v))
         out, scale = self._norm.forward(_turned(sums))
         kept = Kept(np.array(states, self.compute_dtype).reshape(-1, *self._shape), scale)
-        self._kept = [x if x is None else (x.shape, x.dtype.name) for x in kept]
         return out.astype(self.dtype), kept
 
     def _backward(

@@ -8,11 +8,10 @@ try:
 except ImportError as error:
     raise ImportError("PyTorch is not installed: pip install a2d_mpi[torch]") from error
 
-from a2d_mpi.torch.attention import attend, shard, shift_labels, unshard
+from a2d_mpi.torch.attention import attend, keep_attention, shard, shift_labels, unshard
 from a2d_mpi.torch.context import Batch, ContextParallel
 from a2d_mpi.torch.distributed import init_process_group
 from a2d_mpi.torch.gradients import GradientHooks, sum_gradients
-from a2d_mpi.torch.transformers import use_in_transformers
 
 __all__ = [
     "Batch",
@@ -20,9 +19,9 @@ __all__ = [
     "GradientHooks",
     "attend",
     "init_process_group",
+    "keep_attention",
     "shard",
     "shift_labels",
     "sum_gradients",
     "unshard",
-    "use_in_transformers",
 ]

@@ -1,23 +1,32 @@
-"""Attention by a plan as a differentiable function of tensors, and shards of tensors."""
+"""Attention by a plan as an operator of PyTorch, and shards of tensors.
+
+The operator takes a plan by its number, in a tensor: a graph that `torch.compile` has made runs
+with another plan when it gets another number.  Its kernels, which call the plan, are all that
+happens in a call, so they check it, too.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.comm.agreement import PLANS, Caller
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.torch.tensors import array_of, current_stream, tensor_of
+
+if TYPE_CHECKING:
+    from a2d_mpi.linear.plan import LinearAttention
 
 IGNORED = -100  # a label that does not count, as in torch.nn.functional.cross_entropy
 
 
-@torch._disable_dynamo  # torch.compiler.disable also imports the compiler, which takes seconds
 def attend(
-    plan: AttentionPlan,
+    plan: AttentionPlan | LinearAttention,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -28,11 +37,12 @@ def attend(
 
     The call and its backward pass are collective over the ranks of the plan.  The plan uses the
     memory of the tensors without copies.  Under autocast, q, k and v are cast to the plan's dtype
-    first.  `torch.compile` leaves the call out of its graphs.
+    first.  `torch.compile` keeps the call in its graph, as the operator ``a2d_mpi::attend``.  A
+    compiled graph does not keep the plan: the caller must, until the backward pass has ended.
 
     Parameters
     ----------
-    plan : AttentionPlan
+    plan : AttentionPlan or LinearAttention
     q : (n, nheads, headdim) tensor
         Shard of this rank: row i is the token ``plan.tokens[i]``.  q, k and v have the plan's
         dtype.  All tensors are on the CPU, or all are on the current GPU.
@@ -42,9 +52,9 @@ def attend(
     sink : (nheads,) tensor, optional
         One logit per head in the denominator, in the plan's `compute_dtype` and the same on all
         ranks.  Its gradient counts this rank's queries only, like the gradient of every parameter;
-        `sum_gradients` adds the ranks.
+        `sum_gradients` adds the ranks.  Linear attention has none.
     return_lse : bool
-        Also return lse.
+        Also return lse, which linear attention has not.
 
     Returns
     -------
@@ -55,59 +65,189 @@ def attend(
     Raises
     ------
     ValueError
-        On all ranks, if a tensor has the wrong shape, dtype or device on any rank, or only some
-        ranks record gradients.
+        On all ranks, if a tensor has the wrong shape, dtype or device on any rank, only some
+        ranks record gradients, or the plan was deleted before the backward pass.
     RanksLost
         On all surviving ranks, if a rank died and MPI continues.
     """
+    for x in (q, k, v) if sink is None else (q, k, v, sink):
+        if not isinstance(x, torch.Tensor):
+            plan.refuse(f"q, k, v or sink: must be a tensor, got {type(x).__name__}")
+        if x.is_meta or x.layout != torch.strided:
+            plan.refuse(f"q, k, v or sink: must be dense, got {x.layout} on {x.device.type}")
     if any(torch.is_autocast_enabled(x) for x in ("cpu", "cuda")):
         dtype = getattr(torch, plan.dtype.name)
-        q, k, v = (x.to(dtype) if isinstance(x, torch.Tensor) else x for x in (q, k, v))
-    recorded = torch.is_grad_enabled() and any(
-        x.requires_grad for x in (q, k, v, sink) if isinstance(x, torch.Tensor)
-    )
-    out, lse = _Attention.apply(plan, return_lse, recorded, q, k, v, sink)
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+    kept = getattr(plan, "kept_elements", -1)
+    if kept >= 0 and (sink is not None or return_lse):
+        plan.refuse("linear attention has no sink and no lse")
+    out, lse = call_of(torch.tensor(plan.serial), q, k, v, sink, return_lse, kept)
     return (out, lse) if return_lse else out
 
 
-class _Attention(torch.autograd.Function):
-    """The node of one call in PyTorch's graph."""
+def call_of(
+    number: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    with_lse: bool = False,
+    kept: int = -1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call the operator with the plan of a number, () int64; see `attend`."""
+    given = (q, k, v) if sink is None else (q, k, v, sink)
+    # A rank that records no gradients would not take part in the backward pass.
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    return _forward(q, k, v, sink, number, recorded, with_lse, kept)
 
-    @staticmethod
-    def forward(
-        ctx: Any, plan: AttentionPlan, return_lse: bool, recorded: bool, *tensors: Any
-    ) -> tuple:
-        """Compute out and lse of q, k, v and the sink; `recorded`: for a backward pass."""
-        with current_stream():
-            q, k, v, sink = _arrays(plan, "forward", tensors)
-            # A rank that records no gradients would not take part in the backward pass.
-            out, lse = map(tensor_of, plan.forward(q, k, v, sink, _recorded=recorded))
-        ctx.plan, ctx.return_lse = plan, return_lse
-        ctx.save_for_backward(*tensors, out, lse)
-        ctx.set_materialize_grads(False)
-        if not return_lse:
-            ctx.mark_non_differentiable(lse)
-        return out, lse
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
-        """Compute the gradients of q, k, v and the sink."""
-        plan = ctx.plan
-        try:
-            *tensors, out, lse = ctx.saved_tensors
-        except RuntimeError as error:  # a tensor was changed in place, perhaps on this rank only
-            plan.refuse(str(error), "backward")
-        if dout is None:
-            dout = torch.zeros_like(out)
-        if ctx.return_lse and dlse is None:  # other ranks may have a gradient
-            dlse = torch.zeros_like(lse)
-        with current_stream():
-            given = _arrays(plan, "backward", (dout, *tensors, out, lse, dlse))
-            dout, q, k, v, sink, out, lse, dlse = given
-            gradients = plan.backward(dout, q, k, v, out, lse, sink, dlse)
-            dq, dk, dv, dsink = map(tensor_of, (*gradients, None)[:4])
-        return None, None, None, dq, dk, dv, dsink
+@torch.library.custom_op(
+    "a2d_mpi::attend",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor plan, bool recorded, "
+    "bool with_lse, SymInt kept) -> (Tensor, Tensor)",
+)
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    number: torch.Tensor,
+    recorded: bool,
+    with_lse: bool,
+    kept: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute out, and lse or what linear attention keeps, (kept,)."""
+    plan = plan_of(number)
+    with current_stream():
+        q, k, v, sink = _arrays(plan, "forward", (q, k, v, sink))
+        given = (q, k, v) if sink is None else (q, k, v, sink)
+        out, lse = plan.forward(*given, _recorded=recorded)
+        if kept >= 0:
+            lse = plan.packed(lse)
+        return tensor_of(out), tensor_of(lse)
+
+
+@_forward.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    number: torch.Tensor,
+    recorded: bool,
+    with_lse: bool,
+    kept: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    shape = q.shape[:2] if kept < 0 else (kept,)
+    return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(shape, dtype=wide)
+
+
+def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
+    """Keep what the backward pass needs."""
+    *tensors, number, _, ctx.with_lse, _ = inputs
+    ctx.save_for_backward(*tensors, *output, number)
+    ctx.set_materialize_grads(False)
+    if not ctx.with_lse:
+        ctx.mark_non_differentiable(output[1])
+    # Not in a graph that is being compiled, which runs with the plans of other numbers.
+    ctx.plan = plan_of(number) if type(number) is torch.Tensor else None
+
+
+def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
+    """Compute the gradients of the arguments of `_forward`."""
+    try:
+        *tensors, out, lse, number = ctx.saved_tensors
+    except RuntimeError as error:  # a tensor was changed in place, perhaps on this rank only
+        if ctx.plan is None:
+            raise
+        ctx.plan.refuse(str(error), "backward")
+    if dout is None:
+        dout = torch.zeros_like(out)
+    if ctx.with_lse and dlse is None:  # other ranks may have a gradient
+        dlse = torch.zeros_like(lse)
+    gradients = _backward(dout, *tensors, out, lse, dlse if ctx.with_lse else None, number)
+    dsink = None if tensors[3] is None else gradients[3]
+    return *gradients[:3], dsink, None, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+@torch.library.custom_op(
+    "a2d_mpi::attend_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor out, Tensor lse, "
+    "Tensor? dlse, Tensor plan) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    number: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Compute dq, dk, dv and dsink, which is empty without a sink."""
+    plan = plan_of(number)
+    with current_stream():
+        tensors = _arrays(plan, "backward", (dout, q, k, v, out, lse, sink, dlse))
+        if hasattr(plan, "unpacked"):
+            tensors = *tensors[:5], plan.unpacked(tensors[5])
+        gradients = plan.backward(*tensors)
+        found = [tensor_of(x) for x in gradients]
+    return *found[:3], q.new_empty(0) if sink is None else found[3]
+
+
+@_backward.register_fake
+def _(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    *others: Any,
+) -> tuple[torch.Tensor, ...]:
+    return *(x.new_empty(x.shape) for x in (q, k, v)), q.new_empty(0) if sink is None else (
+        sink.new_empty(sink.shape)
+    )
+
+
+@_backward.register_autograd
+def _(*_: Any) -> None:
+    raise RuntimeError(
+        "attention of a plan has no second derivative: it cannot differentiate twice"
+    )
+
+
+def keep_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Let `torch.utils.checkpoint` keep the results of attention, and compute all else again.
+
+    ``checkpoint(function, x, use_reentrant=False, context_fn=keep_attention)``, or for a model of
+    transformers ``model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn":
+    keep_attention})``.  A layer then keeps out and lse of its attention beside its input, so that
+    the backward pass calls no plan forward again (LightSeq, Li et al., arXiv:2310.03294).
+
+    Returns
+    -------
+    (context manager, context manager)
+        For the forward pass, and for the computation in the backward pass.
+    """
+    return create_selective_checkpoint_contexts([torch.ops.a2d_mpi.attend.default])
+
+
+def plan_of(number: torch.Tensor) -> Caller:
+    """Return the plan of a number, () int64; ValueError if it was deleted."""
+    plan = PLANS.get(int(number))
+    if plan is None:
+        raise ValueError(
+            "the plan was deleted: keep a reference until the backward pass has ended"
+        )
+    return plan
 
 
 def _arrays(plan: AttentionPlan, phase: str, tensors: tuple) -> list[Array | None]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import threading
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
-from itertools import count
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,28 +28,31 @@ from a2d_mpi.masks.documents import Documents, positions_in
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules import METHODS
 from a2d_mpi.sharding.choice import predict_times
-from a2d_mpi.torch.attention import IGNORED
+from a2d_mpi.torch.attention import IGNORED, call_of
 from a2d_mpi.torch.balance import balance_loss, hide
 from a2d_mpi.torch.batches import agreed, packed
 from a2d_mpi.torch.gradients import sum_gradients
 from a2d_mpi.torch.layers import (
+    NUMBERS,
     Kind,
     Masks,
     attention_of,
+    causal_of,
     inputs_of,
     known_mask,
     layers_of,
     number_of,
+    register,
     run,
     same,
     tag,
 )
-from a2d_mpi.torch.transformers import PADDING, attend_layer, check_shards, register, weakly
 
 if TYPE_CHECKING:  # they load all of transformers
     from transformers.generation.utils import GenerateOutput
 
     from a2d_mpi.torch.cache import SpreadCache
+    from a2d_mpi.torch.decoding import Step
     from a2d_mpi.torch.generation import Generation
 
 PROBED = 16  # tokens of a rank in the probe
@@ -60,7 +62,13 @@ ENTRY = "call the model with **batch.inputs of a new batch = cp.shard(...), not 
 COPY = "a copy of a model needs a ContextParallel of its own, and batches of that one"
 LABELS = "the model would shift labels on each rank alone: give them to cp.shard"
 OTHER = f"the ContextParallel of this batch has been freed, or belongs to another model: {COPY}"
-_numbers = count()  # of the plans of a set of documents, of all models of this process
+PADDING = "a plan takes no padding mask: pack sequences as documents"
+IMPLEMENTATION = "the model has got another attention implementation: call cp.free() first"
+# Arguments that some models pass to their attention and no plan can use.
+OTHERS = (
+    "position_bias", "head_mask", "indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k",
+)  # fmt: skip
+_owners: weakref.WeakValueDictionary[int, ContextParallel] = weakref.WeakValueDictionary()
 
 Plans = dict[Kind, AttentionPlan]
 _before: dict[str, str] = {}  # the attention that models had, by the one that they got
@@ -203,25 +211,28 @@ class ContextParallel:
         self._bases: dict[tuple[str | None, Kind], AttentionPlan] = {}
         self._latest = -1
         self._paths = {x: name for name, x in model.named_modules()}
-        self._thread = threading.local()  # `number`: of the plans of the call that it is in
         self._generation: Generation | None = None
-        self.numbering, self._probing, self._resting = _numbers, probe, False
-        lost = "ContextParallel was deleted: make another one, of the model or of its copy"
-        attend, mask = (weakly(self, x, lost) for x in (type(self)._attend, type(self)._mask))
-        self._name = register(attend, mask)
+        self.numbering, self._probing = NUMBERS, probe
+        owner, kinds = next(NUMBERS), [*dict.fromkeys(kinds)]
+        _owners[owner], self._running, self._name = self, _Running(), f"a2d_mpi_{owner}"
+        register(self._name, *_functions(owner, f"_{self._name}", self._running))
+        self._firsts = [next(x for x, y in self.layers.items() if y == kind) for kind in kinds]
+        for module, kind in self.layers.items():
+            setattr(module, f"_{self._name}", kinds.index(kind))
         self._options, self._training = options, model.training
         with grid.failures.translated():
             if probe:
                 self._probe()
             self._plans_of(None)
+        self._running.dtypes = [getattr(torch, self.plans[x].dtype.name) for x in kinds]
         _before[self._name] = model.config._attn_implementation
         model.set_attn_implementation(self._name)
         # A model in the model may be called alone, and adapters call `forward`, without hooks.
         models = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
         names = [[*inspect.signature(x.forward).parameters] for x in models]
         self._entries = {x: y for x, y in zip(models, names) if "position_ids" in y}
-        for x in self._entries:
-            _enter(x, self)
+        for x, y in self._entries.items():
+            _enter(x, owner, self._name, self._running, y)
         self._state = {x: _state_of(x) for x in self._paths if x not in models}
         self._freed = False
         if self.replicas is not grid.comm:
@@ -231,59 +242,50 @@ class ContextParallel:
 
     @contextmanager
     def _within(self, number: int) -> Iterator[None]:
-        """Let calls of the model in this context and thread have the plans of a number."""
-        outer, self._thread.number = self._running, number
+        """Let calls of the model in this context have the plans of a number."""
+        outer, self._running.number = self._running.number, torch.tensor(number)
         try:
             yield
         finally:
-            self._thread.number = outer
+            self._running.number = outer
 
     @contextmanager
     def _rest(self) -> Iterator[None]:
         """Let the model be called without plans in this context."""
-        self._resting = True
+        self._running.resting = True
         try:
             yield
         finally:
-            self._resting = False
+            self._running.resting = False
 
     def _known(self, number: int | None) -> ContextParallel | Generation:
         """Return what has the kinds of layers and the masks of the plans of a number."""
         other = self._generation
         return other if other is not None and number in other.numbers else self
 
-    @property
-    def _running(self) -> int | None:
-        """The number of the plans of the call that this thread is in."""
-        return getattr(self._thread, "number", None)
+    def _mask(self, mask_function: Callable, attention_mask: torch.Tensor | None) -> int:
+        """Return the number of the mask that a function shows."""
+        self._refuse({ENTRY: self._running.number is None}, None)
+        number = int(self._running.number)
+        is_step = self._generation is not None and number == self._generation.step
+        if is_step and attention_mask is not None:  # with padding before the tokens of a row
+            mask_function = _after(mask_function, int(attention_mask[0].int().argmax()))
+        return self._known(number)._masks.number_of(mask_function)
 
-    def _mask(
-        self, mask_function: Callable, attention_mask: torch.Tensor | None = None, **_: Any
-    ) -> torch.Tensor:
-        """Return the numbers of the plans of this call and of a mask, which go to the layers."""
-        number = self._running
-        padded = attention_mask is not None and not bool(attention_mask.all())
-        if padded and self._generation is not None and number == self._generation.step:
-            padded, first = False, int(attention_mask[0].int().argmax())
-            mask_function = _after(mask_function, first)
-        self._refuse({PADDING: padded, ENTRY: number is None}, number)
-        mask = tag(number * MASKS + self._known(number)._masks.number_of(mask_function))
-        mask.a2d_mpi_owner = self  # which a layer needs if it is computed again
-        return mask
-
-    def _attend(
+    def _plan_for(
         self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        **others: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """Compute the attention of a layer by its plan."""
-        running, mask = self._running, attention_mask
+        module: torch.nn.Module | None,
+        within: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        call: _LayerCall,
+    ) -> AttentionPlan | Step:
+        """Return the plan of a layer, or raise ValueError on all ranks.
+
+        `within` is the number of the plans of the call that it is in.  A layer that is computed
+        again, in the backward pass, has its mask only.
+        """
+        running = None if within is None else int(within)
         tagged = None if mask is None else number_of(mask)
-        # A layer that is computed again, in the backward pass, has its tag only.
         number, shown = (running, None) if tagged is None else divmod(tagged, MASKS)
         problems = {
             f"ContextParallel does not know a layer: {COPY}": module not in self.layers,
@@ -296,15 +298,27 @@ class ContextParallel:
         kind, found = known.layers[module], known._masks.found
         plan = self._sets[number][kind]
         try:
-            asked = known_mask(where, module, shown, others, found, known.longest)
+            asked = known_mask(where, shown, call.window, call.causal, found, known.longest)
         except ValueError as error:
             plan.refuse(str(error))
-        if asked != kind.mask:
-            plan.refuse(f"{where} asks for {asked} in this call, but its plan has {kind.mask}")
-        others.pop("sliding_window", None)  # the plan's mask has it
-        sinks = [others.pop(x, None) for x in ("s_aux", "sinks")]
-        sink = next((x for x in sinks if x is not None), None)
-        return attend_layer(plan, module, (query, key, value), {}, sink=sink, **others)
+        problems = {
+            f"{where} asks for {asked} in this call, but its plan has {kind.mask}": (
+                asked != kind.mask
+            ),
+            f"the batch must be one sequence, got {call.rows}": (
+                call.rows != 1 and not hasattr(plan, "attend")
+            ),
+            call.problem: bool(call.problem),
+            f"the model scales logits by {call.scaling}, but the plan by {plan.softmax_scale}": (
+                not math.isclose(call.scaling, plan.softmax_scale)
+            ),
+            f"the model has the soft-cap {call.softcap}, but the plan has {plan.logit_softcap}": (
+                call.softcap != plan.logit_softcap
+            ),
+        }
+        for problem in (x for x, is_there in problems.items() if is_there):
+            plan.refuse(problem)
+        return plan
 
     def _refuse(self, problems: dict[str, bool], number: int | None) -> None:
         """If there is a problem, raise ValueError on all ranks, which call the first layer's plan.
@@ -315,47 +329,53 @@ class ContextParallel:
             plans = self._sets.get(number) or self.plans
             next(iter(plans.values())).refuse(problem)
 
-    def _begin(
-        self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[int, dict[str, Any]]:
-        """Return the number of the plans of a call of a model, and its arguments."""
-        given = dict(zip(self._entries[module], args)) | kwargs
-        positions, number, outer = given.get("position_ids"), self._running, self._running
+    def _begin(self, module: torch.nn.Module, given: dict[str, Any]) -> int | None:
+        """Return the number of the plans of a call of a model, which are in its arguments."""
+        positions, cache = given.get("position_ids"), _cache_of(given)
         ticket = getattr(positions, "a2d_mpi", None)
-        if ticket is not None:
-            number = ticket.plans if ticket.owner is self else None
-            # Without a mask of padding, transformers takes jumps of positions for documents.
-            if "attention_mask" in self._entries[module] and given.get("attention_mask") is None:
-                given["attention_mask"] = torch.ones_like(positions)
-        caches = (given.get(x) for x in ("cache", "past_key_values"))
-        cache = next((x for x in caches if hasattr(x, "begin_step")), None)
-        if number is None and cache is not None:
+        if ticket is None and cache is not None:
             number = self._generator.begin(cache, given)
-        last = given.get("logits_to_keep", 0)
-        changed = ticket is not None and ticket.version != positions._version
-        others = {x.config._attn_implementation for x in self.layers} - {self._name}
+            problem = _wrong(given)
+            return self._checked(number, module.training, {problem: bool(problem)})
+        return self._number(positions, given.get("attention_mask"), module.training, _wrong(given))
+
+    def _number(
+        self,
+        positions: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        training: bool,
+        problem: str,
+    ) -> int:
+        """Return the number of the plans of a batch's positions; ValueError if it is none."""
+        ticket = getattr(positions, "a2d_mpi", None)
+        number = ticket.plans if ticket is not None and ticket.owner is self else None
+        is_padded = isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask.all())
         problems = {
             ENTRY: number not in self._sets,
-            "a call has positions of two batches": outer not in (None, number),
-            "the positions of the batch have changed": changed,
-            "the model has got another attention implementation: call cp.free() first": (
-                (ticket is not None or cache is not None) and bool(others)
+            "the positions of the batch have changed": (
+                ticket is not None and ticket.version != positions._version
             ),
+            PADDING: is_padded,
+            problem: bool(problem),
+        }
+        return self._checked(number, training, problems)
+
+    def _checked(self, number: int | None, training: bool, problems: dict[str, bool]) -> int:
+        """Return the number of plans, or raise ValueError on all ranks if there is a problem."""
+        others = {x.config._attn_implementation for x in self.layers} - {self._name}
+        problems = problems | {
+            IMPLEMENTATION: bool(others),
             "call model.train() before ContextParallel, which then looks for dropout": (
-                module.training and not self._training
-            ),
-            LABELS: given.get("labels") is not None,
-            "logits_to_keep would count this rank's tokens": (
-                ticket is not None and isinstance(last, int) and last != 0
+                training and not self._training
             ),
         }
-        for x, was in self._state.items() if outer is None else ():
+        for x, was in self._state.items():
             now = {y: vars(x).get(y) for y in was}
             for y in was if now != was else ():
                 what = f"{self._paths[x]}.{y} was {was[y]} and is {now[y]}"
                 problems[f"{what}: make a new ContextParallel"] = was[y] != now[y]
         self._refuse(problems, number)
-        return number, given
+        return number
 
     def _plans_of(self, cu_seqlens: np.ndarray | None) -> None:
         """Make or find the plans of documents, and use them.  Collective."""
@@ -363,7 +383,7 @@ class ContextParallel:
         if key not in self._numbers:
             made = self.layers, self.seqlen, cu_seqlens, self._bases
             plans = self._make(*made, **self._options)
-            self._numbers[key] = number = next(_numbers)
+            self._numbers[key] = number = next(NUMBERS)
             self._sets[number] = plans
             if len(self._numbers) > KEPT:
                 oldest = [*self._numbers][1]  # after the one without documents
@@ -394,7 +414,11 @@ class ContextParallel:
                 sizes = kind._asdict() | {"seqlen": seqlen, "distribution": name} | options
                 del sizes["mask"]
                 plans[kind] = bases[name, kind] = make_plan(self.method, self.grid, mask, **sizes)
-            check_shards(plans[kind])
+        if 0 in (counts := next(iter(plans.values())).problem.queries.counts):
+            raise ValueError(
+                f"rank {counts.index(0)} has none of the {seqlen} tokens, but models need at "
+                "least one token"
+            )
         if len({x.distribution for x in plans.values()}) > 1:
             raise ValueError("the layers need plans of one distribution; name another one")
         return plans
@@ -419,7 +443,7 @@ class ContextParallel:
         """Compare all layers with the model's own attention for a few tokens.  Collective."""
         n = min(self.longest, PROBED * self.grid.comm.size)
         positions = torch.from_numpy(np.linspace(0, self.longest - 1, n).round().astype(np.int64))
-        number = next(_numbers)
+        number = next(NUMBERS)
         plans = self._sets[number] = self._make(self.layers, n, None, {})
         tokens = next(iter(plans.values())).tokens
         whole, expected, problems = inputs_of(self.model, positions[None]), [], []
@@ -724,43 +748,257 @@ class ContextParallel:
         _give_back(self.model, [self._name], self._sets)
 
 
-def _enter(module: torch.nn.Module, owner: ContextParallel) -> None:
+class _Running:
+    """The call that a model is in.
+
+    Attributes
+    ----------
+    number : () int64 tensor or None
+        Of its plans.
+    resting : bool
+        Whether the model is called without plans.
+    dtypes : list of torch.dtype
+        Of the plans of each kind of layers.
+    """
+
+    def __init__(self) -> None:
+        self.number: torch.Tensor | None = None
+        self.resting = False
+        self.dtypes: list[torch.dtype] = []
+
+
+class _LayerCall(NamedTuple):
+    """What a layer asks of its plan; see `AttentionPlan`."""
+
+    rows: int
+    scaling: float
+    softcap: float | None
+    window: int | None
+    causal: bool | None
+    problem: str
+
+
+def _owner_of(number: int) -> ContextParallel:
+    """Return the `ContextParallel` of a number; ValueError if it was deleted."""
+    owner = _owners.get(number)
+    if owner is None:
+        raise ValueError("ContextParallel was deleted: make another one, of the model or its copy")
+    return owner
+
+
+def _functions(owner: int, name: str, running: _Running) -> tuple[Callable, Callable]:
+    """Return the attention and the mask function of a `ContextParallel`.
+
+    Layers have the number of their kind in the attribute `name`.
+    The compiler traces them.  In a graph everything that depends on a batch is in a tensor: the
+    number of its plans, and masks, which have this number and the number of a mask.  Only the
+    kernels of `_layer` and of attention read it.
+    """
+
+    @torch.compiler.assume_constant_result
+    def mask_number(mask_function: Callable) -> int:
+        return _owner_of(owner)._masks.number_of(mask_function)
+
+    def mask(
+        mask_function: Callable, attention_mask: torch.Tensor | None = None, **_: Any
+    ) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            number = torch.tensor(-1) if running.number is None else running.number
+            return tag(number * MASKS + mask_number(mask_function))
+        found = _owner_of(owner)
+        shown = found._mask(mask_function, attention_mask)
+        shown = tag(running.number * MASKS + shown)
+        shown.a2d_mpi_owner = found  # which a layer needs if it is computed again
+        return shown
+
+    def attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if scaling is None:
+            scaling = query.shape[-1] ** -0.5
+        causal = causal_of(module, others)
+        problem = _problem_of(module, dropout, others)
+        sinks = [others.get(x) for x in ("s_aux", "sinks")]
+        sink = next((x for x in sinks if x is not None), None)
+        asked = query.shape[0], scaling, others.get("softcap"), others.get("sliding_window")
+        kind = getattr(module, name, -1)
+        if torch.compiler.is_compiling():
+            given = running.number, attention_mask, owner, kind, *asked, causal, problem
+            number = torch.ops.a2d_mpi.layer(*given)
+        else:
+            call = _LayerCall(*asked, causal, problem)
+            found = _owner_of(owner)
+            plan = found._plan_for(module, running.number, attention_mask, call)
+            if hasattr(plan, "attend"):  # a step of generation
+                return plan.attend((query, key, value), sink), None
+            number = torch.tensor(plan.serial)
+        # (1, heads, n, headdim) to (n, heads, headdim)
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        if any(torch.is_autocast_enabled(x) for x in ("cpu", "cuda")):
+            q, k, v = (x.to(running.dtypes[kind]) for x in (q, k, v))
+        if sink is not None:
+            sink = sink.to(torch.promote_types(q.dtype, torch.float32))
+        out, _ = call_of(number, q, k, v, sink)
+        return out[None], None
+
+    return attention, mask
+
+
+def _problem_of(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -> str:
+    """Return what no plan can compute in a call of a layer, or nothing."""
+    if dropout != 0:
+        return f"dropout must be 0 in attention, got {dropout}"
+    if others.get("output_attentions") or getattr(module.config, "output_attentions", False):
+        return "output_attentions must be false: a plan does not keep the weights of attention"
+    for x in OTHERS:
+        if others.get(x) is not None:
+            return f"the model passes {x}, which a plan cannot use"
+    return ""
+
+
+@torch.library.custom_op(
+    "a2d_mpi::layer",
+    mutates_args=(),
+    schema="(Tensor? running, Tensor? mask, int owner, int kind, SymInt rows, float scaling, "
+    "float? softcap, SymInt? window, bool? causal, str problem) -> Tensor",
+)
+def _layer(
+    running: torch.Tensor | None, mask: torch.Tensor | None, owner: int, kind: int, *asked: Any
+) -> torch.Tensor:
+    """Return the number of the plan of a layer, () int64, in a compiled graph."""
+    found = _owner_of(owner)
+    module = found._firsts[kind] if kind >= 0 else None
+    return torch.tensor(found._plan_for(module, running, mask, _LayerCall(*asked)).serial)
+
+
+@torch.library.custom_op(
+    "a2d_mpi::begin",
+    mutates_args=(),
+    schema="(Tensor positions, Tensor? mask, int owner, bool ours, bool training, str problem)"
+    " -> (Tensor, Tensor)",
+)
+def _begin(
+    positions: torch.Tensor,
+    mask: torch.Tensor | None,
+    owner: int,
+    ours: bool,
+    training: bool,
+    problem: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return positions and the number of their plans, () int64, in a compiled graph."""
+    number = -1
+    if ours:
+        found = _owner_of(owner)
+        unknown = [x for x in found.model.modules() if f"_{found._name}" in vars(x)]
+        if {*unknown} - {*found.layers}:
+            problem = f"ContextParallel does not know a layer: {COPY}"
+        number = found._number(positions, mask, training, problem)
+    elif ticket := getattr(positions, "a2d_mpi", None):
+        ticket.owner._refuse(
+            {OTHER if ticket.owner._freed else IMPLEMENTATION: True}, ticket.plans
+        )
+    return positions.clone(), torch.tensor(number)
+
+
+@_layer.register_fake
+def _(*_: Any) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64)
+
+
+@_begin.register_fake
+def _(positions: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(positions), torch.empty((), dtype=torch.int64)
+
+
+def _enter(
+    module: torch.nn.Module, owner: int, name: str, running: _Running, names: Sequence[str]
+) -> None:
     """Let `forward` of a model, also of a copy, take the plans of its batch."""
-    reference, name, own = weakref.ref(owner), owner._name, vars(module).get("forward")
+    own, original = vars(module).get("forward"), id(module)
     inner = getattr(own or module.forward, "__func__", None)
     if inner is None:  # of accelerate
         inner = lambda module, *args, **kwargs: own(*args, **kwargs)  # noqa: E731
 
-    @torch._disable_dynamo
-    def begin(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
-        owner = reference()
-        if owner is not None and owner._resting:
-            return nullcontext(), args, kwargs
-        if owner is not None and not owner._freed and module in owner._entries:
-            number, kwargs = owner._begin(module, args, kwargs)
-            return owner._within(number), (), kwargs
-        for x in (*args, *kwargs.values()):
+    def begin(module: torch.nn.Module, given: dict[str, Any]) -> int | None:
+        found = _owners.get(owner)
+        if found is not None and not found._freed and module in found._entries:
+            return found._begin(module, given)
+        for x in given.values():
             if ticket := getattr(x, "a2d_mpi", None):
                 ticket.owner._refuse({OTHER: True}, ticket.plans)
         if module.config._attn_implementation == name:  # a copy is a model as any other
             module.set_attn_implementation(_before[name])
-        return nullcontext(), args, kwargs
+        return None
+
+    def begin_compiled(module: torch.nn.Module, given: dict[str, Any]) -> torch.Tensor | None:
+        ours, problem = module.config._attn_implementation == name, _wrong(given)
+        positions, mask = given.get("position_ids"), given.get("attention_mask")
+        if ours and id(module) != original:
+            problem = COPY
+        elif ours and _cache_of(given) is not None:
+            problem = "a compiled model takes no cache over ranks: call the model itself"
+        if positions is None and not ours:
+            return None
+        positions = torch.empty(0, dtype=torch.int64) if positions is None else positions
+        mask = mask if isinstance(mask, torch.Tensor) else None
+        asked = positions, mask, owner, ours, module.training, problem
+        given["position_ids"], number = torch.ops.a2d_mpi.begin(*asked)
+        return number if ours else None
 
     @wraps(inner)
     def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        within, args, kwargs = begin(module, args, kwargs)
-        with within:
-            output = inner(module, *args, **kwargs)
-        return output if isinstance(within, nullcontext) else hide(output)
+        if running.number is not None or running.resting:  # within a call
+            return inner(module, *args, **kwargs)
+        given = dict(zip(names, args)) | kwargs
+        if torch.compiler.is_compiling():
+            number = begin_compiled(module, given)
+        else:
+            number = begin(module, given)
+        if number is None:
+            return inner(module, **given)
+        number = number if isinstance(number, torch.Tensor) else torch.tensor(number)
+        # Without a mask of padding, transformers takes jumps of positions for documents.
+        if "attention_mask" in names and given.get("attention_mask") is None:
+            given["attention_mask"] = torch.ones_like(given["position_ids"])
+        running.number = number
+        try:
+            output = inner(module, **given)
+        finally:
+            running.number = None
+        return hide(output)
 
     forward.a2d_mpi = name, own
-    module.forward = MethodType(torch._disable_dynamo(forward, recursive=False), module)
+    module.forward = MethodType(forward, module)
+
+
+def _cache_of(given: dict[str, Any]) -> SpreadCache | None:
+    """Return the cache over ranks among the arguments of a call."""
+    caches = (given.get(x) for x in ("cache", "past_key_values"))
+    return next((x for x in caches if hasattr(x, "begin_step")), None)
+
+
+def _wrong(given: dict[str, Any]) -> str:
+    """Return what is wrong with the arguments of a call for a batch, or nothing."""
+    if given.get("labels") is not None:
+        return LABELS
+    last = given.get("logits_to_keep", 0)
+    counts = isinstance(last, int) and last != 0 and _cache_of(given) is None
+    return "logits_to_keep would count this rank's tokens" if counts else ""
 
 
 def _undo(model: torch.nn.Module, names: Collection[str], sets: dict[int, Plans]) -> None:
     """Undo what `ContextParallel` did to a model, or to the one that it is a copy of."""
     _give_back(model, names, sets)
     for x in model.modules():
+        for name in names:
+            vars(x).pop(f"_{name}", None)
         function = getattr(vars(x).get("forward"), "__func__", None)
         name, own = getattr(function, "a2d_mpi", (None, None))
         if name in names:

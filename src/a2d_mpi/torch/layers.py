@@ -22,6 +22,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -31,13 +32,13 @@ import torch
 from a2d_mpi.masks.documents import Documents
 from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.masks.windows import SlidingWindow
-from a2d_mpi.torch.transformers import register
 
 FEW = 16  # tokens of a trial
 FIRST = 8  # those that are tried without the others
 POISONED = 9  # the one with the NaN
 NAN = 0x7FF8 << 48  # the bits of a NaN in float64
 PAIRS = 4096  # random queries for which a mask is compared
+NUMBERS = count()  # of all kinds, of this process
 
 Outputs = list[tuple[str, torch.Tensor]]  # names and rows, (n, width)
 Note = Callable[[str, torch.Tensor], "torch.Tensor | None"]
@@ -65,6 +66,15 @@ class Kind(NamedTuple):
 
 
 Call = tuple[str, torch.nn.Module, Kind, "torch.Tensor | None", dict[str, Any]]
+
+
+def register(name: str, attention: Callable, mask: Callable) -> None:
+    """Register an attention and a mask function with transformers."""
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)  # or no mask function is called
 
 
 def layers_of(model: torch.nn.Module, seqlen: int) -> dict[torch.nn.Module, Kind]:
@@ -96,8 +106,9 @@ def layers_of(model: torch.nn.Module, seqlen: int) -> dict[torch.nn.Module, Kind
     for name, x in model.named_modules():
         if isinstance(x, torch.nn.modules.batchnorm._BatchNorm):
             raise ValueError(f"{name} is a BatchNorm: in training it mixes tokens")
-    watch = _Watch(model)
-    with attention_of(model, register(watch.attention, watch.mask)) as training:
+    watch, name = _Watch(model), f"a2d_mpi_watch_{next(NUMBERS)}"
+    register(name, watch.attention, watch.mask)
+    with attention_of(model, name) as training:
         try:
             if training:
                 model.train()
@@ -115,7 +126,8 @@ def layers_of(model: torch.nn.Module, seqlen: int) -> dict[torch.nn.Module, Kind
                 number = number_of(given)
                 if number is None and given is not None:
                     raise ValueError(f"{where} gets a mask of its own")
-                mask = known_mask(where, module, number, others, masks, seqlen)
+                asked = others.get("sliding_window"), causal_of(module, others)
+                mask = known_mask(where, number, *asked, masks, seqlen)
                 kind = kind._replace(mask=mask)
                 if layers.setdefault(module, kind) != kind:
                     raise ValueError(f"{where} attends in two ways")
@@ -256,17 +268,18 @@ def _cache(seqlen: int) -> object:
 
 def known_mask(
     where: str,
-    module: torch.nn.Module,
     number: int | None,
-    others: dict[str, Any],
+    window: int | None,
+    causal: bool | None,
     masks: list[Mask | None],
     seqlen: int,
 ) -> Mask:
-    """Return the mask of a layer, the one of a number or none; ValueError if no plan has it."""
-    window, causal = others.get("sliding_window"), others.get("is_causal")
-    causal = getattr(module, "is_causal", None) if causal is None else causal
+    """Return the mask of a layer, the one of a number or none; ValueError if no plan has it.
+
+    `window` and `causal` are what transformers passes to attention, and the layer has.
+    """
     mask = Full() if number is None else masks[number]
-    if number is None and getattr(module, "is_causal", True):
+    if number is None and causal in (None, True):
         raise ValueError(f"{where} is causal, but gets no mask")
     if mask is None:
         raise ValueError(f"{where} has a mask that is no window, chunk, causal or full")
@@ -275,6 +288,12 @@ def known_mask(
     if causal is not None and mask in (Causal(), Full()) and bool(causal) != (mask == Causal()):
         raise ValueError(f"{where} has is_causal={causal}, but its mask is {mask}")
     return mask
+
+
+def causal_of(module: torch.nn.Module, others: dict[str, Any]) -> bool | None:
+    """Return whether a call of a layer is causal, if it or the layer says so."""
+    causal = others.get("is_causal")
+    return getattr(module, "is_causal", None) if causal is None else causal
 
 
 class Masks:
@@ -361,12 +380,13 @@ def mask_of(mask_function: Callable, seqlen: int) -> Mask | None:
     return mask if np.array_equal(shows(q, k), (begin <= k) & (k < end)) else None
 
 
-def tag(number: int) -> torch.Tensor:
+def tag(number: int | torch.Tensor) -> torch.Tensor:
     """Return a number as a mask, which models pass on to their attention.
 
     It is NaN, with the number in its fraction, so that no other attention takes it for a mask.
     """
-    return torch.tensor(number | NAN, device="cpu").view(torch.float64).view(1, 1, 1, 1)
+    number = torch.as_tensor(number, device="cpu") | NAN
+    return number.view(torch.float64).view(1, 1, 1, 1)
 
 
 def number_of(mask: torch.Tensor | None) -> int | None:
