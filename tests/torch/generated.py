@@ -3,7 +3,7 @@
     mpiexec -n 4 python tests/torch/generated.py [--prompts 7,301,4096] [--tokens 200] \
         [--kept FOLDER] [NAME ...]
 
-They are sampled in float32 with one seed, of rank 0.  Prints a line for each model and prompt, with
+They are sampled in float32 with one seed.  Prints a line for each model and prompt, with
 the largest error of logits, against float64, beside that of one process.  Exit code 1: a token
 differs, or the error is more than twice as large.  `--kept` keeps what one process computes, for
 other numbers of ranks.  Needs the extra `torch`, and is not part of the suite.
@@ -40,7 +40,7 @@ def made(name, dtype=torch.float32):
 
 
 def alone(name, ids, file, options):
-    """Return tokens of one process, their logits in float64, and its error; keep them in a file."""
+    """Return tokens of one process, their logits in float64, and its error."""
     if file is None or not file.exists():
         found = suite.one(MPI.COMM_SELF, made(name), ids, **options)
         tokens, n = found.sequences, options["max_new_tokens"]

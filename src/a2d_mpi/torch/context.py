@@ -981,7 +981,7 @@ def _enter(
 def _cache_of(given: dict[str, Any]) -> SpreadCache | None:
     """Return the cache over ranks among the arguments of a call."""
     caches = (given.get(x) for x in ("cache", "past_key_values"))
-    return next((x for x in caches if hasattr(x, "begin_step")), None)
+    return next((x for x in caches if hasattr(x, "kept")), None)
 
 
 def _wrong(given: dict[str, Any]) -> str:
