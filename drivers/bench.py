@@ -1,8 +1,8 @@
-r"""Benchmarks: attention, kernels, linear attention.
+r"""Benchmarks: attention, kernels, linear attention; training and decoding of a model.
 
     mpiexec -n 4 python drivers/bench.py --output results/bench.h5 --seqlens 512 --plans all
     python drivers/bench.py kernels --shapes 512x2x64 --trials 3
-    mpiexec -n 4 python drivers/bench.py linear --output results/linear.h5
+    mpiexec -n 4 python drivers/bench.py decode llama-tiny --output results/decode.h5
 
 All results are checked, also those of an earlier run.
 
@@ -14,17 +14,22 @@ if __name__ == "__main__":
 
     end_job_on_errors()
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 
 from mpi4py import MPI
 
-from a2d_mpi.experiments.cli import Parser, run
+from a2d_mpi.experiments.cli import Parser, run, together
 from a2d_mpi.experiments.options import (
     add_engine,
     add_options,
     check_text,
     listed,
     one_of,
+    tokens,
+    whole,
 )
 from a2d_mpi.experiments.programs import Commands
 
@@ -114,6 +119,77 @@ def kernels(parser: Parser) -> Callable:
     return bench_kernel
 
 
+def train(parser: Parser) -> Callable:
+    r"""Compare training steps of a model of transformers by different plans: seconds by part.
+
+        mpiexec -n 4 python drivers/bench.py train llama-tiny --output results/step.h5 \
+            --seqlens 1K,4K --plans attention2d:2x2,ring --resume
+
+    MODEL is as of drivers/train.py, and tokens are random.  All plans of a length are timed in
+    turn, trial by trial.  Before that, the loss and the gradients of each plan are compared with
+    one process in float64.  The learning rate is 0, so every step must repeat the first loss.
+    "auto" plans causal attention with the heads of the first layer.
+    """
+    from a2d_mpi.experiments.sweep import add_list, add_plans
+
+    group = _add_model(parser, ("float32", "float64", "bfloat16"))
+    add_list(group, "seqlens", "seqlen", default="1K")
+    add_plans(parser, group, default="attention2d,ring")
+    add_options(group, "profile")
+    text = "keep only the input of each layer for the backward pass, and compute the rest again"
+    group.add_argument("--checkpoint-layers", action="store_true", help=text)
+    add_engine(parser)
+    return partial(_run, "bench_train")
+
+
+def decode(parser: Parser) -> Callable:
+    """Measure the tokens that a model of transformers decodes, by context and number of ranks.
+
+        mpiexec -n 4 python drivers/bench.py decode llama-tiny --output results/decode.h5
+
+    MODEL is as of drivers/train.py.  Plans compute random prompts, and each rank keeps the keys of
+    its own tokens.  The logits of all decoded tokens are compared with one process in float64, and
+    all bytes with a formula.  The table has the seconds of a step, which decodes a token of each
+    request, also by one process.
+    """
+    group = _add_model(parser, ("float32", "float64"))
+    text = "lengths of the prompts: 4096,64K"
+    group.add_argument("--contexts", type=listed(tokens()), metavar="TOKENS,...",
+                       default="1K,4K,16K", help=text)  # fmt: skip
+    text = "requests per step"
+    group.add_argument("--requests", type=whole(1, 1 << 16), metavar="N", default=1, help=text)
+    text = "numbers of ranks; default: 1, 2, 4, ..."
+    group.add_argument("--ranks", type=listed(whole(1)), metavar="N,...", help=text)
+    add_options(group, "threads")
+    return partial(_run, "bench_decode")
+
+
+def _add_model(parser: Parser, dtypes: Sequence[str]) -> argparse._ArgumentGroup:
+    """Add the options that both have; return the group of the model."""
+    from a2d_mpi.experiments.models import NAMES, model_name
+
+    group = parser.add_argument_group("model and workload")
+    text = f"{', '.join(NAMES)}, or a folder of transformers"
+    group.add_argument("model", type=model_name, metavar="MODEL", help=text)
+    add_options(group, "dtype", choices=dtypes)
+    others = parser.add_argument_group("measurement and output")
+    add_options(others, "trials", "seed", "resume")
+    add_options(others, "output", required=True)
+    return group
+
+
+def _run(name: str, comm: MPI.Intracomm, args: argparse.Namespace) -> int:
+    """Import PyTorch on all ranks, or on none, and run a program."""
+
+    def job() -> Callable:
+        try:
+            return getattr(import_module("a2d_mpi.experiments.bench_steps"), name)
+        except ImportError as error:
+            raise ValueError(f"{error}; pip install a2d_mpi[torch]") from None
+
+    return together(comm, job)(comm, args)
+
+
 def linear(parser: Parser) -> Callable:
     """Compare causal linear attention (LASP-2, LASP) with exact attention, by length.
 
@@ -147,6 +223,8 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Commands:
         __doc__,
         attention,
         kernels,
+        train,
+        decode,
         linear,
         comm=comm,
         default="attention",

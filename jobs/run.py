@@ -18,10 +18,10 @@ exit code.  --dry-run only prints the commands.  They are lines of bash: use_env
 and with_mps are functions of jobs/env.sh and jobs/gpu.sh, which tell how to take a Python and an
 MPI of your own (A2D_MPI_ENV=active).  Paths are relative to the repository's root.
 
-The study takes 80 minutes on two cores.  Its parts crossover (40 minutes), masks, triangle, nodes
-and train run only if they are named.  Each cluster has a profile, which is
-measured first.  The study at scale takes four hours on one core.  What a file holds already is not
-run again.  SimGrid needs apt-get install g++ libsimgrid-dev (Debian, Ubuntu).  Places of speed are
+The study takes 80 minutes on two cores.  Its parts crossover (40 minutes), masks, triangle, nodes,
+train and decode run only if they are named.  Each cluster has a profile, which is measured first.
+The study at scale takes four hours on one core.  What a file holds already is not run again.
+SimGrid needs apt-get install g++ libsimgrid-dev (Debian, Ubuntu).  Places of speed are
 local, and the emulated clusters 16x1, 64x1 and 16x4.  LAUNCHES=7 is its number of launches of each
 commit.
 """
@@ -133,7 +133,7 @@ local run_mpi 2 300 @ 24,2,8 500 attention2d:2x1x1
     768,16,16 1 attention2d:8x8x1 node_aware:4x16x1 node_aware:8x8x1:2x2
 """
 
-# Cluster, NODESxRANKS_PER_NODE, or ranks of this machine; rate of a link; cores of a node, or -;
+# Cluster, NODESxRANKS_PER_NODE; rate of a link; cores of a node, or -;
 # file of results, where * is the cluster; program.  The rates are so low that two cores can carry
 # all messages, and that transfers decide.
 STUDY = """
@@ -172,11 +172,10 @@ nodes 16x4 5mbit - nodes {seven} --nheads-kv 16,2 --masks causal|full
 # Two heads only.  First transfers decide, then computing decides.
 masks 16x1|16x1 10mbit|500mbit -|0.1 * {masks},attention2d:4x4,ring --seqlens 2K|8K
 masks 64x1|64x1 2.5mbit|200mbit -|0.03 * {masks},attention2d:8x8,ring --seqlens 2K|8K
-# Activations by ranks; then a layer with GPT-3's ratio of length to width at 128K.
-train 1|2|4|8 - - memory drivers/bench.py train --resume --preset tiny --seqlen 4K --recompute
-    --trials 1 --plans attention2d
-train 16x1 10mbit - step drivers/bench.py train --resume --preset gpt3-175b-layer --width 192
-    --nheads 12 --positions rotary --seqlen 2K --plans auto:2,attention2d:4x4,ring --trials 7
+# Models of transformers: a layer with GPT-3's ratio of length to width at 128K, and tokens.
+train 16x1 10mbit - train/* drivers/bench.py train gpt3-175b-layer --seqlens 2K --kernel numpy
+    --plans auto,attention2d:4x4,ring --trials 5 --resume
+decode 4x1 100mbit - decode/* drivers/bench.py decode llama-tiny --ranks 4 --trials 16 --resume
 """
 STUDIED = "16x1", "64x1", "16x4", "ratio", "scaling"  # if no part is named
 
@@ -330,7 +329,8 @@ def compare(commit, program, lines, launches=1):
 def study(folder, *parts):
     """Yield the commands that measure parts of the study."""
     made, lines = set(), parts_of(STUDY, parts or STUDIED)
-    yield 'use_env mpich "" numba'
+    models = {"train", "decode"} & {*parts}  # these need PyTorch
+    yield "use_env mpich " + ("torch numba,torch .venv-torch" if models else '"" numba')
     for line in lines:
         cluster, rate, cores, file, command = line.split(" ", 4)
         # A limit that the user has set for all of it is in the files' names, too.
@@ -341,8 +341,7 @@ def study(folder, *parts):
             yield f"mkdir -p {quote(str(output.parent))}"
         start = f"bash jobs/emulate.sh {cluster.replace('x', ' ')} {rate} --"
         start = f"{f'EMULATE_CORES={cores} ' if cores else ''}EMULATE_TIMEOUT=3000 {start}"
-        if "x" not in cluster:
-            start = f"run_mpi {cluster} 900"
+        start = f"{'A2D_MPI_ENV=active ' * bool(models)}{start}"
         options = f"--output {quote(str(output))}"
         if "auto" in command:  # the planner needs a profile
             profile = output.with_name(f"{stem}.toml")

@@ -15,10 +15,15 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import plan_of, random_inputs, turns
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.hdf5 import check_output, read_file
 from a2d_mpi.experiments.measure import Measurement, open_device, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows, progress
-from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, all_passed, extend_file, summarise, table
+from a2d_mpi.experiments.results import (
+    BENCHMARK_SCHEMA,
+    done_before,
+    extend_file,
+    summarise,
+    table,
+)
 from a2d_mpi.experiments.sweep import Configuration, cases_of, plans_for
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.profile import read_machine, to_toml
@@ -72,19 +77,7 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
     settings["machine"] = machine.name if machine else "none"
     # All predictions and picks of a file must come from the same profile, whatever its name.
     settings["profile"] = f"{crc32(to_toml(machine).encode()):08x}" if machine else "none"
-    done: dict[str, bool] = {}  # by name, whether the checks of an earlier run passed
-    if check_output(args.output, BENCHMARK_SCHEMA, args.resume):
-        earlier, done = read_file(
-            args.output,
-            BENCHMARK_SCHEMA,
-            lambda tree: (tree["settings"], {x: all_passed(y) for x, y in tree["runs"].items()}),
-        )
-        for name in {**earlier, **settings}:
-            here, there = settings.get(name), earlier.get(name)
-            if here != there:
-                raise ValueError(
-                    f"{args.output} was made with {name} {there}, but now it is {here}"
-                )
+    done = done_before(args.output, BENCHMARK_SCHEMA, args.resume, settings)
     return sweep, settings, machine, done
 
 

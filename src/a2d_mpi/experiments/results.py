@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.hdf5 import fill, key_of, load, new_file, read_file
+from a2d_mpi.experiments.hdf5 import check_output, fill, key_of, load, new_file, read_file
 from a2d_mpi.experiments.options import FAILED_CHECK, aligned
 from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.simulator import PARTS
@@ -28,7 +28,8 @@ from a2d_mpi.schedules import METHODS
 BENCHMARK_SCHEMA = ("a2d_mpi benchmark", 2)
 TRAINING_SCHEMA = ("a2d_mpi.training", 2)
 TABLE = ("  plan", "phase", "ms", "ratio", "wait", "predicted", "received", "checks")
-STEPS_SCHEMA = ("a2d_mpi training steps", 2)
+STEPS_SCHEMA = ("a2d_mpi training steps", 3)
+DECODING_SCHEMA = ("a2d_mpi decoding", 2)
 CLOSE = 1.1  # a pick is good if it takes at most this multiple of the fastest plan's time
 # Methods alone and with a head axis, in the order of tables and figures.
 FAMILIES = tuple(
@@ -39,6 +40,36 @@ FAMILIES = tuple(
 def all_passed(run: Mapping[str, Any]) -> bool:
     """Return whether all checks of a run in a file passed."""
     return all(x["passed"] for x in run["checks"].values())
+
+
+def done_before(
+    path: str | os.PathLike[str],
+    schema: tuple[str, int],
+    resume: bool,
+    settings: Mapping[str, object],
+) -> dict[str, bool]:
+    """Return the runs of an output file by name, and whether all checks of each passed.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read or written.
+    ValueError
+        If it exists and `resume` is false, or it was made with other settings, or by another
+        program.
+    """
+    if not check_output(path, schema, resume):
+        return {}
+    earlier, done = read_file(
+        path,
+        schema,
+        lambda tree: (tree["settings"], {x: all_passed(y) for x, y in tree["runs"].items()}),
+    )
+    for name in {**earlier, **settings}:
+        here, there = settings.get(name), earlier.get(name)
+        if here != there:
+            raise ValueError(f"{path} was made with {name} {there}, but now it is {here}")
+    return done
 
 
 def read_measured(path: str | os.PathLike[str]) -> list[Summary]:
