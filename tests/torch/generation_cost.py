@@ -10,7 +10,7 @@ with one process, medians.  The caches of one process are filled with random num
 `memory` generates a few tokens after CONTEXT tokens, on one rank with transformers' own cache, and
 fails if a process needs more than GB gigabytes (2) of data: RLIMIT_DATA, which counts what it
 allocates, but no program text and no memory that ranks share.  The cache of the model is large
-against its work: 96 layers of 64 KV heads of 64, and 16 hidden elements.
+against its work: 96 layers of 64 KV heads of 64, and 64 hidden elements.
 """
 
 import resource
@@ -81,7 +81,7 @@ def memory(comm, context, limit=2):
     """Generate tokens after a context in processes of so many gigabytes."""
     torch.set_num_threads(1)
     heads = {"num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 64}
-    model = llama(hidden_size=16, intermediate_size=16, num_hidden_layers=96, **heads)
+    model = llama(hidden_size=64, intermediate_size=64, num_hidden_layers=96, **heads)
     resource.setrlimit(resource.RLIMIT_DATA, (limit * 10**9, limit * 10**9))
     ids = torch.randint(1, 256, (1, context), generator=torch.Generator().manual_seed(0))
     if comm.size == 1:

@@ -31,7 +31,9 @@ from a2d_mpi.torch.layers import Kind, Masks, attention_of, inputs_of, layers_of
 if TYPE_CHECKING:
     from a2d_mpi.torch.context import ContextParallel
 
-MANY = 64  # new tokens that plans compute; fewer go through decoding steps
+# New tokens that plans compute.  All ranks compute fewer ones alike, in a step, because plans are
+# made and agreed on first.  A guess: it has not been measured where plans become faster.
+MANY = 64
 PROBED = 2, 1, 1  # tokens of the steps of the probe
 KEPT = 8  # lengths of prompts whose plans are kept
 FAILED = -1  # rank 0 sends it in place of tokens
