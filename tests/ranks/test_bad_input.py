@@ -1,5 +1,8 @@
 """A wrong argument on any rank is the same error on all ranks at once; nothing hangs."""
 
+import re
+import resource
+
 import numpy as np
 import pytest
 from helpers import assert_all
@@ -254,3 +257,15 @@ def test_calls_that_no_kernel_can_take(comm, grid_of, monkeypatch, owners, told)
     monkeypatch.setitem(METHODS, "bad", bad)
     with pytest.raises(ValueError, match=told):
         plan_class("bad")(grid_of(1, comm.size), Full(), seqlen=61, nheads=2, headdim=4)
+
+
+def test_too_large_for_the_memory(comm, grid, monkeypatch):
+    """A plan over the limit of one rank's address space is refused on all; a small one is made."""
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (7 << 26, 7 << 26))
+    sizes = {"nheads": 8, "headdim": 128}
+    Attention2D(grid, Causal(), seqlen=64, **sizes)
+    large = {"seqlen": comm.size << 15, **sizes}  # q, k, v and out of a rank: half a GiB
+    told = message_of(comm, lambda: Attention2D(grid, Causal(), **large))
+    numbers = re.search(r"tensors and buffers of one rank take (\S+) GiB, but .* 0.4375 GiB", told)
+    assert_all(comm, numbers and 0.5 < float(numbers[1]) < 4, told)

@@ -212,7 +212,7 @@ TEXTS = {  # by name, with arguments
     "causal_blockwise:0,5,5,6,13,20": CausalBlockwise(CU),
     "prefix_lm_causal:7": PrefixLM(7),
     "prefix_lm_document:0,5,5,6,13,20,prefix=3": PrefixLMDocuments(CU, 3),
-    "sliding_window:3": SlidingWindow(3, 3),
+    "sliding_window:3": SlidingWindow(3),
     "sliding_window:3,1": SlidingWindow(3, 1),
     "sliding_window_causal:3": SlidingWindow(3),
     "global_sliding_window:2": GlobalSlidingWindow(2, 2, 2),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import OF_KEYS, AttentionConfig
-from a2d_mpi.core.sizes import misfit
+from a2d_mpi.core.sizes import check_memory, misfit
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.masks.mask import Mask
+from a2d_mpi.planning.cost import buffers
 from a2d_mpi.schedules import METHODS
+from a2d_mpi.schedules.problem import Problem
+from a2d_mpi.schedules.program import Program
 
 
 def check_grid(grid: ProcessGrid) -> None:
@@ -66,6 +69,34 @@ def check_problem(
     for name in named:
         if rules.distribution and name not in (None, rules.distribution):
             raise ValueError(f"a {method} needs the {rules.distribution} distribution, got {name}")
+
+
+def check_room(
+    programs: Iterable[Program], problem: Problem, rank: int, grid: ProcessGrid
+) -> None:
+    """Refuse a plan whose forward pass does not fit in the memory of the node.
+
+    Parameters
+    ----------
+    programs : iterable of Program
+        The programs of this rank's forward pass.
+    problem : Problem
+    rank : int
+        This rank.
+    grid : ProcessGrid
+
+    Raises
+    ------
+    ValueError
+        If the ranks of this node need more than one of `a2d_mpi.core.sizes.memory_limits`.
+    """
+    config, own = problem.config, (problem.queries.counts[rank], problem.keys.counts[rank])
+    held = {}
+    for program in programs:
+        held |= {x: max(size, held.get(x, 0)) for x, size in buffers(program).items()}
+    tensors = sum(own[x in OF_KEYS] * config.nbytes(x) for x in ("q", "k", "v", "out", "lse"))
+    what = f"{config.seqlen} tokens on {grid.layout.shape} ranks: tensors and buffers of one rank"
+    check_memory(what, tensors + sum(held.values()), grid.sharing)
 
 
 def check_tensors(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -11,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from a2d_mpi.attention import hooks
-from a2d_mpi.attention.checks import check_grid, check_problem, check_tensors
+from a2d_mpi.attention.checks import check_grid, check_problem, check_room, check_tensors
 from a2d_mpi.attention.engine import Engine
 from a2d_mpi.attention.executor import Pipeline
 from a2d_mpi.comm.agreement import Caller, Flags
@@ -221,7 +222,10 @@ class AttentionPlan(Caller):
                 chosen = slices_of(self._cuts, config, self.grid.layout, one)
                 self.slices, self.layout = chosen, replace(self.grid.layout, slices=chosen)
                 work = self.layout, problem, self.grid.comm.rank, self.overlap
-                self._pipelines = {x: Pipeline(write(self.method, x, *work)) for x in PHASES}
+                programs = {x: write(self.method, x, *work) for x in PHASES}
+                if "cupy" not in sys.modules:  # a GPU's memory is not the node's
+                    check_room(programs["forward"], problem, self.grid.comm.rank, self.grid)
+                self._pipelines = {x: Pipeline(y) for x, y in programs.items()}
                 digest = problem.mask.digest(config.seqlen, config.seqlen_kv)
                 arguments = {
                     "method": type(self).__name__,

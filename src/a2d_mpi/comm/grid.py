@@ -67,6 +67,8 @@ class ProcessGrid:
         The R C ranks of this rank's context-parallel group, by ``r C + c``.
     rows, cols, heads, row, col, head : int
         R, C, U, and the coordinates of this rank.
+    sharing : int
+        Ranks of the grid on this node, which share its memory.
     cores : int
         Cores of the node per rank of the grid on this node, at least 1.
     watch : Watch
@@ -187,6 +189,7 @@ class ProcessGrid:
         usable = getattr(os, "sched_getaffinity", lambda _: set(range(os.cpu_count() or 1)))
         everyone = comm.allgather((number, usable(0)))
         here = [cores for other, cores in everyone if other == number]
+        self.sharing = len(here)
         self.cores = max(1, len(set().union(*here)) // len(here))
         self.layout = self.layout.on_nodes(nodes or [x for x, _ in everyone])
         self.failures.comms.pop().Free()

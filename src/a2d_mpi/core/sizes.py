@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import os
 import re
+import resource
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -177,6 +180,41 @@ def whole_number(name: str, value: object, least: int = 1, most: int | None = No
     return int(value)
 
 
+def memory_limits() -> dict[str, tuple[int, bool]]:
+    """Return the memory that this process may use, by what limits it.
+
+    Returns
+    -------
+    dict of str to (int, bool)
+        Bytes, and whether all processes of the node share them: its memory, the limits of the
+        control groups of this process, those of SLURM and of its address space.
+    """
+    found = {"its node has": (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), True)}
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers in ("", "memory"):  # version 2, version 1
+            top, name = Path("/sys/fs/cgroup"), "memory.max"
+            if controllers:
+                top, name = top / controllers, "memory.limit_in_bytes"
+            # The groups above it limit it, too.  Without a limit, version 1 has a huge number.
+            texts = (
+                _read(x / name).strip() for x in (top / group[1:], *(top / group[1:]).parents)
+            )
+            if limits := [int(x) for x in texts if x.isdecimal()]:
+                found[f"its control group {group} allows"] = min(limits), True
+    if (text := os.environ.get("SLURM_MEM_PER_NODE", "")).isdecimal() and int(text):
+        found["SLURM_MEM_PER_NODE allows"] = int(text) << 20, True
+    if (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
+        found["the limit of its address space (ulimit -v) is"] = limit, False
+    return found
+
+
+def _read(path: str | Path) -> str:
+    with suppress(OSError):
+        return Path(path).read_text()
+    return ""
+
+
 def check_memory(what: str, nbytes: int, sharing: int = 1) -> None:
     """Refuse a problem that cannot fit, before anything is allocated for it.
 
@@ -192,15 +230,15 @@ def check_memory(what: str, nbytes: int, sharing: int = 1) -> None:
     Raises
     ------
     ValueError
-        If the memory of this node is smaller.
+        If one of `memory_limits` is smaller.
     """
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if nbytes * sharing > memory:
-        shared = f" for {sharing} ranks" * (sharing > 1)
-        raise ValueError(
-            f"{what} take {nbytes / 2**30:.4g} GiB, but its node has {memory / 2**30:.4g} GiB"
-            + shared
-        )
+    for limit, (memory, shared) in memory_limits().items():
+        ranks = sharing if shared else 1
+        if nbytes * ranks > memory:
+            each = f" for {ranks} ranks" * (ranks > 1)
+            raise ValueError(
+                f"{what} take {nbytes / 2**30:.4g} GiB, but {limit} {memory / 2**30:.4g} GiB{each}"
+            )
 
 
 def misfit(nheads: int, nheads_kv: int, heads: int) -> str | None:

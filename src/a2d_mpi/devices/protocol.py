@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-Array = Any  # numpy.ndarray or cupy.ndarray; the package works without CuPy
+Array = np.ndarray  # or cupy.ndarray, which has no types; the package works without CuPy
 
 
 class Device(Protocol):

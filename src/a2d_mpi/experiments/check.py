@@ -1,8 +1,8 @@
 """Checks of a distributed run against float64, on its own ranks and without any N x N matrix.
 
-The reference shares no code with the algorithms.  Chosen query rows are sent to all ranks.  Each
-rank computes dense attention of these rows over its own keys, in float64.  Plain sums over all
-ranks then give out, lse and dq.  The same computation is repeated in the precision of the run.
+The reference, `a2d_mpi.onepage`, shares no code with the algorithms.  Each rank computes dense
+attention of chosen queries of all ranks over its own keys, in float64, and of its own queries over
+chosen keys.  The same computation is repeated in the precision of the run.
 The bound of the run's error is twice the error of this second computation, plus a rounding term.
 """
 
@@ -18,10 +18,12 @@ import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
+from a2d_mpi import onepage
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.experiments.files import Check
+from a2d_mpi.onepage import gathered
 
 if TYPE_CHECKING:
     from a2d_mpi.experiments.check_wire import WireErrors
@@ -118,8 +120,9 @@ def _reference(
 ) -> Iterator[tuple[str, np.ndarray | slice, np.ndarray]]:
     """Compute dense attention in one precision, some rows after the others.  Collective.
 
-    With `narrow`, gradients are computed at the run's own out, and in float64 `narrow` counts all
-    contributions.
+    It is `a2d_mpi.onepage` on a grid of one row of all ranks for a sample of the queries, and of
+    one column for a sample of the keys.  With `narrow`, gradients are computed at the run's own
+    out, and in float64 `narrow` counts all contributions.
 
     Yields
     ------
@@ -131,7 +134,7 @@ def _reference(
         Expected values of these rows, rounded to the run's dtype; not rounded in float64.
     """
     comm, backward, sink = plan.grid.comm, "dq" in local, local.get("sink")
-    double = kind == np.float64
+    double, mask = kind == np.float64, plan.mask
     options = {
         "softmax_scale": plan.softmax_scale,
         "dtype": np.dtype(kind),
@@ -139,70 +142,103 @@ def _reference(
         "products": None if double else plan.product_dtype,
         "logit_softcap": plan.logit_softcap,
     }
-    counts = narrow if double else None
-    pieces, group = (counts.pieces, counts.group) if counts else ([slice(None)], 1)
+    counts, alone = narrow if double else None, _Alone()
 
     def stored(x: np.ndarray) -> np.ndarray:
         return x if double else x.astype(plan.dtype).astype(kind)
 
-    def total(name: str, own: np.ndarray, contributions: list[np.ndarray]) -> np.ndarray:
-        """Sum over pieces and ranks."""
-        if counts:
-            counts.add(name, own, contributions)
-        return _sum(comm, sum(contributions))
-
-    q, k, v, dout = (local.get(x) for x in ("q", "k", "v", "dout"))
+    names = ("q", "k", "v", "dout", "out", "lse")[: None if backward else 3]
+    q, k, v, *given = (local[x].astype(kind) for x in names)
     if backward:  # values of the run; if all rows are checked, exact values replace them
-        own_lse = local["lse"].astype(np.float64)
-        own_delta = (dout.astype(np.float64) * local["out"]).sum(axis=-1)
-    for tokens in samples(plan.seqlen, rows, seed):
-        names = ("q", "dout", "out") if narrow else ("q", "dout")
-        own, where, q_rows, *others = _share(plan, tokens, local, *names)
-        visible = plan.mask.dense(tokens, plan.tokens)
-        partial, partial_lse = reference.attention(q_rows, k, v, visible, **options)
-        out, lse = _merge(comm, partial, partial_lse, sink)
-        out = stored(out)
+        dout, out, lse = given
+    for sample in samples(plan.seqlen, rows, seed):
+        own, where = _own(plan, sample)
+        # A row of all ranks; with `unsent` its ranks keep their partial results.
+        of_row, unsent = (comm, alone, own, plan.tokens), (_Unsent(comm), alone, own)
+        out_rows, lse_rows = onepage.forward(*of_row, q[where], k, v, mask, **options)
+        out_rows, lse_rows = _with_sink(out_rows, lse_rows, sink)
+        out_rows = stored(out_rows)
         if counts:
-            shift = np.where(np.isneginf(lse), 0, lse)
+            shift = gathered(comm, np.where(np.isneginf(lse_rows), 0, lse_rows))
             parts = (
-                reference.attention(q_rows, k[x], v[x], visible[:, x], **options) for x in pieces
+                onepage.forward(*unsent, plan.tokens[x], q[where], k[x], v[x], mask, **options)
+                for x in counts.pieces
             )
-            counts.add("out", own, [y * np.exp(z - shift)[..., None] for y, z in parts])
-        yield "out", where, out[own]
-        yield "lse", where, lse[own]
+            counts.add("out", len(own), [y * np.exp(z - shift)[..., None] for y, z in parts])
+        yield "out", where, out_rows
+        yield "lse", where, lse_rows
         if backward:
-            dout_rows, at = others[0], others[1] if narrow else out
-            delta = (np.asarray(dout_rows, kind) * at).sum(axis=-1)
-            given = dout_rows, q_rows
-            parts = (
-                reference.attention_backward(
-                    *given, k[x], v[x], lse, delta, visible[:, x], **options
+            at = out[where] if narrow else out_rows
+            given, last = (dout[where], q[where]), (at, lse_rows, mask)
+            dq, _, _ = onepage.backward(*of_row, *given, k, v, *last, **options)
+            if counts:
+                parts = (
+                    onepage.backward(*unsent, plan.tokens[x], *given, k[x], v[x], *last, **options)
+                    for x in counts.pieces
                 )
-                for x in pieces
-            )
-            yield "dq", where, stored(total("dq", own, [dq for dq, _, _ in parts]))[own]
+                counts.add("dq", len(own), [x for x, _, _ in parts])
+            yield "dq", where, stored(dq)
             if rows is None or rows >= plan.seqlen:
-                own_lse[where], own_delta[where] = lse[own], delta[own]
+                out[where], lse[where] = at, lse_rows
     if not backward:
         return
-    for tokens in samples(plan.seqlen, rows, seed + 1):
-        own, where, *given = _share(plan, tokens, local, "k", "v")
-        visible = plan.mask.dense(plan.tokens, tokens)
-        # One contribution for every query head: an incomplete sum over heads may be sent.
-        given = [np.repeat(x, group, axis=1) for x in given]
-        parts = [
-            reference.attention_backward(
-                dout[x], q[x], *given, own_lse[x], own_delta[x], visible[x], **options
-            )
-            for x in pieces
-        ]
-        for name, number in (("dk", 1), ("dv", 2)):
-            dx = total(name, own, [part[number] for part in parts])
-            dx = dx.reshape(len(dx), -1, group, dx.shape[2]).sum(axis=2)
-            yield name, where, stored(dx[own])
+    for sample in samples(plan.seqlen, rows, seed + 1):
+        own, where = _own(plan, sample)
+        keys = k[where], v[where]
+        given = dout, q, *keys, out, lse, mask
+        _, dk, dv = onepage.backward(alone, comm, plan.tokens, own, *given, **options)
+        if counts:
+            # One contribution for every query head: an incomplete sum over heads may be sent.
+            keys, unsent = [np.repeat(x, counts.group, axis=1) for x in keys], _Unsent(comm)
+            parts = []
+            for x in counts.pieces:
+                given = dout[x], q[x], *keys, out[x], lse[x], mask
+                parts.append(
+                    onepage.backward(alone, unsent, plan.tokens[x], own, *given, **options)
+                )
+            counts.add("dk", len(own), [x for _, x, _ in parts])
+            counts.add("dv", len(own), [x for _, _, x in parts])
+        yield "dk", where, stored(dk)
+        yield "dv", where, stored(dv)
     if sink is not None:
-        gradient = reference.sink_gradient(own_lse, own_delta, sink, kind)
+        gradient = reference.sink_gradient(lse, (dout * out).sum(axis=-1), sink, kind)
         yield "dsink", slice(None), _sum(comm, gradient)
+
+
+class _Alone:
+    """A line of one rank, which copies nothing."""
+
+    def allgather(self, x: object) -> list:
+        return [x]
+
+    def alltoall(self, x: list) -> list:
+        return x
+
+
+class _Unsent:
+    """A line whose ranks gather rows, and keep their partial results for them."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.allgather = comm.allgather
+
+    def alltoall(self, x: list[np.ndarray]) -> list[np.ndarray]:
+        return [np.concatenate(x)]
+
+
+def _own(plan: AttentionPlan, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of a sample that this rank owns, and their rows in its shard."""
+    own = np.intersect1d(sample, plan.tokens, assume_unique=True)
+    return own, np.searchsorted(plan.tokens, own)
+
+
+def _with_sink(
+    out: np.ndarray, lse: np.ndarray, sink: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Merge attention with a sink, a partial result whose out is 0."""
+    if sink is None:
+        return out, lse
+    total = np.logaddexp(lse, sink.astype(lse.dtype))
+    return out * np.exp(lse - np.where(np.isneginf(total), 0, total))[..., None], total
 
 
 def _norms(comm: MPI.Intracomm, local: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -339,42 +375,7 @@ def samples(seqlen: int, rows: int | None, seed: int) -> list[np.ndarray]:
     return np.array_split(tokens, -(-len(tokens) // ROWS))
 
 
-def _share(
-    plan: AttentionPlan, tokens: np.ndarray, local: Mapping[str, np.ndarray], *names: str
-) -> list[np.ndarray]:
-    """Return the rows of named tensors at `tokens`, in float64, on all ranks.
-
-    Before them come those of the tokens that this rank owns, and their rows in its shard.
-    """
-    own = np.flatnonzero(np.isin(tokens, plan.tokens, assume_unique=True))
-    where = np.searchsorted(plan.tokens, tokens[own])
-    found: list[np.ndarray] = [own, where]
-    for x in (local[name] for name in names if name in local):
-        rows = np.zeros((len(tokens), *x.shape[1:]))
-        rows[own] = x[where]
-        found.append(_sum(plan.grid.comm, rows))
-    return found
-
-
 def _sum(comm: MPI.Intracomm, x: np.ndarray) -> np.ndarray:
     total = np.empty_like(x)
     comm.Allreduce(x, total)
     return total
-
-
-def _merge(
-    comm: MPI.Intracomm, out: np.ndarray, lse: np.ndarray, sink: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Merge attention over each rank's keys to attention over all keys and the sink."""
-    shift = np.empty_like(lse)
-    comm.Allreduce(lse, shift, op=MPI.MAX)
-    if sink is not None:
-        shift = np.maximum(shift, sink.astype(lse.dtype))
-    shift[np.isneginf(shift)] = 0
-    weight = np.exp(lse - shift)
-    total = _sum(comm, weight)
-    if sink is not None:
-        total += np.exp(sink.astype(lse.dtype) - shift)
-    out = _sum(comm, out * weight[..., None])
-    lse = np.log(total) + shift
-    return out / np.where(total > 0, total, 1)[..., None], lse

@@ -53,17 +53,23 @@ class WireErrors:
         names = (x for x in ROUNDED if x in tensors and self._plan.config.rounds(x))
         return {x: rounded(tensors[x], self._plan.config.wire) for x in names}
 
-    def add(self, name: str, own: np.ndarray, contributions: Sequence[np.ndarray]) -> None:
-        """Count this rank's contributions to some rows, of which it owns `own`.  Collective."""
+    def add(self, name: str, own: int, contributions: Sequence[np.ndarray]) -> None:
+        """Count this rank's contributions to the rows of all ranks, `own` of them its own.
+
+        The rows are in the order of ranks.  Collective.
+        """
         u, f = self._format.error, self._format.floor
         sizes = sum(
             (u * x + f * x.max(axis=-1, keepdims=True)) / (u + f)
             for x in map(np.abs, contributions)
         )
-        self._plan.grid.comm.Allreduce(MPI.IN_PLACE, sizes)
+        comm = self._plan.grid.comm
+        comm.Allreduce(MPI.IN_PLACE, sizes)
+        begin = sum(comm.allgather(own)[: comm.rank])
+        sizes = sizes[begin : begin + own]
         group = self.group if name in OF_KEYS else 1  # dk and dv have one for each query head
-        n, heads, width = sizes[own].shape
-        sizes = sizes[own].reshape(n, heads // group, group, width).sum(axis=2)
+        n, heads, width = sizes.shape
+        sizes = sizes.reshape(n, heads // group, group, width).sum(axis=2)
         self._terms[name] = max(self._terms.get(name, 0.0), float(sizes.max(initial=0)))
 
     def widening(self) -> dict[str, float]:

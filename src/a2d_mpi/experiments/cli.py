@@ -32,7 +32,9 @@ from a2d_mpi.experiments.options import (
     open_streams,
     reason,
 )
+from a2d_mpi.planning.cost import moves
 from a2d_mpi.planning.workload import Workload
+from a2d_mpi.schedules import METHODS, leaves_open, problem_of
 
 T = TypeVar("T")
 IDLE = 0.002  # s of sleep between the polls of a rank that waits for another rank's long step
@@ -235,6 +237,35 @@ def grid_shape(
     return rows or max(1, group // cols), cols or max(1, group // rows)
 
 
+def least_bytes(
+    comm: MPI.Intracomm,
+    method: str,
+    work: Workload,
+    heads: int = 1,
+    distribution: str | None = None,
+) -> tuple[int, int]:
+    """Return rows and columns of the grid whose ranks receive the least, by prediction.
+
+    Each rank counts the bytes of its own programs, and the rank that receives most counts.  Of
+    equal grids, as those of a ring are, the squarest is taken.  Collective over `comm`.
+    """
+    group, found = max(1, comm.size // heads), []
+    for rows in (x for x in range(1, group + 1) if group % x == 0):
+        layout, received = Layout(rows, group // rows, heads), math.inf
+        with suppress(ValueError):  # what fits no grid is refused when the plan is made
+            if METHODS[method].suits(layout):
+                if distribution is None and leaves_open(method, layout, work, work.mask):
+                    distribution = (
+                        "zigzag"  # the search for a better one takes minutes on 512 ranks
+                    )
+                problem = problem_of(method, layout, work, work.mask, distribution)
+                moved = moves(method, layout, problem, comm.rank, work.phases)
+                received = sum(x.nbytes for x in moved if not x.sent)
+        found.append((comm.allreduce(received, MPI.MAX), abs(rows - layout.cols), layout))
+    layout = min(found, key=lambda x: x[:2])[2]
+    return layout.rows, layout.cols
+
+
 def open_grid(comm: MPI.Intracomm, args: argparse.Namespace, work: Workload) -> ProcessGrid:
     """Make the grid of the options of `add_grid`; the grid refuses sizes that do not fit."""
     given = args.rows, args.cols, args.head_ranks, args.order, args.rank_block
@@ -253,4 +284,7 @@ def open_grid(comm: MPI.Intracomm, args: argparse.Namespace, work: Workload) -> 
 
         return ProcessGrid.from_layout(comm, comm.bcast(together(comm, choose, on=0)))
     rows, cols, heads, *order = given
+    if (rows, cols) == (None, None):
+        distribution = getattr(args, "distribution", None)
+        rows, cols = least_bytes(comm, args.method, work, heads, distribution)
     return ProcessGrid(comm, *grid_shape(comm.size, rows, cols, heads), heads, *order)

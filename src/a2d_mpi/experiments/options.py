@@ -182,7 +182,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "method": {"type": method_name, "metavar": "METHOD", "default": next(iter(METHODS)),
                "help": f"one of {', '.join(METHODS)}; underscores may replace blanks"},
     "rows": {"type": whole(1), "metavar": "R",
-             "help": "rows of the grid; default: as square as the ranks allow"},
+             "help": "rows of the grid; default: those with the fewest bytes, predicted"},
     "cols": {"type": whole(1), "metavar": "C",
              "help": "columns of the grid; default: ranks / (--rows x --head-ranks)"},
     "head-ranks": {"type": whole(1), "metavar": "U", "default": 1,

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from a2d_mpi.masks.intervals import EVERYTHING, Interval, overlap
 from a2d_mpi.masks.mask import Mask
+
+Integers = Any  # a list or an array of integers; masks hold arrays
 
 
 class ArrayMask(Mask):
@@ -55,8 +58,8 @@ class IntervalMask(ArrayMask):
         If the arrays are not integers of one of these shapes, or intervals of a query overlap.
     """
 
-    begin: np.ndarray
-    end: np.ndarray
+    begin: Integers
+    end: Integers
 
     def __post_init__(self) -> None:
         for name in ("begin", "end"):

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from a2d_mpi.masks.arrays import ArrayMask
+from a2d_mpi.masks.arrays import ArrayMask, Integers
 from a2d_mpi.masks.intervals import EVERYTHING, Interval
 from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.masks.windows import BlockCausal, SlidingWindow
@@ -31,9 +31,9 @@ class _Packed(ArrayMask):
         queries of each document are aligned with the end of its keys.
     """
 
-    cu_seqlens: np.ndarray
+    cu_seqlens: Integers
     _: KW_ONLY
-    cu_seqlens_kv: np.ndarray | None = None
+    cu_seqlens_kv: Integers | None = None
 
     def __post_init__(self) -> None:
         given = {"cu_seqlens": self.cu_seqlens, "cu_seqlens_kv": self.cu_seqlens_kv}
@@ -178,7 +178,7 @@ class PrefixLMDocuments(_Packed):
         each document.  Also as in `Documents`.
     """
 
-    prefix: int | np.ndarray
+    prefix: int | Integers
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -296,7 +296,7 @@ class CausalBlockwise(_Packed):
         return ((np.where(np.isin(document, last), 0, begin), end),)
 
 
-def positions_in(cu_seqlens: np.ndarray) -> np.ndarray:
+def positions_in(cu_seqlens: Integers) -> np.ndarray:
     """Return the position of each token in its document, (seqlen,) int64."""
     return np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
 

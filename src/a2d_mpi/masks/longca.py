@@ -148,8 +148,10 @@ def prefix_lm_document(
 
 
 def sliding_window(seqlen: int, left: int | None = None, right: int | None = None) -> Mask:
-    left = _size(seqlen) if left is None else left
-    return SlidingWindow(left, left if right is None else right)
+    if left is None:  # the pattern of LongCA-bench looks to both sides
+        left = _size(seqlen)
+        right = left if right is None else right
+    return SlidingWindow(left, right or 0)
 
 
 def sliding_window_causal(seqlen: int, left: int | None = None) -> Mask:
@@ -160,8 +162,10 @@ def global_sliding_window(
     seqlen: int, tokens: int | None = None, left: int | None = None, right: int | None = None
 ) -> Mask:
     tokens = _size(seqlen) if tokens is None else tokens
-    left = tokens if left is None else left
-    return GlobalSlidingWindow(tokens, left, left if right is None else right)
+    if left is None:
+        left = tokens
+        right = left if right is None else right
+    return GlobalSlidingWindow(tokens, left, right or 0)
 
 
 def block_causal_document(

@@ -1,0 +1,24 @@
+"""Train a model of transformers over the ranks: mpiexec -n 4 python examples/pytorch.py"""
+
+import torch
+from mpi4py import MPI
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from a2d_mpi import ProcessGrid
+from a2d_mpi.torch import ContextParallel
+
+comm = MPI.COMM_WORLD
+torch.manual_seed(0)  # the same weights on all ranks
+sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+model = LlamaForCausalLM(LlamaConfig(256, num_attention_heads=4, head_dim=16, **sizes))
+cp = ContextParallel(ProcessGrid(comm, comm.size, 1), model, seqlen=400)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+text = torch.arange(400)[None] % 7  # (1, 400)
+for step in range(5):
+    batch = cp.shard(text)  # this rank's tokens and positions
+    loss = cp.loss(model(**batch.inputs).logits, batch)  # this rank's term
+    loss.backward()
+    cp.sum_gradients()
+    optimizer.step(), optimizer.zero_grad()
+    print(f"rank {comm.rank}, step {step}: loss {comm.allreduce(loss.item()):.4f}")
