@@ -11,7 +11,6 @@ from a2d_mpi.core.sizes import check_memory, misfit
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.planning.cost import buffers
 from a2d_mpi.schedules import METHODS
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
@@ -91,9 +90,12 @@ def check_room(
         If the ranks of this node need more than one of `a2d_mpi.core.sizes.memory_limits`.
     """
     config, own = problem.config, (problem.queries.counts[rank], problem.keys.counts[rank])
-    held = {}
+    held: dict[str, int] = {}  # by memory; `a2d_mpi.planning.memory` knows it tensor by tensor
     for program in programs:
-        held |= {x: max(size, held.get(x, 0)) for x, size in buffers(program).items()}
+        for x in program.arrays.values():
+            if x.role == "buffer":
+                nbytes = x.length * sum(program.group.row_bytes(x))
+                held[x.memory] = max(nbytes, held.get(x.memory, 0))
     tensors = sum(own[x in OF_KEYS] * config.nbytes(x) for x in ("q", "k", "v", "out", "lse"))
     what = f"{config.seqlen} tokens on {grid.layout.shape} ranks: tensors and buffers of one rank"
     check_memory(what, tensors + sum(held.values()), grid.sharing)

@@ -32,7 +32,6 @@ from a2d_mpi.experiments.options import (
     open_streams,
     reason,
 )
-from a2d_mpi.planning.cost import moves
 from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules import METHODS, leaves_open, problem_of
 
@@ -249,6 +248,8 @@ def least_bytes(
     Each rank counts the bytes of its own programs, and the rank that receives most counts.  Of
     equal grids, as those of a ring are, the squarest is taken.  Collective over `comm`.
     """
+    from a2d_mpi.planning.cost import moves
+
     group, found = max(1, comm.size // heads), []
     for rows in (x for x in range(1, group + 1) if group % x == 0):
         layout, received = Layout(rows, group // rows, heads), math.inf
