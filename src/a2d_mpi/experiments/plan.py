@@ -128,10 +128,7 @@ def _print_model(model: Model, work: Workload, ranks: int) -> None:
 
 
 def _print(
-    plans: list[Candidate] | list[Stack],
-    args: argparse.Namespace,
-    machine: Machine,
-    work: Workload,
+    plans: list[Candidate | Stack], args: argparse.Namespace, machine: Machine, work: Workload
 ) -> None:
     """Print the table, and say which plans are not in it."""
     ranks, memory, shown = args.ranks, machine.memory, plans[: args.top or None]
