@@ -121,17 +121,14 @@ def _print_model(model: Model, work: Workload, ranks: int) -> None:
     print(f"{values}, {work.nheads_kv} KV heads; {work.dtype}")
     size, weights = DTYPES[work.dtype].itemsize, f"weights of {model.family} are not counted"
     if n := model.parameters:
-        weights = f"{n / 1e9:.4g} G parameters: {_bytes(n * size)} on every rank"
+        weights = f"{_bytes(n)[:-1]} parameters: {_bytes(n * size)} on every rank"
     cache = size * model.cache(work.seqlen)
     print(f"{weights}; KV cache: {_bytes(cache)}, {_bytes(cache // ranks)} on a rank")
     print("seconds and bytes are of all layers on one grid, and memory of the plans of all masks")
 
 
 def _print(
-    plans: list[Candidate] | list[Stack],
-    args: argparse.Namespace,
-    machine: Machine,
-    work: Workload,
+    plans: list[Candidate | Stack], args: argparse.Namespace, machine: Machine, work: Workload
 ) -> None:
     """Print the table, and say which plans are not in it."""
     ranks, memory, shown = args.ranks, machine.memory, plans[: args.top or None]

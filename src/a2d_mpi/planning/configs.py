@@ -118,7 +118,7 @@ def read_model(path: str | os.PathLike[str]) -> Model:
     path = os.path.join(path, "config.json") if os.path.isdir(path) else path
     try:
         whole = json.loads(read_regular(path))
-        fields = whole | whole.get("text_config", {})
+        fields = whole | (whole.get("text_config") or {})
     except (ValueError, TypeError, AttributeError) as error:  # it is no JSON, or no object
         raise ValueError(f"cannot read {path} as a config of transformers: {error}") from error
     config = {_NAMES.get(name, name): x for name, x in fields.items() if x is not None}

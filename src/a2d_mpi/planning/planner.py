@@ -50,7 +50,7 @@ def candidates(
     progress: Callable[[Iterator], Iterable] = iter,
     idle: float = 0.0,
     number: int | None = 1,
-) -> list[Candidate] | list[Stack]:
+) -> list[Candidate | Stack]:
     """Return all candidates for a number of ranks, in the order of their time.
 
     First come the candidates that were simulated and fit, fastest first.  Candidates that were not
