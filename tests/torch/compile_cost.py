@@ -9,6 +9,7 @@ process grows in a step beyond what it had before, by the kernel's counter.  Nee
 `torch`, Linux, and for "inductor" a C++ compiler.
 """
 
+import ctypes
 import statistics
 import sys
 import time
@@ -27,6 +28,7 @@ SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 20,
     "use_cache": False,
 }  # fmt: skip
+M_MMAP_THRESHOLD = -3  # of mallopt in glibc
 CHECKPOINTS = {
     "kept": None,
     "checkpointed": {"use_reentrant": False},
@@ -70,6 +72,9 @@ def step(cp: ContextParallel, called: torch.nn.Module, ids: torch.Tensor) -> Non
 def main(seqlen: int = 8192, trials: int = 5, backend: str = "inductor", *names: str) -> None:
     """Print a line for each way."""
     comm = MPI.COMM_WORLD
+    ctypes.CDLL(None).mallopt(
+        M_MMAP_THRESHOLD, 1 << 16
+    )  # tensors that are freed leave the process
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     rows = 2 if comm.size % 2 == 0 else 1
