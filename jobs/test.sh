@@ -119,7 +119,7 @@ for mpi in "${mpis[@]}"; do
   done
 done
 
-# PyTorch is large and has a separate environment.  Its MPI is one that ran the other tests, or MPICH.
+# PyTorch is large and has separate environments.
 if [[ $torch == missing ]]; then
   lines+=("torch: not in the active environment, so its tests were not run")
 elif [[ $torch ]]; then
@@ -128,6 +128,12 @@ elif [[ $torch ]]; then
     python -m pytest tests/torch -q --color=no -m "not mpi" "$@"
   record "torch, 4 ranks" run_mpi 4 "$most" \
     python -m pytest tests/torch -q --color=no --with-mpi -m mpi "$@"
+  # Only Open MPI continues when ranks die.
+  if [[ ${A2D_MPI_ENV:-} != active ]]; then
+    use_env openmpi test,torch test,torch .venv-torch-openmpi
+    record "torch, openmpi, serial" yielding limited "$most" \
+      python -m pytest tests/torch -q --color=no -m "not mpi and launches" "$@"
+  fi
 fi
 
 # cuDNN is large, too, and takes minutes: only this mode runs these tests.

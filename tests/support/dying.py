@@ -4,7 +4,7 @@
 
     mpiexec --with-ft ulfm -n 6 python tests/support/dying.py lose FOLDER STAGES [METHOD [HEADS]]
     mpiexec -n 5 python tests/support/dying.py whole METHOD HEADS
-    mpiexec -n 6 python tests/support/dying.py train OPTIONS RANGES
+    mpiexec -n 6 python tests/support/dying.py train OPTIONS TRAININGS
 
 `lose` runs plans.  A stage of STAGES, a JSON list, is [phase, victims, seconds]: ranks of the
 grid, which kill themselves so many seconds after the stage began; in "program" when they have met
@@ -13,9 +13,9 @@ the others, in "shrink" all but the first while the grid shrinks.  Each survivor
 on its new grid.  `whole` prints the hashes of grids of 1 to 5 ranks that were made so from the
 start.
 
-`train` trains by OPTIONS, a JSON list, on a new grid for each of RANGES, [[end, ranks, rows,
-cols], ...], and prints the hash of losses and weights: what a run comes to that lost ranks at
-these steps."""
+`train` trains by OPTIONS, a JSON list, on a new grid for each range of steps, [end, ranks, rows,
+cols], of each of TRAININGS, a JSON list of such lists.  For each it prints the hash of losses and
+weights: what a run comes to that lost ranks at these steps."""
 
 import atexit
 import faulthandler
@@ -77,17 +77,20 @@ def arm(folder, stages):
     """
     import a2d_mpi.experiments.cli as cli
     import a2d_mpi.experiments.generate as generate
-    import a2d_mpi.experiments.train_gpt as job
-    import a2d_mpi.gpt.decode as decode
+    import a2d_mpi.experiments.train as job
+    import a2d_mpi.torch.context as context
+    from a2d_mpi.torch.decoding import Steps
+    from a2d_mpi.torch.gradients import GradientHooks
 
-    faulthandler.dump_traceback_later(40)  # a rank says where it hangs
+    faulthandler.dump_traceback_later(150)  # a rank says where it hangs
     places = {
         "forward": [(AttentionPlan, "forward")],
         "backward": [(AttentionPlan, "backward")],
-        "making": [(job, "make_plan"), (decode, "make_plan")],
+        "making": [(context, "make_plan")],
+        "sums": [(GradientHooks, "finish")],
         "checkpoint": [(job.Trainer, "_keep_if_due")],  # on all ranks; one writes
         "evaluation": [(job.Trainer, "evaluate")],
-        "step": [(decode.Decoder, "step")],
+        "step": [(Steps, "_exchange")],
         "repair": [(ProcessGrid, "shrink")],
         # The last 50 ms: before the losses are written, and after everything is written.
         "end": [(job, "origin_of")],
@@ -131,7 +134,7 @@ def arm(folder, stages):
         for owner, name in owners:
             setattr(owner, name, watched(getattr(owner, name), phase))
     job.Trainer.go_on = noted(job.Trainer.go_on)
-    generate.Decoder = noted(generate.Decoder)
+    generate.ContextParallel = noted(generate.ContextParallel)
 
 
 def raise_in(folder, victim, name, call, error):
@@ -160,30 +163,35 @@ def hash_of(*arrays):
     return hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest()
 
 
-def train(options, ranges):
-    """Print the hash of a training on one grid after the other; collective."""
+def hash_of_training(losses, weights):
+    return hash_of(np.array(losses), *(weights[x] for x in sorted(weights)))
+
+
+def train(options, trainings):
+    """Print the hash of each training on one grid after the other; collective."""
     from helpers import parser_of
 
-    import a2d_mpi.experiments.train_gpt as job
+    import a2d_mpi.experiments.train as job
+    from a2d_mpi.devices.host import HOST
 
-    args = parser_of("drivers/train.py").parse_args(["gpt", *options])
-    world, state = MPI.COMM_WORLD, None
-    text, _, config = job._validated(args)
-    for end, ranks, rows, cols in ranges:
-        comm = world.Split(0 if world.rank < ranks else MPI.UNDEFINED, world.rank)
-        if comm == MPI.COMM_NULL:
-            continue
-        grid = ProcessGrid(comm, rows, cols)
-        state = state or job._resumed(comm, args, config, text)
-        trainer = job.Trainer(comm, grid, args, text, state)
-        while state.step < end:
-            trainer.step()
-        state = trainer.host_state()
-        trainer.free()
-        grid.free()
-        comm.Free()
-    if world.rank == 0:
-        print(hash_of(state.losses, state.weights))
+    args, world = parser_of("drivers/train.py").parse_args(options), MPI.COMM_WORLD
+    for ranges in trainings:
+        trainer = job.opened(world, args, HOST)
+        for end, ranks, rows, cols in ranges:
+            comm = world.Split(0 if world.rank < ranks else MPI.UNDEFINED, world.rank)
+            if comm == MPI.COMM_NULL:
+                continue
+            grid = ProcessGrid(comm, rows, cols)
+            (trainer.go_on if trainer.begun else trainer.begin)(comm, grid)
+            trainer.begun = True
+            while trainer.state.step < end:
+                trainer.step()
+            trainer.free()
+            grid.free()
+            comm.Free()
+        if world.rank == 0:
+            weights = {x: y.numpy() for x, y in trainer.model.state_dict().items()}
+            say(hash_of_training(trainer.state.losses, weights))
 
 
 # Plans.

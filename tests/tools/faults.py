@@ -12,11 +12,12 @@ after it, and the final results must equal an uninterrupted run bit for bit.
 three random phases.  The others must hear of each loss within 10 s, and compute the results of new
 grids of the same shape, bit for bit.
 
-`survivals` (the same): so do ranks of `train.py gpt --survive`, up to four times; of
+`survivals` (the same, and PyTorch): so do ranks of `train.py --survive`, up to four times; of
 `generate.py`; or, "end", 1 to 5 ranks in the last 50 ms of a training.  A job must end with exit
-code 0 and without a traceback, go on within 10 s of each loss, and leave no process and no file
+code 0 and without a traceback, go on within 30 s of each loss, and leave no process and no file
 that is damaged or temporary.  It must come to the bits of a training that was on the same grids in
-the same steps from the start, or to the answers without a loss.
+the same steps from the start, or to the answers without a loss; a word may be printed twice for
+each death of the rank that prints.
 
 `raises`: one rank of a driver raises an error at the beginning of one call of a function of the
 package.  The job must end in time.
@@ -59,40 +60,35 @@ from killing import (
     answers_of,
     family,
     files,
+    hashes_without_loss,
     kill,
     lose,
     problem_of,
+    repeats,
     start,
     survive,
+    trained_badly,
     waits,
     what_was_lost,
 )
 
-from a2d_mpi.experiments.checkpoint import latest
+from a2d_mpi.experiments.checkpoint import RUN, latest, load
 
 TOP = tempfile.TemporaryDirectory()  # of files that several jobs need
 SECONDS = defaultdict(list)  # what is measured, by name
 NUMPY = ["--kernel", "numpy"]  # Numba takes longer to import than most of these jobs
-MODEL = ["--layers", 1, "--width", 8, "--nheads", 2]
-TEXT = [ROOT / "LICENSE", "--separator", "", *MODEL, "--seqlen", 40, "--warmup-steps", 5]
 # Driver, ranks, options, and options for so much work that there is time to kill it.  "{}" is an
 # empty folder, and "{model}" a folder of checkpoints.
 DRIVERS = {
-    "train": ("train.py gpt", 2, [*TEXT, "--folder", "{}/run", "--output", "{}/log.h5"],
+    "train": ("train.py", 2, ["llama-tiny", ROOT / "LICENSE", "--separator", "", "--seqlen", 64,
+                              "--warmup-steps", 5, "--folder", "{}/run", "--output", "{}/log.h5"],
               ["--steps", 150, "--every", 1, "--resume", *NUMPY]),
     "generate": ("generate.py", 2, ["{model}", "--prompt", "So "],
-                 ["--tokens", 30, "--temperature", 0.7]),
-    "apart": ("generate.py", 3, ["{model}", "--prompt", "So ", "--prompt", "Or", "--tokens", 3,
-                                 "--ffn-ranks", 1], []),
+                 ["--tokens", 300, "--temperature", 0.7]),
     "attention": ("attention.py", 2, [SAMPLE, "--backward", "--output", "{}/out.h5",
                                       "--save-outputs"], ["--seqlen", 256, "--trials", 3, *NUMPY]),
     "bench": ("bench.py", 2, ["--output", "{}/bench.h5", "--nheads", 2, "--headdim", 8],
               ["--trials", 2, "--seqlens", "64,65,66,67", "--plans", "all", "--resume", *NUMPY]),
-    "steps": ("bench.py train", 2, ["--output", "{}/runs.h5", *MODEL],
-              ["--seqlen", 64, "--trials", 3, "--plans", "ring,attention2d:1x2,attention2d:2x1",
-               "--resume"]),
-    "decode": ("bench.py decode", 3, ["--output", "{}/decode.h5", "--width", 32, "--nheads", 4],
-               ["--contexts", "64,128", "--trials", 3]),
     "linear": ("bench.py linear", 2, ["--output", "{}/linear.h5", "--nheads", 2, "--headdim", 8,
                                       "--seqlens", 64, "--trials", 2], []),
 }  # fmt: skip
@@ -100,17 +96,15 @@ DRIVERS = {
 LITTLE = {
     "train": ["--steps", 2], "generate": ["--tokens", 3],
     "attention": ["--seqlen", 64, "--trials", 2],
-    "steps": ["--seqlen", 32, "--trials", 2, "--plans", "ring"],
     "bench": ["--trials", 1, "--seqlens", 64, "--plans", "ring,attention2d:1x2"],
-    "decode": ["--contexts", 20, "--trials", 2, "--ranks", "1,2", "--apart", "1+1,2+1"],
 }  # fmt: skip
-KILLED = [x for x in DRIVERS if x not in ("apart", "linear")]
+KILLED = [x for x in DRIVERS if x != "linear"]
 
 
 @cache
 def model():
     folder = Path(TOP.name, "model")
-    drive("train.py gpt", 1, *TEXT, "--steps", 4, "--folder", folder)
+    drive("train.py", 1, *TRAINING, "--folder", folder)
     return folder
 
 
@@ -153,18 +147,25 @@ def contents(path, stamps=False):
 def done_in(name, folder):
     """Return the set of what a driver has finished in the folder; nothing may ever leave it."""
     if name == "train":
-        state, refused = latest(folder / "run") if (folder / "run").exists() else (None, "")
+        _, state, refused = latest(folder / "run")
         assert not refused, refused
         return set(range(state.step)) if state else set()
-    return set().union(*(contents(x, name in ("bench", "steps")) for x in folder.glob("*.h5")))
+    return set().union(*(contents(x, name == "bench") for x in folder.glob("*.h5")))
 
 
 def bits_of(name, folder, stdout):
     """Return what a driver comes to in the end."""
     if name == "generate":
-        return stdout.splitlines()[0]
-    paths = sorted(x for x in folder.rglob("*") if x.is_file())
-    return [(str(x.relative_to(folder)), sorted(contents(x))) for x in paths]
+        return stdout.partition(" tokens of the prompt and ")[0]
+    found = []
+    for path in sorted(x for x in folder.rglob("*") if x.is_file()):
+        if path.suffix == ".h5":
+            found.append((path.name, sorted(contents(path))))
+        elif path.name == RUN:
+            found.append((path.parent.name, load(path.parent).losses))
+        else:
+            found.append((path.parent.name, path.name, path.read_bytes()))
+    return found
 
 
 def run_killed(name, folder, moment, kind, choice):
@@ -239,18 +240,19 @@ def losses(choice, folder, only):
 # Survivals.
 
 SURVIVORS = {
-    "train.py gpt": ("forward", "backward", "making", "checkpoint", "evaluation", "repair"),
+    "train.py": ("forward", "backward", "making", "sums", "checkpoint", "evaluation", "repair"),
     "generate.py": ("forward", "making", "step", "repair"),
     "end": ("end", "exit"),
 }
 
 
+TRAININGS = []  # grids of each job, and the hash that it came to; they are compared at the end
+
+
 @cache
 def generation():
     """Return options of generate.py, and the answers without a loss."""
-    folder = Path(TOP.name, "survivals")
-    drive("train.py gpt", 2, *TRAINING, "--folder", folder)
-    options = [folder, *ASKING, "--tokens", 30, "--temperature", 0.8]
+    options = [model(), *ASKING, "--tokens", 40, "--temperature", 0.8]
     return options, answers_of(drive("generate.py", 2, *options))
 
 
@@ -278,13 +280,17 @@ def stages_of(choice, phases):
 
 def survivals(choice, folder, only):
     kind = choice.choice(only or list(SURVIVORS))
-    stages, answers = stages_of(choice, SURVIVORS[kind]), None
+    stages = stages_of(choice, SURVIVORS[kind])
     if kind == "generate.py":
         options, answers = generation()
         done = survive(kind, folder, stages, *options)
+        problem, found = problem_of(folder, done), answers_of(done)
+        if not problem and not repeats(found, answers, len(stages)):
+            problem = f"other answers: {found}"
     else:
-        done = survive("train.py gpt", folder, stages, *TRAINING, *files(folder))
-    problem = problem_of(folder, done, answers, may_end_first=kind == "end")
+        done = survive("train.py", folder, stages, *TRAINING, *files(folder))
+        problem = problem_of(folder, done, may_end_first=kind == "end")
+        problem = problem or trained_badly(folder, TRAININGS)
     for noticed, on in waits(folder / "notes"):
         SECONDS["noticed by the first"] += [noticed] * (noticed is not None)
         SECONDS["went on"] += [on] * (noticed is not None and on is not None)
@@ -343,9 +349,9 @@ def cost(choice, folder, only):
     seconds = {}
     for name in choice.sample(list(WAYS), len(WAYS)):
         mpi, more = WAYS[name]
-        options = [ROOT / "LICENSE", "--preset", "tiny", "--seqlen", 256, "--steps", 60, "--every",
-                   60, "--separator", r"\n\n", *files(folder / name), *more]  # fmt: skip
-        drive("train.py gpt", 2, *options, mpi=mpi, timeout=300, numba=True)
+        options = ["llama-tiny", ROOT / "LICENSE", "--seqlen", 256, "--steps", 60, "--every", 60,
+                   "--separator", r"\n\n", *files(folder / name), *more]  # fmt: skip
+        drive("train.py", 2, *options, mpi=mpi, timeout=300, numba=True)
         with h5py.File(folder / name / "out.h5") as file:
             seconds[name] = float(np.median(file["seconds/total"][5:]))  # without the first ones
     for name, x in seconds.items():
@@ -384,6 +390,11 @@ def main(argv=None) -> int:
         failed += bool(problem)
         if problem:
             print(f"job {number}: {problem}", flush=True)
+    expected = hashes_without_loss(*(x for x, _ in TRAININGS)) if TRAININGS else []
+    for (grids, found), hashed in zip(TRAININGS, expected, strict=True):
+        if found != hashed:
+            failed += 1
+            print(f"other results than on {grids} from the start", flush=True)
     print(f"{args.jobs} jobs, {failed} failed")
     for label in sorted(jobs):
         print(f"{label:24} {jobs[label]:5}, {bad[label]} of them in jobs that failed")

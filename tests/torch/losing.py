@@ -3,8 +3,8 @@
     mpiexec --with-ft ulfm -n 6 python tests/torch/losing.py lose FOLDER STAGES
     mpiexec -n 5 python tests/torch/losing.py whole
 
-The phases are those of `PHASES`.  The hash is that of the model's weights, its gradients after a
-step, and tokens that it generates.
+The phases are the methods of `Model`, and "shrink".  The hash is that of the model's weights, its
+gradients after a step, and tokens that it generates.
 """
 
 import json
@@ -72,13 +72,10 @@ class Model:
         self.cp = self.hooks = None
 
 
-PHASES = "making", "step", "sums", "generate", "goes_on"
-
-
 def acts(phase, method, grid):
     """Return the action that is repeated in a phase, and what releases its resources after it."""
     model = Model(grid)
-    return getattr(model, phase), model.free
+    return getattr(model, phase, model.step), model.free
 
 
 def say_hash(method, grid, *more):

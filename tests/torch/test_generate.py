@@ -4,11 +4,14 @@ Needs the extra `torch`: `bash jobs/test.sh torch`.
 """
 
 import re
+import signal
 
+import psutil
 import pytest
 import torch
 import transformers
 from helpers import SECONDS, assert_each_refused, drive
+from killing import family, kill, start
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -75,19 +78,24 @@ def test_refused(folder, tmp_path):
         ("generate.py", [folder, "--prompt", ""], [], "--prompt must not be empty"),
         ("generate.py", [folder, "--prompt-file", tmp_path / "empty"], [], "must not be empty"),
         ("generate.py", [folder, "--prompt-file", tmp_path / "no"], [], "No such file"),
-        ("generate.py", [folder, *mine, "--room", "1,2,3"], [], "tokens for each of 2 ranks"),
+        ("generate.py", [folder, *mine, "--room", "1,2,3"], [], "tokens for each of the 2 ranks"),
         ("generate.py", [folder, *mine, "--room", "40,40"], [], "do not fit"),
-        ("generate.py", [folder, *mine, "--survive"], [], "--survive"),
-        ("generate.py", [folder, *mine, "--tokens", 400], [], "1 tokens and 400 new ones"),
+        ("generate.py", [folder, *mine, "--room", "1,2"], ["--room", "1,3"], "on --room"),
+        ("generate.py", [folder, *mine, "--tokens", 401], [], "1 tokens and 401 new ones"),
         ("generate.py", [tmp_path / "odd", *mine], [], "a vocabulary of 256, got 300"),
         ("generate.py", [tmp_path / "none", *mine], [], "none"),
         ("generate.py", [tmp_path / "few", "--prompt", "a far"], [], "0 to 99, got 100"),
     ], 2)  # fmt: skip
 
 
-@pytest.mark.parametrize("sent", ["SIGKILL", "SIGINT"])
-def test_a_rank_that_ends(folder, sent):
-    """The job ends in the middle of the text."""
+@pytest.mark.launches
+@pytest.mark.parametrize("what, said", [
+    ("os.kill(os.getpid(), signal.SIGKILL)", ""),
+    ("os.kill(os.getpid(), signal.SIGINT)", "generate.py: rank 1 interrupted"),
+    ("raise MemoryError('no memory')", "generate.py: rank 1 failed"),
+])  # fmt: skip
+def test_a_rank_that_ends(folder, what, said):
+    """The job ends in the middle of the text, with one message."""
     sabotage = f"""
 import os, signal
 from a2d_mpi.torch import decoding
@@ -95,7 +103,7 @@ attend, calls = decoding.Steps.attend, []
 def counted(*given):
     calls.append(1)
     if rank == 1 and len(calls) == 40:
-        os.kill(os.getpid(), signal.{sent})
+        {what}
     return attend(*given)
 decoding.Steps.attend = counted
 """
@@ -103,3 +111,21 @@ decoding.Steps.attend = counted
     done = drive("generate.py", 3, folder, *options, sabotage=sabotage, code=None)
     assert done.returncode != 0 and done.seconds < SECONDS
     assert "tokens/s" not in done.stdout
+    assert said in done.stderr and done.stderr.count("generate.py: ") == bool(said), done.stderr
+
+
+@pytest.mark.launches
+def test_ctrl_c(folder):
+    """Ctrl-C ends all ranks."""
+    job = start(3, folder, "--prompt", PROMPT, "--tokens", 380, program="generate.py")
+    try:
+        assert job.stdout.read(1)  # the text has begun
+        processes, ranks = family(job)
+        assert len(ranks) == 3
+        job.send_signal(signal.SIGINT)
+        stdout, stderr = job.communicate(timeout=SECONDS)
+        assert "tokens/s" not in stdout and "Traceback" not in stderr
+        psutil.wait_procs(processes[1:], 5)
+        assert not any(x.is_running() for x in ranks)
+    finally:
+        kill(family(job)[0] if job.poll() is None else [])

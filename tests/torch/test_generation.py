@@ -4,6 +4,7 @@ Needs the extra `torch`: `bash jobs/test.sh torch`.
 """
 
 import copy
+import string
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ import transformers
 from helpers import assert_all
 from refused import assert_raises
 from test_context import EQUAL, MLA, VOCAB, build
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
 
 from a2d_mpi import ProcessGrid
 from a2d_mpi.torch import ContextParallel
@@ -32,9 +36,8 @@ def made(name, dtype=torch.float32, **options):
     kind, config, given = MODELS[name]
     more = {"max_position_embeddings": 600, "eos_token_id": None} | options
     if name.startswith("Phi-3"):
-        more["original_max_position_embeddings"] = 600
-        rope = given["rope_parameters"] | {"original_max_position_embeddings": 600}
-        more["rope_parameters"] = rope
+        short = {"original_max_position_embeddings": more["max_position_embeddings"]}
+        more |= short | {"rope_parameters": given["rope_parameters"] | short}
     return build(kind, config, given | more, dtype).eval()
 
 
@@ -242,12 +245,12 @@ def test_room(comm, parallel):
     later = found.past_key_values.owners[0][119:]
     assert_all(comm, (later == 2).all(), f"tokens went to {later}")
     text = f"ranks would keep {own.tolist()}, and 30 that follow do not fit"
-    before = cp._generation.steps.traffic.bytes.copy()
+    before = cp.decoding_traffic.bytes.copy()
     assert_raises(comm, text, cp.generate, prompt(120), room=(room - 1).tolist(), **options)
     room[0] -= 1
     room[1] += 9
     assert_raises(comm, text, cp.generate, prompt(120), room=room.tolist(), **options)
-    assert_all(comm, before == cp._generation.steps.traffic.bytes, "computed something")
+    assert_all(comm, before == cp.decoding_traffic.bytes, "computed something")
     told = "there is room for [3, 3, 3, 3]"
     assert_raises(comm, told, cp.generate, prompt(6), room=[3] * 4, max_new_tokens=9)
     for wrong in ([1], [-1] * comm.size):
@@ -311,6 +314,13 @@ def test_what_generate_takes(comm, parallel):
     assert_all(
         comm, shown.put_so_far == printed and shown.ended == first, "printed something else"
     )
+    letters = string.ascii_letters + "_"  # as many as the model has tokens
+    tokenizer = Tokenizer(BPE({x: i for i, x in enumerate(letters)}, []))
+    tokenizer.decoder = Fuse()
+    stop = {"tokenizer": transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)}
+    stop |= {"stop_strings": [letters[found[0, 71]]], "max_new_tokens": 9}
+    expected = one(comm, alone, ids, **stop, **SAMPLED)
+    assert_same(comm, spread(cp, ids, **stop, **SAMPLED), expected)
     told = "rank 0 could not choose a token: nobody reads"
     assert_raises(comm, told, cp.generate, ids, streamer=Prints(fails=True), max_new_tokens=5)
     assert_same(comm, spread(cp, ids, max_new_tokens=5), one(comm, alone, ids, max_new_tokens=5))
@@ -435,17 +445,20 @@ def test_the_probe_compares_steps(comm, parallel, monkeypatch):
     monkeypatch.undo()
     from a2d_mpi.torch.cache import Kept
 
-    begin = Kept.begin_step
+    begin = Kept.begin
 
-    def all_of_it(self, lengths, new, packed):
-        new = [np.arange(x, x + 1) for x in lengths]
-        begin(self, lengths, new, [np.arange(1)])
+    def all_of_it(self, old, new, sources, total):
+        if total is None:
+            new, sources = [np.arange(x, x + 1) for x in old], [np.arange(1)]
+        begin(self, old, new, sources, total)
 
-    def none_of_it(self, lengths, new, packed):
-        begin(self, lengths, [x[:0] for x in new], [x[:0] for x in packed])
+    def none_of_it(self, old, new, sources, total):
+        if total is None:
+            new, sources = [x[:0] for x in new], [x[:0] for x in sources]
+        begin(self, old, new, sources, total)
 
     for wrong in (all_of_it, none_of_it):
-        monkeypatch.setattr(Kept, "begin_step", wrong)
+        monkeypatch.setattr(Kept, "begin", wrong)
         assert_raises(comm, told, parallel(made("Llama")).generate, prompt(9), max_new_tokens=2)
         monkeypatch.undo()
     parallel(made("Llama"), probe=False).generate(prompt(9), max_new_tokens=2)

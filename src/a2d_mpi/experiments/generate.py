@@ -1,139 +1,229 @@
-"""The program of drivers/generate.py: text from a checkpoint, with a cache on all ranks."""
+"""The program of drivers/generate.py: text of a model of transformers, by all ranks together."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from mpi4py import MPI
+from transformers import TextStreamer
 
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.experiments.checkpoint import State, latest, load
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.experiments.checkpoint import latest
 from a2d_mpi.experiments.cli import grid_shape, together
 from a2d_mpi.experiments.measure import open_device
-from a2d_mpi.experiments.options import FAILED_CHECK
+from a2d_mpi.experiments.models import Tokenizer, open_model
+from a2d_mpi.experiments.options import progress
 from a2d_mpi.experiments.ranks import check_survive, surviving
 from a2d_mpi.experiments.user_files import texts_of
-from a2d_mpi.gpt.apart import MICRO_BATCHES, attention_grid, open_apart, weights_of_rank
-from a2d_mpi.gpt.decode import Decoder
-from a2d_mpi.gpt.parameters import Parameters
-from a2d_mpi.gpt.serve import Service, sample
-from a2d_mpi.gpt.text import VOCAB
+from a2d_mpi.torch import ContextParallel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Generate text; return the exit code: 1 if a request was refused."""
+    """Answer the prompts one after the other; return the exit code."""
     check_survive(comm, args.survive)
-    prompts, split = together(comm, lambda: (_prompts(args), _split(args, comm.size)))
-    ranks = split[0] if split else comm.size
-    rows, cols = grid_shape(ranks, args.rows, args.cols, args.head_ranks)
-    shape = rows, cols, args.head_ranks
-    grid = attention_grid(comm, split, shape) if split else ProcessGrid(comm, *shape)
-    weights = _weights(comm, args, split)
-    rooms = args.room if args.room is not None else [1 << 30] * (rows * cols)
-    wrong = f"--room must be a number for each of the {rows * cols} positions, got {rooms}"
-    agree(comm, wrong if len(rooms) != rows * cols else None)
-    options = {"method": args.method, "transfers": args.transfers, "kernel": args.kernel}
-    options["block"] = args.kv_block
-
-    def choose(name: int, length: int, logits: np.ndarray) -> int:
-        return sample(logits, args.temperature, (args.seed, name, length))
-
-    service = Service(prompts, dict.fromkeys(prompts, args.tokens), choose)
-    decoder: Decoder | None = None
-    printer, ended = 0, []  # rank, in the first grid, that prints; requests of the latest step
-
-    def answer(rank: int, first: int) -> int:
-        """Answer all prompts; rank 0, `first` in the first grid, prints; return the exit code."""
-        nonlocal printer, ended
-        service.use(decoder)
-        if printer == first:  # otherwise it may have died before it printed the latest answers
-            ended = []
-        printer = first
-        while True:
-            for name in ended if rank == 0 else ():
-                print(f"{name}: {_shown(prompts[name], service.answers[name])}", flush=True)
-            if not service.unanswered:
-                refused = any(isinstance(x, ValueError) for x in service.answers.values())
-                return FAILED_CHECK if refused else 0
-            ended = service.step()
-
-    def work(grid: ProcessGrid, comm: MPI.Intracomm) -> int:
-        nonlocal decoder
-        numbers = grid.failures.numbers
-        positions = np.reshape(numbers, (-1, grid.heads)).tolist()
-        least = [min(room_of[x] for x in ranks) for ranks in positions]
-        if decoder:
-            decoder.free()
-        decoder = Decoder(grid, weights, least, **options)
-        return answer(comm.rank, numbers[0])
-
-    if split:
-        options["micro_batches"] = args.micro_batches or MICRO_BATCHES
-        decoder = open_apart(comm, grid, split, weights, rooms, **options)
-        code = answer(comm.rank, 0)
-        if grid:
-            grid.free()
-    else:
-        room_of = dict(enumerate(np.repeat(rooms, args.head_ranks).tolist()))
-        code = surviving("generate.py", grid, work, args.survive, args.method)
-    if code is not None:
-        decoder.free()
-    return code or 0
+    device = open_device(comm, args.device)
+    torch.set_num_threads(args.threads)
+    name = comm.bcast(together(comm, lambda: _checkpoint(args.model), on=0))
+    # Every rank reads all weights, each from its own disk or from a shared one.
+    session = together(comm, lambda: Session(args, *open_model(name, seed=args.seed)))
+    if device is not HOST:
+        torch.cuda.set_device(device.index)
+        session.model.to(f"cuda:{device.index}")
+    wrong = f"--room must be tokens for each of the {comm.size} ranks, got {args.room}"
+    agree(comm, wrong if args.room and len(args.room) != comm.size else None)
+    shape = grid_shape(comm.size, args.rows, args.cols, args.head_ranks)
+    grid = ProcessGrid(comm, *shape, args.head_ranks)
+    return surviving("generate.py", grid, session.work, args.survive, args.method) or 0
 
 
-def _shown(prompt: np.ndarray, answer: np.ndarray | ValueError) -> str:
-    """Return a prompt with its answer, or why it was refused."""
-    if isinstance(answer, ValueError):
-        return f"refused: {answer}"
-    return repr("".join(bytes(x.tolist()).decode(errors="replace") for x in (prompt, answer)))
+class Session:
+    """The answers to the prompts, on all ranks.
+
+    Parameters
+    ----------
+    args : Namespace
+        Options of drivers/generate.py.
+    model : PreTrainedModel
+    tokenizer : Tokenizer
+
+    Attributes
+    ----------
+    args, model
+        As above.
+    prompts : list of list of int
+        Tokens of each prompt.
+    number : int
+        Number of the prompt that is answered now.
+    answer : list of int
+        Its new tokens that this rank knows to be chosen.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, model: PreTrainedModel, tokenizer: Tokenizer
+    ) -> None:
+        self.args, self.model = args, model
+        self.prompts = [tokenizer.encode(x) for x in texts_of(args)]
+        most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        for x in self.prompts:
+            if not x:
+                raise ValueError("a prompt has no tokens")
+            if most and len(x) + args.tokens - 1 > most:  # the last token gets no position
+                raise ValueError(
+                    f"{len(x)} tokens and {args.tokens} new ones are too many for the model, "
+                    f"which has {most} positions"
+                )
+        self.number, self.answer = 0, []
+        self._printer = _Printer(tokenizer)
+
+    def work(self, grid: ProcessGrid, comm: MPI.Intracomm) -> int:
+        """Answer what is not answered yet; also on a smaller grid after a loss.  Collective."""
+        known = comm.allgather((self.number, self.answer))  # some ranks may be a token ahead
+        self.number, self.answer = max(known, key=lambda x: (x[0], len(x[1])))
+        args = self.args
+        room = args.room and [args.room[x] for x in grid.failures.numbers]
+        # The tokens of a training sequence, of which there is none.
+        sizes = {"seqlen": max(comm.size, *map(len, self.prompts))}
+        options = {x: getattr(args, x) for x in ("method", "kernel", "transfers", "threads")}
+        cp = ContextParallel(grid, self.model, **sizes, **options)
+        try:
+            while self.number < len(self.prompts):
+                self._answer(cp, comm, room)
+                self.number, self.answer = self.number + 1, []
+        finally:
+            cp.free()
+        return 0
+
+    def _answer(self, cp: ContextParallel, comm: MPI.Intracomm, room: list[int] | None) -> None:
+        """Answer one prompt, or go on with the answer."""
+        args, model, printer, first = self.args, self.model, self._printer, comm.rank == 0
+        prompt = self.prompts[self.number]
+        ids = torch.tensor([prompt + self.answer])
+        # Only compares decoded steps with one process, the first time: nothing is computed.
+        cache, sent = cp.prefill(ids[:, :1], room=room), _bytes_sent(cp)
+        torch.manual_seed(args.seed)
+        chances = torch.ones(1, len(model.get_output_embeddings().weight), device=model.device)
+        for _ in self.answer:  # rank 0 has drawn so often, and each time as many random numbers
+            chances.multinomial(1)
+        given = {"do_sample": False}
+        if args.temperature:
+            given = {"do_sample": True, "temperature": args.temperature}
+        try:
+            with ExitStack() as stack:
+                if first:
+                    header = f"--- prompt {self.number}" if len(self.prompts) > 1 else ""
+                    printer.go_on(self.number, self.answer, header)
+                    printer.show_layers(cp, stack)
+                found = cp.generate(
+                    ids,
+                    torch.ones_like(ids),
+                    past_key_values=cache,
+                    max_new_tokens=args.tokens - len(self.answer),
+                    streamer=printer,  # which only rank 0 calls
+                    **given,
+                )
+        finally:
+            known = cache.ids[:1, len(prompt) :].ravel().tolist()  # not of a cache without rows
+            self.answer = max(self.answer, known, key=len)
+        kept = comm.allgather((cache.nbytes, _bytes_sent(cp) - sent))
+        if first:
+            new = found.shape[1] - ids.shape[1]
+            _report(printer.times, ids.shape[1], new, *np.array(kept).T)
 
 
-def _prompts(args: argparse.Namespace) -> dict[int, np.ndarray]:
-    """Return the bytes of each prompt as tokens."""
-    texts = enumerate(texts_of(args))
-    return {i: np.frombuffer(x, np.uint8).astype(np.int64) for i, x in texts}
+class _Printer(TextStreamer):
+    """Prints tokens as they come, and shows the layers of the prefill until the first one comes.
+
+    Attributes
+    ----------
+    times : list of float
+        When the prompt and each token came, in seconds.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
+        self._number = -1  # of the prompt
+
+    def go_on(self, number: int, known: list[int], header: str) -> None:
+        """Begin a prompt, or go on after tokens that a rank may have printed that died since."""
+        if number != self._number:
+            self._number, self._taken, self._ended = number, [], False
+            if header and not known:
+                print(header, flush=True)
+        self._silent = True
+        for x in known[len(self._taken) :]:
+            super().put(torch.tensor([x]))
+            self._taken.append(x)
+        self._silent, self._again, self.times = False, len(self._taken) - len(known), []
+
+    def show_layers(self, cp: ContextParallel, stack: ExitStack) -> None:
+        """Show which layers the prefill has computed, as long as the stack is open."""
+        self._layers = len(cp.layers)
+        self._bar = stack.enter_context(progress(total=self._layers, desc="prefill", unit="layer"))
+        for layer in cp.layers:
+            handle = layer.register_forward_hook(lambda *_: self._advance())
+            stack.callback(handle.remove)
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt, and then a token."""
+        self.times.append(time.perf_counter())
+        if len(self.times) == 1:
+            return
+        self._bar.close()
+        if self._again:  # this rank has printed it before a loss
+            self._again -= 1
+            return
+        self._taken.append(int(value))
+        super().put(value)
+
+    def end(self) -> None:
+        """Print the rest."""
+        if not self._ended:
+            super().end()
+            self._ended = True
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print text."""
+        if not self._silent:
+            super().on_finalized_text(text, stream_end)
+
+    def _advance(self) -> None:
+        self._bar.update(self._bar.n < self._layers)
 
 
-def _split(args: argparse.Namespace, ranks: int) -> tuple[int, int] | None:
-    """Return the numbers of attention ranks and FFN ranks; None if all ranks are alike."""
-    if args.ffn_ranks is None:
-        if args.micro_batches:
-            raise ValueError("--micro-batches needs --ffn-ranks")
-        return None
-    if args.survive:
-        raise ValueError("--survive and --ffn-ranks cannot be combined")
-    return ranks - args.ffn_ranks, args.ffn_ranks
-
-
-def _weights(
-    comm: MPI.Intracomm, args: argparse.Namespace, split: tuple[int, int] | None
-) -> Parameters:
-    """Return the weights of this rank: all, or the weights of an attention or FFN rank."""
-    state = together(comm, lambda: _state(args.checkpoint), on=0)
-    config, device = comm.bcast(state and state.config), open_device(comm, args.device)
-    if split is None:
-        return Parameters(config, device.upload(comm.bcast(state and state.weights)))
-    parts = None
-    if state:
-        weights = Parameters(config, state.weights)
-        parts = [weights_of_rank(weights, rank, split) for rank in range(comm.size)]
-    flat, shapes = comm.scatter(parts)
-    return Parameters(config, device.upload(flat), shapes)
-
-
-def _state(path: Path) -> State:
-    """Read a checkpoint, or the latest undamaged one of a folder; print why others are refused."""
-    state, refused = latest(path) if path.is_dir() else (load(path), {})
+def _checkpoint(name: str | Path) -> str | Path:
+    """Return the model's name or folder; of a folder of checkpoints the latest one."""
+    if not isinstance(name, Path) or (name / "config.json").exists():
+        return name
+    path, _, refused = latest(name)
     for why in refused.values():
         print(f"refused: {why}", file=sys.stderr, flush=True)
-    if state is None:
-        raise ValueError(f"{path} has no complete checkpoint")
-    if (vocab := state.config.vocab) != VOCAB:
-        raise ValueError(
-            f"tokens are bytes: the model must have a vocabulary of {VOCAB}, got {vocab}"
-        )
-    return state
+    return path or name
+
+
+def _bytes_sent(cp: ContextParallel) -> int:
+    """Return the bytes that this rank has sent in steps."""
+    return sum(sent for sent, _ in cp.decoding_traffic.bytes.values())
+
+
+def _report(times: list[float], prompt: int, new: int, kept: np.ndarray, sent: np.ndarray) -> None:
+    """Print the rates of rank 0, and the bytes of the ranks."""
+    first, last = times[1] - times[0], times[-1] - times[1]
+    rate = f", then {(new - 1) / last:.1f} tokens/s" if new > 1 else ""
+    print(
+        f"\n{prompt} tokens of the prompt and the first new one in {first:.2f} s{rate} ({new} in "
+        f"all); {kept.max()} bytes of cache and {sent.max() // new} bytes sent for a token, on "
+        f"the rank with the most of {len(kept)}",
+        flush=True,
+    )

@@ -21,6 +21,7 @@ from mpi4py import MPI
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import Call, agree
+from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import check_range
 from a2d_mpi.masks.documents import Documents, positions_in
@@ -474,6 +475,15 @@ class ContextParallel:
 
             self._generation = Generation(self)
         return self._generation
+
+    @property
+    def decoding_traffic(self) -> Traffic:
+        """Bytes and messages of this rank in decoding steps so far; collective at the first call.
+
+        The keys are ("decode", "all") for partial results and ("decode", "tokens") for the tokens
+        that rank 0 chooses.
+        """
+        return self._generator.steps.traffic
 
     def prefill(
         self,
@@ -971,7 +981,7 @@ def _enter(
 def _cache_of(given: dict[str, Any]) -> SpreadCache | None:
     """Return the cache over ranks among the arguments of a call."""
     caches = (given.get(x) for x in ("cache", "past_key_values"))
-    return next((x for x in caches if hasattr(x, "begin_step")), None)
+    return next((x for x in caches if hasattr(x, "kept")), None)
 
 
 def _wrong(given: dict[str, Any]) -> str:

@@ -14,12 +14,12 @@ from weakref import proxy
 
 import numpy as np
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 from transformers.generation import GenerationMode, StopStringCriteria
 
 from a2d_mpi.attention.methods import Attention2D
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.agreement import Call, CollectiveError, agree, message_of
+from a2d_mpi.comm.agreement import Call, CollectiveError, agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.masks.documents import Documents
 from a2d_mpi.sharding.distribution import Distribution
@@ -49,88 +49,65 @@ class Generation:
     steps : Steps
     layers : dict of torch.nn.Module to Kind
         For up to `longest` tokens, which may be more than those of training.
-    numbers : set of int
-        Numbers of plans that belong to these layers; `step` is that of steps.
+    step, prompt : int
+        Numbers of the plans of steps and of prompts, which belong to these layers.
     """
 
     def __init__(self, cp: ContextParallel) -> None:
         self.cp, self.comm, self.steps = proxy(cp), cp.grid.comm, Steps(cp.grid)
-        self.step = next(cp.numbering)
-        self.numbers = {self.step}
+        self.numbers = self.step, self.prompt = next(cp.numbering), next(cp.numbering)
         self._line: ProcessGrid | None = None
         self._plans: dict[tuple[int, ...], dict[Kind, AttentionPlan]] = {}
         self._probed, self._alike = False, False  # `_alike`: all ranks have the tokens of rank 0
         takes = inspect.signature(cp.model.forward).parameters
         self._named = "cache" if "cache" in takes else "past_key_values"
-        self._options = {"use_cache": True}
-        self._options |= {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-        self._take(cp.layers, cp.longest)
+        self._last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self.longest = 0
+        self._extend(cp.longest, cp.layers)
 
-    def _take(self, layers: dict[torch.nn.Module, Kind], longest: int) -> None:
-        """Use these kinds of layers for up to `longest` tokens."""
-        call, masks = Call(self.comm), {}
-        with call.checks():
-            for module, kind in layers.items():
-                masks[module.layer_idx] = kind.mask
-                if any(end[0] > 1 for _, end in kind.mask.visible(np.arange(1))):
-                    raise ValueError("a layer sees later tokens, so the model cannot generate")
-        call.agree({"layers": [*layers.values()]})
-        # Layers that use the keys of other layers have none of their own, and any mask.
-        last = max(masks)
-        self.masks = [masks.get(i, masks[last]) for i in range(last + 1)]
-        self.layers, self.longest = layers, longest
-        self._masks = Masks(longest, self.masks)
-        self.cp._sets[self.step] = {x: Step(self.steps, x) for x in layers.values()}
-
-    def _extend(self, total: int) -> None:
+    def _extend(self, total: int, layers: dict[torch.nn.Module, Kind] | None = None) -> None:
         """Find out what the layers compute among `total` tokens, if more than before."""
         if total <= self.longest:
             return
-        model, call = self.cp.model, Call(self.comm)
+        model, call, masks = self.cp.model, Call(self.comm), {}
         most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or total
-        layers, longest = {}, max(total, min(2 * self.longest, most))
+        self.longest = longest = max(total, min(2 * self.longest, most))
         with (
             call.checks(text=lambda x: f"{type(model).__name__}, {longest} tokens: {x}"),
             self.cp._rest(),
         ):
-            layers = layers_of(model, longest)
-        call.agree()
-        self._take(layers, longest)
+            layers = layers or layers_of(model, longest)
+            masks = {x.layer_idx: kind.mask for x, kind in layers.items()}
+            if any(end[0] > 1 for x in masks.values() for _, end in x.visible(np.arange(1))):
+                raise ValueError("a layer sees later tokens, so the model cannot generate")
+        call.agree({"layers": layers and [*layers.values()]})
+        # Layers that use the keys of other layers have none of their own, and any mask.
+        last = max(masks)
+        self.masks = [masks.get(i, masks[last]) for i in range(last + 1)]
+        self.layers, self._masks = layers, Masks(longest, self.masks)
+        self.cp._sets[self.step] = {x: Step(self.steps, x) for x in layers.values()}
         self._plans.clear()
-
-    def new_cache(self, room: Sequence[int] | None = None) -> SpreadCache:
-        """Return an empty cache."""
-        ranks = self.comm.size
-        if room is not None and (len(room) != ranks or min(room) < 0):
-            raise CollectiveError(f"room must be tokens for each of {ranks} ranks, got {room}")
-        return SpreadCache(self.masks, self.comm.rank, ranks, room)
 
     def begin(self, cache: SpreadCache, given: dict[str, Any]) -> int:
         """Begin a step, before the model is called with some arguments; return its number."""
-        ids, positions = given["input_ids"].numpy(force=True), given.get("position_ids")
-        (rows, n), mask = ids.shape, given.get("attention_mask")
-        lengths, counts = np.array(cache.lengths or [0] * rows), np.full(rows, n)
-        if len(lengths) != rows:
-            raise CollectiveError(f"the cache has {len(lengths)} rows, got {rows}")
-        if mask is not None:
-            if mask.shape != (rows, cache.length + n):
-                shape = rows, cache.length + n
-                raise CollectiveError(f"attention_mask must be {shape}, got {tuple(mask.shape)}")
-            counts = mask[:, -n:].sum(1).numpy(force=True)
+        ids, mask = given["input_ids"].numpy(force=True), given.get("attention_mask")
+        rows, n = ids.shape
+        old, counts = np.array(cache.lengths or [0] * rows), np.full(rows, n)
         if not self._alike:
             with self.cp.grid.failures.translated():
-                agree(self.comm, None, {"input_ids": ids.tolist(), "lengths": lengths.tolist()})
-        wanted = (lengths + counts)[:, None] - np.arange(n, 0, -1)  # below 0 for padding
-        if positions is None and (lengths < cache.length).any():
-            raise CollectiveError("position_ids must be given: the model would count padding")
-        if (
-            positions is not None
-            and ((positions.numpy(force=True) != wanted) & (wanted >= 0)).any()
-        ):
-            raise CollectiveError(f"position_ids must begin with {lengths.tolist()}")
-        self._extend(int((lengths + counts).max()))
+                agree(self.comm, None, {"input_ids": ids.tolist(), "the cache": old.tolist()})
+        if len(old) != rows:
+            raise CollectiveError(f"the cache has {len(old)} rows, got {rows}")
+        if mask is not None:
+            mask = mask.numpy(force=True)
+            counts = mask[:, -n:].sum(1)
+            if (mask.sum(1) != old + counts).any():
+                raise CollectiveError(
+                    f"attention_mask must show {old.tolist()} tokens of the cache, and new ones"
+                )
+        self._extend(int((old + counts).max()))
         cache.set_masks(self.masks)
-        cache.begin_step(ids, counts.tolist())
+        cache.begin(ids, counts)
         self.steps.cache = cache
         return self.step
 
@@ -139,12 +116,13 @@ class Generation:
         self, input_ids: Any, attention_mask: Any, root: int | None, room: Sequence[int] | None
     ) -> SpreadCache:
         """Compute all tokens but the last of each row; see `ContextParallel.prefill`."""
-        _, ids, mask = self._batch(input_ids, attention_mask, root)
+        _, ids, mask = self._batch(input_ids, attention_mask, root, room)
         self._extend(int(mask.sum(1).max()))
         self._probe()
-        cache = self.new_cache(room)
-        self._compute(cache, ids[:, :-1], mask[:, :-1])
-        self._compute_rest(cache, ids[:, :-1], mask[:, :-1])
+        cache, ids, mask = self._new_cache(room), ids[:, :-1], mask[:, :-1]
+        self._plan(cache, ids, mask)
+        if cache.length < ids.shape[1]:
+            self._step(cache, ids, mask)
         return cache
 
     @torch.no_grad()
@@ -157,40 +135,30 @@ class Generation:
         options: dict[str, Any],
     ) -> Any:
         """Generate tokens; see `ContextParallel.generate`."""
-        model, first, call = self.cp.model, self.comm.rank == 0, Call(self.comm)
-        given, ids, mask = self._batch(input_ids, attention_mask, root)
+        first, call, taken, new = self.comm.rank == 0, Call(self.comm), {}, 0
+        given, ids, mask = self._batch(input_ids, attention_mask, root, room)
         caches = [options.pop(x, None) for x in ("cache", "past_key_values")]
-        cache = next((x for x in caches if x is not None), None) or self.new_cache(room)
-        streamer, taken, new = options.pop("streamer", None), {}, 0
+        cache = next((x for x in caches if x is not None), None) or self._new_cache(room)
+        streamer = options.pop("streamer", None)
         with call.checks():
             shown = None if attention_mask is None and root is None else mask
-            taken = self._prepared(ids, shown, cache, options)
-            found = taken.get("attention_mask")  # with as many rows as sequences that are returned
-            ids = taken["input_ids"].numpy(force=True)
+            taken = self._checked(ids, shown, cache, options)
+            ids, found = taken["input_ids"].numpy(force=True), taken.get("attention_mask")
             mask = np.ones_like(ids) if found is None else found.numpy(force=True)
             _check_old(cache, ids, mask)
             new = taken["generation_config"].max_length - ids.shape[1]
             if streamer is not None and first:
                 streamer.put(torch.from_numpy(given))
         call.agree({"new tokens": new})
-        if room is not None:
-            cache.room = room
+        cache.room = cache.room if room is None else room
         self._extend(int(mask.sum(1).max()) + new - 1)
         cache.set_masks(self.masks)
         self._probe()
-        self._compute(cache, ids[:, :-1], mask[:, :-1], new * len(ids))
+        self._plan(cache, ids[:, :-1], mask[:, :-1], new * len(ids))
         criteria = _Decisions(taken.pop("stopping_criteria"), self.steps, streamer)
-        config, processors = taken.pop("generation_config"), taken.pop("logits_processor")
-        if not first:
-            config.do_sample = False
-            processors = processors if config.output_scores else LogitsProcessorList()
-        processors.insert(0, _Wait(criteria))
         self._alike = True
         try:
-            found = model._sample(taken.pop("input_ids"), processors, criteria, config, **taken)
-        except Exception as error:
-            criteria.fail(error)
-            raise
+            found = self.cp.model._sample(stopping_criteria=criteria, **taken)
         finally:
             self._alike = False
         if streamer is not None and first:
@@ -200,26 +168,31 @@ class Generation:
         tokens[:, : ids.shape[1]] = torch.from_numpy(given)  # padded where it was
         return found
 
+    def _new_cache(self, room: Sequence[int] | None = None) -> SpreadCache:
+        """Return an empty cache."""
+        return SpreadCache(self.masks, self.comm.rank, self.comm.size, room)
+
     def _batch(
-        self, input_ids: Any, attention_mask: Any, root: int | None
+        self, input_ids: Any, attention_mask: Any, root: int | None, room: Sequence[int] | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return tokens as given, and tokens and mask, (B, n), with all padding in front."""
-        vocabulary = self.cp.model.get_input_embeddings().num_embeddings
+        vocabulary, ranks = self.cp.model.get_input_embeddings().num_embeddings, self.comm.size
 
         def arrange(ids: np.ndarray | None, mask: np.ndarray | None) -> tuple[np.ndarray, ...]:
+            if room is not None and (len(room) != ranks or min(room) < 0):
+                raise ValueError(f"room must be tokens for each of {ranks} ranks, got {room}")
             check_tokens(ids, vocabulary)
-            if mask is None:
-                mask = np.ones_like(ids)
+            mask = np.ones_like(ids) if mask is None else mask
             check_padding(mask, ids.shape)
             return ids, *left_padded(ids, mask)
 
         given = {"input_ids": input_ids, "attention_mask": attention_mask}
         return agreed(self.comm, given, root, arrange)
 
-    def _prepared(
+    def _checked(
         self, ids: np.ndarray, mask: np.ndarray | None, cache: Any, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """Let transformers check the options; return what its loop gets.  Local."""
+        """Let transformers check the options; return what it would pass to its loop.  Local."""
         model, taken = self.cp.model, {}
 
         def take(model: Any, input_ids: torch.Tensor, **given: Any) -> torch.Tensor:
@@ -232,11 +205,11 @@ class Generation:
         if not isinstance(cache, SpreadCache):
             name = type(cache).__name__
             raise ValueError(f"the cache must be one of ContextParallel.prefill, got {name}")
+        # transformers keeps the tokenizer from a loop that is not its own.
         tokenizer, stop = options.pop("tokenizer", None), options.pop("stop_strings", None)
-        given = {self._named: cache, "custom_generate": take, **options}
-        if mask is not None:
-            given["attention_mask"] = torch.from_numpy(mask).to(model.device)
-        model.generate(torch.from_numpy(ids).to(model.device), **given)
+        given = {"inputs": ids} if mask is None else {"inputs": ids, "attention_mask": mask}
+        given = self._tensors(**given) | {self._named: cache, "custom_generate": take}
+        model.generate(**given, **options)
         if stop is not None:
             taken["stopping_criteria"].append(StopStringCriteria(tokenizer, stop))
         config = taken["generation_config"]
@@ -256,7 +229,11 @@ class Generation:
                 raise ValueError(problem)
         return taken
 
-    def _compute(
+    def _tensors(self, **arrays: np.ndarray) -> dict[str, torch.Tensor]:
+        """Return tensors of arrays, on the device of the model."""
+        return {x: torch.from_numpy(y).to(self.cp.model.device) for x, y in arrays.items()}
+
+    def _plan(
         self,
         cache: SpreadCache,
         ids: np.ndarray,
@@ -269,78 +246,69 @@ class Generation:
         Before that, check that the cache has room for them, and for `later` tokens of steps.
         """
         ids, shown, ranks = ids[:, cache.length :], mask[:, cache.length :] > 0, self.comm.size
-        lengths, owners = shown.sum(1), np.empty(0, np.int64)
-        old, total = cache.lengths or [0] * len(ids), int(lengths.sum())
+        counts, plans, owners = shown.sum(1), {}, np.empty(0, np.int64)
+        old, total = cache.lengths or [0] * len(ids), int(counts.sum())
         if total >= max(least, 2 * ranks):
-            plans = self._plans_of(cache, lengths)
+            plans = self._plans_of(cache, counts)
             owners = _owners(next(iter(plans.values())).distribution)
         if cache.room is not None:
-            free, more = cache.free, later + total - len(owners)
-            left = free - np.bincount(owners, minlength=ranks)
+            own, more = np.bincount(owners, minlength=ranks), later + total - len(owners)
+            left = cache.free - own
             if left.min() < 0 or left.sum() < more:
                 raise CollectiveError(
-                    f"{total} tokens of prompts, of which ranks would keep "
-                    f"{(free - left).tolist()}, and {more} that follow do not fit: there is room "
-                    f"for {free.tolist()}"
+                    f"{total} tokens of prompts, of which ranks would keep {own.tolist()}, and "
+                    f"{more} that follow do not fit: there is room for {cache.free.tolist()}"
                 )
-        if not len(owners):
+        if not plans:
             return
-        cache.begin_plan(ids, np.split(owners, np.cumsum(lengths)[:-1]))
-        positions = np.concatenate([x + np.arange(n) for x, n in zip(old, lengths)])
-        inputs = {"input_ids": ids[shown], "position_ids": positions}
-        own = {x: torch.from_numpy(y[owners == self.comm.rank])[None] for x, y in inputs.items()}
-        own = {x: y.to(self.cp.model.device) for x, y in own.items()}
-        number = next(self.cp.numbering)
-        self.numbers.add(number)
-        self.cp._sets[number] = plans
-        with self.cp._within(number):
-            self.cp.model(**own, **{self._named: cache}, **self._options)
-        del self.cp._sets[number]
-        self.numbers.remove(number)
+        cache.begin(ids, counts, owners)
+        positions, own = (
+            np.concatenate([*map(np.arange, old, old + counts)]),
+            owners == self.comm.rank,
+        )
+        given = self._tensors(input_ids=ids[shown][own][None], position_ids=positions[own][None])
+        self.cp._sets[self.prompt] = plans
+        with self.cp._within(self.prompt):
+            self._call(cache, given)
         if cache.layers[0].length != cache.length:
             raise CollectiveError("the model did not use the cache: call model.eval()")
         for plan in plans.values():
             plan.free()
 
-    def _compute_rest(self, cache: SpreadCache, ids: np.ndarray, mask: np.ndarray) -> None:
-        """Compute the new tokens of a batch in steps."""
-        while cache.length < ids.shape[1]:
-            self._step(cache, ids, mask, MANY)
-
-    def _step(self, cache: SpreadCache, ids: np.ndarray, mask: np.ndarray, n: int) -> torch.Tensor:
-        """Compute at most `n` new tokens; return the logits after the last one, (B, V)."""
-        begin, end = cache.length, min(cache.length + n, ids.shape[1])
-        positions = (mask.cumsum(1) - 1).clip(0)
-        given = {
-            "input_ids": ids[:, begin:end],
-            "position_ids": positions[:, begin:end],
-            "attention_mask": mask[:, :end],
-        }
-        given = {x: torch.from_numpy(y).to(self.cp.model.device) for x, y in given.items()}
-        alike, self._alike = self._alike, True
+    def _step(
+        self, cache: SpreadCache, ids: np.ndarray, mask: np.ndarray, n: int | None = None
+    ) -> torch.Tensor:
+        """Compute n new tokens, or all, in a step; return the last logits, (B, V)."""
+        begin, alike = cache.length, self._alike
+        end = begin + n if n else ids.shape[1]
+        positions = (mask.cumsum(1) - 1).clip(0)[:, begin:end]
+        given = {"input_ids": ids[:, begin:end], "position_ids": positions}
+        self._alike = True
         try:
-            found = self.cp.model(**given, **{self._named: cache}, **self._options)
+            return self._call(cache, self._tensors(**given, attention_mask=mask[:, :end]))
         finally:
             self._alike = alike
-        return found.logits[:, -1]
 
-    def _plans_of(self, cache: SpreadCache, lengths: np.ndarray) -> dict[Kind, AttentionPlan]:
+    def _call(self, cache: SpreadCache, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Call the model; return the logits after the last token, (B, V)."""
+        return self.cp.model(**given, **{self._named: cache}, use_cache=True, **self._last).logits[
+            :, -1
+        ]
+
+    def _plans_of(self, cache: SpreadCache, counts: np.ndarray) -> dict[Kind, AttentionPlan]:
         """Make or find the plans of new tokens, given by the number of each row.  Collective."""
-        bounds = np.append(0, np.cumsum(lengths))
+        bounds, key = np.append(0, np.cumsum(counts)), tuple(counts)
         if cache.length:
-            return self._plans_after(cache, lengths, bounds)
-        key = tuple(lengths)
+            return self._plans_after(cache, bounds)
         if key not in self._plans:
-            ends = bounds if len(lengths) > 1 else None
-            made = self.layers, int(bounds[-1]), ends, {}
-            self._plans[key] = self.cp._make(*made, **self.cp._options)
+            ends = bounds if len(counts) > 1 else None
+            options = self.cp._options
+            self._plans[key] = self.cp._make(self.layers, int(bounds[-1]), ends, {}, **options)
             if len(self._plans) > KEPT:
                 del self._plans[next(iter(self._plans))]
         return self._plans[key]
 
-    def _plans_after(
-        self, cache: SpreadCache, lengths: np.ndarray, bounds: np.ndarray
-    ) -> dict[Kind, AttentionPlan]:
+    def _plans_after(self, cache: SpreadCache, bounds: np.ndarray) -> dict[Kind, AttentionPlan]:
         """Make plans of tokens that follow a cache, whose keys stay on their ranks.
 
         On a grid of one row queries are gathered, and keys are not.
@@ -352,34 +320,34 @@ class Generation:
             kept = cache.kept[kind.mask]
             floors = [max(x, kept.floor(len(y))) for x, y in zip(kept.floors, cache.owners)]
             rows = [np.append(x[y:], z) for x, y, z in zip(cache.owners, floors, new)]
-            ends, keys = np.cumsum([0, *map(len, rows)]), _dealt(np.concatenate(rows), comm.size)
+            ends, owners = np.cumsum([0, *map(len, rows)]), np.concatenate(rows)
             mask = Documents(bounds, inside=kind.mask, cu_seqlens_kv=ends)
-            options = kind._asdict() | self.cp._options | {"distribution": ("zigzag", keys)}
-            sizes = {"seqlen": total, "seqlen_kv": int(ends[-1])}
-            plans[kind] = Attention2D(self._line, **options | sizes | {"mask": mask})
+            options = kind._asdict() | self.cp._options | {"mask": mask}
+            options |= {"seqlen": total, "seqlen_kv": int(ends[-1])}
+            options["distribution"] = "zigzag", _dealt(owners, comm.size)
+            plans[kind] = Attention2D(self._line, **options)
         return plans
 
     def _probe(self) -> None:
         """Compare a few decoded steps with the model's own cache.  Collective."""
         if self._probed or not self.cp._probing:
             return
-        model, call, expected = self.cp.model, Call(self.comm), []
+        model, call, cache, expected = self.cp.model, Call(self.comm), None, []
         n = min(self.longest, 4 * self.comm.size + sum(PROBED))
         sizes = [n - sum(PROBED), *PROBED] if n > sum(PROBED) else [1] * n
         ids = inputs_of(model, torch.arange(n)[None])["input_ids"]
         with call.checks(), self.cp._rest(), attention_of(model, "eager"):
-            cache = None
             for part in ids.split(sizes, 1):
                 found = model(part, use_cache=True, **{self._named: cache})
                 cache = getattr(found, self._named)
                 expected.append(found.logits[0, -1])
         call.agree()
-        cache, ids = self.new_cache(), ids.numpy(force=True)
+        cache, ids = self._new_cache(), ids.numpy(force=True)
+        ones, sizes = np.ones_like(ids), sizes[-len(PROBED) :]
+        first = n - sum(sizes)
         with call.checks(), attention_of(model, model.config._attn_implementation):
-            self._compute(cache, ids[:, : sizes[0]], np.ones_like(ids[:, : sizes[0]]), least=1)
-            steps = [
-                self._step(cache, ids, np.ones_like(ids), x)[0] for x in sizes[-len(PROBED) :]
-            ]
+            self._plan(cache, ids[:, :first], ones[:, :first], least=1)
+            steps = [self._step(cache, ids, ones, x)[0] for x in sizes]
             if not same(torch.stack(steps), torch.stack(expected[-len(steps) :])):
                 raise ValueError("logits of decoded steps are not the same over ranks as on one")
         call.agree()
@@ -391,42 +359,24 @@ class _Decisions(StoppingCriteriaList):
 
     def __init__(self, criteria: StoppingCriteriaList, steps: Steps, streamer: Any) -> None:
         super().__init__(criteria)
-        self.steps, self.streamer, self.awaited = steps, streamer, False
+        self.steps, self.streamer = steps, streamer
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **others: Any) -> torch.Tensor:
         """Send the last tokens and whether rows are done; overwrite the tokens of other ranks."""
-        decided = np.empty((2, len(input_ids)), np.int64)
-        if self.steps.comm.rank == 0:
-            decided[:] = (
-                input_ids[:, -1].cpu(),
-                super().__call__(input_ids, scores, **others).cpu(),
-            )
-            if self.streamer is not None:
-                self.streamer.put(input_ids[:, -1].cpu())
+        comm, decided = self.steps.comm, np.full((2, len(input_ids)), FAILED)
+        call = Call(comm)
+        if comm.rank == 0:
+            with call.checks():
+                done = super().__call__(input_ids, scores, **others).cpu()
+                if self.streamer is not None:
+                    self.streamer.put(input_ids[:, -1].cpu())
+                decided[:] = input_ids[:, -1].cpu(), done
         self.steps.choose(decided)
-        self.awaited = False
         if decided[0, 0] == FAILED:
-            raise CollectiveError(self.steps.comm.bcast(None))
+            problem = comm.bcast(call.problem)
+            raise CollectiveError(f"rank 0 could not choose a token: {problem}")
         input_ids[:, -1] = torch.from_numpy(decided[0])
         return torch.from_numpy(decided[1] == 1).to(input_ids.device)
-
-    def fail(self, error: Exception) -> None:
-        """Raise an error of rank 0 on all ranks, if they wait for its tokens."""
-        if self.awaited and self.steps.comm.rank == 0:
-            problem = f"rank 0 could not choose a token: {message_of(error)}"
-            self.steps.choose(np.full((2, self.rows), FAILED))
-            raise CollectiveError(self.steps.comm.bcast(problem)) from error
-
-
-class _Wait(LogitsProcessor):
-    """Notes that the other ranks wait for a token of rank 0 from now on."""
-
-    def __init__(self, decisions: _Decisions) -> None:
-        self.decisions = decisions
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.decisions.awaited, self.decisions.rows = True, len(input_ids)
-        return scores
 
 
 def _check_old(cache: SpreadCache, ids: np.ndarray, mask: np.ndarray) -> None:
@@ -442,13 +392,12 @@ def _check_old(cache: SpreadCache, ids: np.ndarray, mask: np.ndarray) -> None:
             f"the cache has {len(cache.ids)} rows of {old} tokens, and the prompt {len(ids)} of "
             f"{ids.shape[1]}: it must begin with those tokens, and have more"
         )
-    if len(other := np.argwhere(ids[:, :old] != cache.ids)):
-        row, place = other[0]
+    for row, place in np.argwhere(ids[:, :old] != cache.ids):
         raise ValueError(
             f"the prompt has token {ids[row, place]} at {place} of row {row}, but the cache has "
             f"{cache.ids[row, place]}"
         )
-    if (mask[:, :old].sum(1) != cache.lengths).any() or not mask[:, old:].all():
+    if (mask[:, :old].sum(1) != cache.lengths).any():
         raise ValueError("attention_mask must be that of the cache, and 1 for new tokens")
 
 
@@ -462,9 +411,7 @@ def _owners(distribution: Distribution) -> np.ndarray:
 
 def _dealt(owners: np.ndarray, ranks: int) -> Distribution:
     """Return the distribution of tokens, given by the rank of each one."""
-    listed = []
-    for rank in range(ranks):
-        own = np.flatnonzero(owners == rank)
-        runs = np.split(own, np.flatnonzero(np.diff(own) > 1) + 1)
-        listed.append(tuple(range(int(x[0]), int(x[-1]) + 1) for x in runs if len(x)))
-    return Distribution("balanced", len(owners), ranks, listed=tuple(listed))
+    own = [np.flatnonzero(owners == rank) for rank in range(ranks)]
+    runs = [np.split(x, np.flatnonzero(np.diff(x) > 1) + 1) for x in own]
+    listed = tuple(tuple(range(x[0], x[-1] + 1) for x in y if len(x)) for y in runs)
+    return Distribution("balanced", len(owners), ranks, listed=listed)

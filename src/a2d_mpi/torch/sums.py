@@ -122,10 +122,11 @@ class GradientSum:
         self._channel.waits.clear()
 
     def free(self) -> None:
-        """Free the communicator.  Collective, also after a loss."""
-        self._transport.settle()
-        self._failures.others.remove(self.comm)
-        self.comm.Free()
+        """Free the communicator.  Collective, also after a loss; a second call does nothing."""
+        if self.comm != MPI.COMM_NULL:
+            self._transport.settle()
+            self._failures.others.remove(self.comm)
+            self.comm.Free()
 
 
 def total(comm: MPI.Intracomm, value: T) -> T:
