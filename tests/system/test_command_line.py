@@ -31,7 +31,8 @@ SMALL = {
     "plot.py scale": "",
 }
 # These take long, or need SimGrid or PyTorch.  Tests of their own run them.
-NOT_RUN = {"calibrate.py", "plan.py simulate", "train.py", "generate.py"}
+NOT_RUN = {"calibrate.py", "plan.py simulate", "train.py", "generate.py", "bench.py train",
+           "bench.py decode"}  # fmt: skip
 
 
 def examples(text):

@@ -87,11 +87,11 @@ def _trainer(
     args: argparse.Namespace, device: Device, seqlen: int, method: str = "attention2d"
 ) -> Trainer:
     """Make a training whose steps all have the same random tokens.  Local."""
-    dtype = "float32" if args.dtype == "bfloat16" else args.dtype
-    model, tokenizer = open_model(args.model, dtype, args.seed)
+    wide = args.dtype.replace("bfloat16", "float32")  # autocast computes in bfloat16
+    model, tokenizer = open_model(args.model, wide, args.seed)
     text = Text([_tokens(model, args.seed, min(seqlen, DRAWN)).numpy()], separated=False)
     text.batch = lambda *_: text.at(0, seqlen)
-    given = argparse.Namespace(**vars(args) | FIXED | {"seqlen": seqlen, "method": method})
+    given = argparse.Namespace(**vars(args) | FIXED, seqlen=seqlen, method=method)
     return Trainer(given, device, model.train(), tokenizer, text, None, "")
 
 
@@ -113,8 +113,7 @@ def _training_runs(
         comm.Barrier()
         trainers[c].step()
     for c, x in trainers.items():
-        differ = comm.allreduce(len(set(x.state.losses)) - 1)
-        checks = x.checks | {"repeat": Check(float(differ), 0.0, comm.size)}
+        checks = x.checks | {"repeat": Check(len(set(x.state.losses)) - 1.0, 0.0, comm.size)}
         own = x.state.seconds[1:], sum(x.sent.values())
         seconds, sent = map(np.array, zip(*(comm.gather(own) or [own])))
         run = {"origin": origin_of(comm, device), "parts": list(PARTS), **c.attributes}
@@ -176,16 +175,14 @@ def _decoded(
         model.generate(ids, streamer=_clock(of_one), **options)
 
     together(comm, alone, on=0)
-    cp.free()
     grid.free()
     if comm.rank != 0:
         return IDLE
     seconds, by_one = (np.diff(x)[WARMUP:] for x in (times, of_one))
-    run |= {"sent_bytes": formula, "seconds": seconds, "alone": by_one}
-    token = np.median(seconds)
-    row = f"{comm.size}", f"{context}", duration(token), duration(np.median(by_one))
+    token, one = (float(np.median(x)) for x in (seconds, by_one))
+    row = f"{comm.size}", f"{context}", duration(token), duration(one)
     row = *row, f"{args.requests / token:.3g}", f"{formula}", f"{checks['logits'].error:.1e}"
-    return run, row, checks
+    return run | {"sent_bytes": formula, "seconds": seconds, "alone": by_one}, row, checks
 
 
 def _clock(times: list[float]) -> SimpleNamespace:
