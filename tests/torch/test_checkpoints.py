@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 import transformers
-from helpers import ROOT, assert_one_line_each, drive, drive_each, launch
+from helpers import ROOT, drive, drive_each, launch
 
 from a2d_mpi.core.atomic import held
 from a2d_mpi.experiments import checkpoint
@@ -22,6 +22,7 @@ TEXT = ROOT / "LICENSE"
 TRAIN = ["llama-tiny", TEXT, "--seqlen", 64, "--separator", r"\n\n", "--warmup-steps", 2,
          "--kernel", "numpy", "--check", "none"]  # fmt: skip
 SETTINGS = {"rows": 1}
+LONG = 600  # s: PyTorch takes long to import on busy machines
 
 
 def state(step, seed="0"):
@@ -149,7 +150,8 @@ def test_unreadable_checkpoints_are_not_damaged(tmp_path, monkeypatch):
     assert names(tmp_path) == before
 
 
-@pytest.mark.parametrize("call", range(6))
+# Calls 0 to 6 write step 3, calls 7 to 13 write step 4, and then step 2 is removed.
+@pytest.mark.parametrize("call", [0, 1, 3, 4, 5, 11, 12, 14, 15])
 def test_killed_while_writing(tmp_path, call):
     """Whenever a rank is killed, a checkpoint is complete or not there, and nothing is left."""
     keep(tmp_path, 2)
@@ -180,7 +182,7 @@ with held(folder):
 """
     launch(0, "-c", code, timeout=60, code=9)
     _, history, refused = latest(tmp_path)
-    assert not refused and history.step in (2, 3)
+    assert not refused and history.step == (2 if call < 5 else 3 if call < 12 else 4)
     keep(tmp_path, 5)
     with held(tmp_path):
         pass
@@ -204,7 +206,7 @@ def test_resumes(tmp_path):
     def of(name, *more):
         return "train.py", [*options, "--folder", tmp_path / name, *more], []
 
-    done, found = drive_each([of("whole"), of("other")], 2)
+    done, found = drive_each([of("whole"), of("other")], 2, timeout=LONG)
     assert [code for code, _ in found] == [0, 0], done.stderr
     assert names(tmp_path / "whole") == ["step-000000004", "step-000000006"]
     expected = bits(tmp_path / "whole", 6)
@@ -217,7 +219,7 @@ def test_resumes(tmp_path):
     cases = [of(x, "--resume") for x in ("cut", "damaged", "whole")]
     cases.append(of("grid", "--resume", "--rows", 2, "--output", tmp_path / "grid.h5"))
     cases.append(of("other", "--resume", "--rate", 0.1))
-    done, found = drive_each(cases, 2)
+    done, found = drive_each(cases, 2, timeout=LONG)
     assert [code for code, _ in found] == [0, 0, 0, 0, 2], done.stderr
     for name in ("cut", "damaged"):
         assert bits(tmp_path / name, 6) == expected
@@ -226,7 +228,7 @@ def test_resumes(tmp_path):
     said = [x for x in done.stderr.splitlines() if x.startswith("train.py: ")]
     assert len(said) == 2 and "rows was 1, now 2; cols was 2, now 1: from now on" in said[0]
     assert "has other options: rate was 0.001, now 0.1" in said[1]
-    drive("train.py", 3, *options, "--folder", tmp_path / "ranks", "--resume", timeout=200)
+    drive("train.py", 3, *options, "--folder", tmp_path / "ranks", "--resume", timeout=LONG)
     for name in ("grid", "ranks"):
         losses = load(path_of(tmp_path / name, 6)).losses
         assert losses[:4] == expected[1][:4]
@@ -240,7 +242,7 @@ def test_resumes(tmp_path):
 def test_ranks_of_other_nodes_need_no_folder(tmp_path):
     """Only rank 0 reads and writes checkpoints."""
     options = [*TRAIN, "--folder", tmp_path / "run", "--every", 2]
-    drive("train.py", 2, *options, "--steps", 4)
+    drive("train.py", 2, *options, "--steps", 4, timeout=LONG)
     shutil.rmtree(path_of(tmp_path / "run", 4))
     hidden = f"""
 import builtins
@@ -251,7 +253,7 @@ def hide(file, *args, **kwargs):
     return real(file, *args, **kwargs)
 builtins.open = hide
 """
-    drive("train.py", 2, *options, "--steps", 4, "--resume", sabotage=hidden)
+    drive("train.py", 2, *options, "--steps", 4, "--resume", sabotage=hidden, timeout=LONG)
     assert load(path_of(tmp_path / "run", 4)).step == 4
 
 
@@ -265,19 +267,20 @@ if rank == 0:
 def test_full_disk(tmp_path):
     """If a checkpoint cannot be written, the job ends, and earlier ones stay."""
     options = [*TRAIN, "--folder", tmp_path / "run", "--every", 2, "--steps", 4]
-    drive("train.py", 2, *options)
+    drive("train.py", 2, *options, timeout=LONG)
     shutil.rmtree(path_of(tmp_path / "run", 4))
     before = bits(tmp_path / "run", 2)
-    done = drive("train.py", 2, *options, "--resume", sabotage=FULL, code=2)
-    assert_one_line_each(done, [f"cannot write {path_of(tmp_path / 'run', 4)}: "])
+    done = drive("train.py", 2, *options, "--resume", sabotage=FULL, timeout=LONG, code=2)
+    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+    assert f"train.py: error: cannot write {path_of(tmp_path / 'run', 4)}: " in done.stderr
     assert names(tmp_path / "run") == ["step-000000002"] and bits(tmp_path / "run", 2) == before
 
 
 def test_not_finite(tmp_path):
     """A loss that is not finite ends the training, and its checkpoints stay."""
     done = drive("train.py", 2, *TRAIN, "--folder", tmp_path, "--every", 1, "--steps", 30,
-                 "--rate", 1e6, "--clip", 0, code=1)  # fmt: skip
-    assert "the training ends, and the checkpoints in" in done.stderr
+                 "--rate", 1e6, "--clip", 0, timeout=LONG, code=1)  # fmt: skip
+    assert "the training ends, and its checkpoints stay" in done.stderr
     for path in tmp_path.iterdir():
         model = transformers.AutoModelForCausalLM.from_pretrained(path)
         assert all(x.isfinite().all() for x in model.parameters())

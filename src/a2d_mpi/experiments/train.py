@@ -176,6 +176,8 @@ class Trainer:
         Loss and sizes of the held-out text, once it is evaluated.
     checks : dict of str to Check
         Of the first step, if this job has made it.
+    sent : Counter
+        Bytes that the plans of this rank have sent in the latest step, by "phase/communicator".
     """
 
     def __init__(
@@ -201,6 +203,7 @@ class Trainer:
         self.run |= {x: str(getattr(args, x)) for x in SAME} | {"text": sha256}
         self.held_out: dict[str, object] = {}
         self.checks: dict[str, Check] = {}
+        self.sent: Counter[str] = Counter()
         self._cp: ContextParallel | None = None
         self._hooks: GradientHooks | None = None
         if args.checkpoint_layers:
@@ -300,8 +303,8 @@ class Trainer:
                     shown.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{speed:.0f}")
                     self._keep_if_due()
         except FloatingPointError as error:
-            self._say(f"step {state.step + 1}: {error}; the training ends, and the checkpoints "
-                      f"in {args.folder} stay as they are")  # fmt: skip
+            self._say(f"step {state.step + 1}: {error}; the training ends, and its checkpoints "
+                      "stay as they are")  # fmt: skip
             return options.FAILED_CHECK
         if self._held:
             self.held_out = {"loss": self.evaluate(self._held), **self._held.sizes()}
@@ -360,10 +363,10 @@ class Trainer:
             self._hooks.finish()
             loss = total(self._comm, loss)
             marks.append(time.perf_counter())
-            if not math.isfinite(loss):
-                raise FloatingPointError(f"the loss is {loss}")
             if state.step == 0 and args.check == "first":
                 self._check(batches, nlabels, loss)
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss}")
         begin = time.perf_counter()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(state.step, args.rate, args.warmup, args.steps)
