@@ -1,12 +1,19 @@
 """Seconds of generation over ranks beside one process.
 
     mpiexec -n 2 python tests/torch/generation_cost.py [PREFILL [CONTEXT ...]]
+    mpiexec -n 4 python -m mpi4py tests/torch/generation_cost.py memory CONTEXT [GB]
 
 A Llama of 8 layers with 8 heads of 64, float32, one thread a rank.  Prints the prefill of a prompt
 of PREFILL tokens (16384), and the time of a token after CONTEXT tokens (100 and 32768), in turn
 with one process, medians.  The caches of one process are filled with random numbers.
+
+`memory` generates a few tokens after CONTEXT tokens, on one rank with transformers' own cache, and
+fails if a process needs more than GB gigabytes (2) of data: RLIMIT_DATA, which counts what it
+allocates, but no program text and no memory that ranks share.  The cache of the model is large
+against its work: 96 layers of 64 KV heads of 64, and 64 hidden elements.
 """
 
+import resource
 import statistics
 import sys
 import time
@@ -39,14 +46,15 @@ class Times:
         return statistics.median(y - x for x, y in zip(self.times[3:], self.times[4:]))
 
 
-def llama():
-    """Return the model."""
+def llama(**sizes):
+    """Return the model, or one of other sizes."""
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=256, hidden_size=512, intermediate_size=1408, num_hidden_layers=8,
-        num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=1 << 17,
-        eos_token_id=None, bos_token_id=None, pad_token_id=0,
-    )).eval()  # fmt: skip
+    usual = {
+        "vocab_size": 256, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 1 << 17,
+        "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0,
+    }  # fmt: skip
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**usual | sizes)).eval()
 
 
 def seconds(comm, call, alone):
@@ -69,8 +77,26 @@ def filled(config, n):
     return cache
 
 
+def memory(comm, context, limit=2):
+    """Generate tokens after a context in processes of so many gigabytes."""
+    torch.set_num_threads(1)
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 64}
+    model = llama(hidden_size=64, intermediate_size=64, num_hidden_layers=96, **heads)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit * 10**9, limit * 10**9))
+    ids = torch.randint(1, 256, (1, context), generator=torch.Generator().manual_seed(0))
+    if comm.size == 1:
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4)
+    else:
+        grid = ProcessGrid(comm, 2, comm.size // 2)
+        ContextParallel(grid, model, seqlen=64, probe=False).generate(ids, max_new_tokens=4)
+    if comm.rank == 0:
+        print(f"{context} tokens fit in {limit} GB each on {comm.size} ranks")
+
+
 def main(comm):
     """Print the table."""
+    if sys.argv[1:2] == ["memory"]:
+        return memory(comm, *map(int, sys.argv[2:]))
     lengths = [int(x) for x in sys.argv[1:]]
     prefill, contexts = (lengths or [16384])[0], lengths[1:] or [100, 32768]
     torch.set_num_threads(1)

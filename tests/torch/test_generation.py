@@ -18,7 +18,7 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 
 from a2d_mpi import ProcessGrid
-from a2d_mpi.torch import ContextParallel
+from a2d_mpi.torch import ContextParallel, context
 
 pytestmark = pytest.mark.mpi(min_size=4)
 torch.set_num_threads(1)
@@ -381,6 +381,7 @@ def test_refused(comm, parallel):
         ({"attention_mask": holes[:, 1:]}, "attention_mask must have shape (1, 20)"),
         ({"attention_mask": holes * 0}, "row 0 of attention_mask has no token"),
         ({"max_new_tokens": 600}, "GPT2LMHeadModel, 619 tokens: a call with"),
+        ({"max_new_tokens": 599}, "GPT2LMHeadModel, 618 tokens: a call with"),
         ({"input_ids": prompt(700)}, "GPT2LMHeadModel, 703 tokens: a call with"),
         ({"past_key_values": cache}, "the cache has 2 rows of 19 tokens, and the prompt 1 of 20"),
         ({"max_length": 5, "max_new_tokens": None}, "max_length"),
@@ -415,6 +416,14 @@ def test_models_that_cannot(comm, parallel):
     model = build("DeepseekV32ForCausalLM", "DeepseekV32Config", sparse, torch.float32).eval()
     with pytest.raises(ValueError):
         parallel(model)
+
+
+def test_an_old_transformers(comm, parallel, monkeypatch):
+    """One sentence on all ranks, if one of them has an older version than generation needs."""
+    if comm.rank == 2:
+        monkeypatch.setattr("importlib.metadata.version", lambda name: "4.53.3")
+    told = f"{context.GENERATES} is required for a normal functioning of this module"
+    assert_raises(comm, told, parallel(made("Llama")).generate, prompt(9), max_new_tokens=1)
 
 
 def test_the_probe_compares_steps(comm, parallel, monkeypatch):

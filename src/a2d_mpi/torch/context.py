@@ -57,6 +57,7 @@ if TYPE_CHECKING:  # they load all of transformers
 
 PROBED = 16  # tokens of a rank in the probe
 KEPT = 8  # sets of documents whose plans are kept
+GENERATES = "transformers>=5.0"  # for generation; the oldest in which all tried models are right
 MASKS = 1 << 16  # most masks of a model's functions; a tag has the number of plans and of a mask
 ENTRY = "call the model with **batch.inputs of a new batch = cp.shard(...), not a layer alone"
 COPY = "a copy of a model needs a ContextParallel of its own, and batches of that one"
@@ -471,6 +472,12 @@ class ContextParallel:
     def _generator(self) -> Generation:
         """What generation needs, made at the first call; making it is collective."""
         if self._generation is None:
+            from transformers.utils.versions import require_version
+
+            call = Call(self.grid.comm)
+            with call.checks():
+                require_version(GENERATES)
+            call.agree()
             from a2d_mpi.torch.generation import Generation
 
             self._generation = Generation(self)

@@ -121,12 +121,9 @@ class Steps:
 
     def choose(self, tokens: np.ndarray) -> np.ndarray:
         """Return on all ranks the integers of rank 0, which every rank passes as an array."""
-        ranks = range(self.comm.size)
-        if self.comm.rank == 0:
-            self._exchange("tokens", [tokens] * len(ranks), [tokens[:0]] * len(ranks))
-        else:
-            given = [tokens if x == 0 else tokens[:0] for x in ranks]
-            self._exchange("tokens", [tokens[:0]] * len(ranks), given)
+        none, size, chooses = tokens[:0], self.comm.size, self.comm.rank == 0
+        given = [none if chooses or x else tokens for x in range(size)]
+        self._exchange("tokens", [tokens if chooses else none] * size, given)
         return tokens
 
     def _exchange(self, name: str, sent: list, received: list) -> None:
