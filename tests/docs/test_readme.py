@@ -77,7 +77,7 @@ def test_names(page):
     made = {"data/minilm_l3_65536.h5"}
     assert [x for x in files if not ((ROOT / x).exists() or x in made)] == []
     for name in re.findall(r"`(a2d_mpi(?:\.\w+)+)", text):
-        if name.startswith("a2d_mpi.torch"):  # which test_llama.py can import
+        if name.startswith("a2d_mpi.torch"):  # which tests/torch/test_page.py can import
             continue
         pkgutil.resolve_name(name)  # an error if there is none
     options = set().union(*map(options_of, PROGRAMS))

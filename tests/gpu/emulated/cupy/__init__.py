@@ -7,17 +7,18 @@ sends garbage.  Arrays do not mix with NumPy's, and have only what they need.
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 
 from . import cuda
-from .arithmetic import Arithmetic, functions, garbage
 from .kernels import RawModule
 
 __all__ = ["RawModule", "asarray", "ascontiguousarray", "asnumpy", "cuda", "empty", "ndarray"]
 
 
-class ndarray(Arithmetic):
-    """An array in "device" memory."""
+class ndarray:
+    """An array in "device" memory; `_host` is its NumPy array."""
 
     def __init__(self, host):
         self._host = host
@@ -39,6 +40,24 @@ class ndarray(Arithmetic):
     def view(self, dtype):
         return ndarray(self._host.view(dtype))
 
+    def copy(self):
+        to = empty(self.shape, self.dtype)
+        _queue(lambda: np.copyto(to._host, self._host))
+        return to
+
+    def __len__(self):
+        return len(self._host)
+
+    def __getitem__(self, index):
+        return ndarray(self._host[_whole(index)])
+
+    def __setitem__(self, index, value):
+        _queue(lambda: operator.setitem(self._host, _whole(index), value._host))
+
+    def __iadd__(self, other):
+        _queue(lambda: np.add(self._host, other._host, out=self._host))
+        return self
+
     def __array__(self, *_, **__):
         raise TypeError("Implicit conversion to a NumPy array is not allowed.")
 
@@ -48,8 +67,21 @@ class ndarray(Arithmetic):
         return self._host.__array_interface__ | {"version": 2, "strides": None}
 
 
+def _whole(index):
+    """With an ellipsis NumPy gives a view also of a single element."""
+    index = index if isinstance(index, tuple) else (index,)
+    return index if any(x is Ellipsis for x in index) else (*index, Ellipsis)
+
+
+def _queue(action):
+    cuda.get_current_stream()._enqueue(action)
+
+
 def empty(shape, dtype=float):
-    return ndarray(garbage(shape, dtype))
+    """Memory that nobody has written: not the zeros that a fresh page holds."""
+    found = np.empty(shape, dtype)
+    found.reshape(-1).view(np.uint8).fill(0xFF)
+    return ndarray(found)
 
 
 def asarray(x):
@@ -65,11 +97,4 @@ def asnumpy(x):
 
 
 def ascontiguousarray(x):
-    if x._host.flags.c_contiguous:
-        return x
-    to = ndarray(np.empty(x.shape, x.dtype))
-    cuda.get_current_stream()._enqueue(lambda: np.copyto(to._host, x._host))
-    return to
-
-
-globals().update(functions(ndarray))
+    return x if x._host.flags.c_contiguous else x.copy()
