@@ -114,8 +114,8 @@ def what_was_lost(done, method, stages, program=DYING):
 STEPS = 24
 PROMPTS = "The ", "Copyright and permission notice " * 3  # the second one is long enough for plans
 TRAINING = ("llama-tiny", str(ROOT / "LICENSE"), "--seqlen", "64", "--separator", r"\n\n",
-            "--validate", "0.2", "--warmup-steps", "5", "--steps", str(STEPS), "--every", "4",
-            "--kernel", "numpy", "--check", "none")  # fmt: skip
+            "--validate", "0.2", "--rate", "0.01", "--warmup-steps", "5", "--steps", str(STEPS),
+            "--every", "4", "--kernel", "numpy", "--check", "none")  # fmt: skip
 ASKING = tuple(word for x in PROMPTS for word in ("--prompt", x))
 
 

@@ -95,7 +95,7 @@ def test_steps(tmp_path):
     for run in tree["runs"].values():
         assert run["passed"] and run["sent_bytes"] == sent[run["ranks"]]
         assert len(run["seconds"]) == len(run["alone"]) == 3 and run["seconds"].min() > 0
-        assert 0 < run["checks"]["logits"]["error"] < 1e-9
+        assert 0 < run["checks"]["logits"]["error"] < 1e-7  # `generate` rounds them to float32
 
 
 def test_steps_refused(tmp_path):
