@@ -257,10 +257,15 @@ builtins.open = hide
     assert load(path_of(tmp_path / "run", 4)).step == 4
 
 
+# Files cannot become larger while a checkpoint is written; MPI needs files, too.
 FULL = """
 import resource
-if rank == 0:
+from a2d_mpi.experiments import checkpoint
+real = checkpoint.new_folder
+def limited(path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    return real(path)
+checkpoint.new_folder = limited
 """
 
 
@@ -271,7 +276,7 @@ def test_full_disk(tmp_path):
     shutil.rmtree(path_of(tmp_path / "run", 4))
     before = bits(tmp_path / "run", 2)
     done = drive("train.py", 2, *options, "--resume", sabotage=FULL, timeout=LONG, code=2)
-    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+    assert done.stderr.count("train.py: error: ") == 1 and "Traceback" not in done.stderr
     assert f"train.py: error: cannot write {path_of(tmp_path / 'run', 4)}: " in done.stderr
     assert names(tmp_path / "run") == ["step-000000002"] and bits(tmp_path / "run", 2) == before
 
