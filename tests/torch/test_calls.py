@@ -111,6 +111,22 @@ def test_two_batches(comm, grid, parallel):
         assert_near(comm, two_steps(cp, way), exact)
 
 
+def test_a_call_during_a_call_of_another_thread(comm, parallel):
+    """Each thread has the plans of its own batch."""
+    model = build(*EQUAL["Llama"])
+    cp = parallel(model)
+    first, second = (cp.shard(sequence(N), cu_seqlens=x).inputs for x in PACKED)
+    expected, found = [model(**x).logits for x in (first, second)], []
+
+    def between(*_):
+        handle.remove()
+        found.append(in_a_thread(lambda: model(**second).logits))
+
+    handle = model.model.layers[0].mlp.register_forward_hook(between)
+    found.insert(0, model(**first).logits)
+    assert_all(comm, all(map(torch.equal, found, expected)), "another result")
+
+
 def test_each_way_alone_is_refused_without_a_batch(comm, parallel):
     """Without the positions of a batch no way leads into the model, also on rank 0 alone."""
     model, ids = build(*EQUAL["Llama"]), sequence(N)

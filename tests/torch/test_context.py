@@ -246,15 +246,6 @@ def test_autocast(comm, parallel):
     assert_all(comm, all(good), f"{plans}")
 
 
-def test_compiled(comm, parallel):
-    """A compiled model has the same results; plans are left out of its graphs."""
-    model, ids = build("LlamaForCausalLM", "LlamaConfig", {"num_hidden_layers": 1}), sequence(N)
-    batch = parallel(model).shard(ids, cu_seqlens=ENDS)
-    expected = model(**batch.inputs).logits
-    out = torch.compile(model, backend="eager")(**batch.inputs).logits
-    assert_all(comm, torch.equal(out, expected), "another result")
-
-
 def test_two_models(comm, parallel):
     """A batch belongs to one model: another one may have another distribution."""
     models = [build(*EQUAL[x]) for x in ("Llama", "Gemma 3")]

@@ -107,16 +107,7 @@ def call_of(
     schema="(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor plan, bool recorded, "
     "bool with_lse, SymInt kept) -> (Tensor, Tensor)",
 )
-def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sink: torch.Tensor | None,
-    number: torch.Tensor,
-    recorded: bool,
-    with_lse: bool,
-    kept: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(q, k, v, sink, number, recorded, with_lse, kept):  # types are in the schema
     """Compute out, and lse or what linear attention keeps, (kept,)."""
     plan = plan_of(number)
     with current_stream():
@@ -129,18 +120,9 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sink: torch.Tensor | None,
-    number: torch.Tensor,
-    recorded: bool,
-    with_lse: bool,
-    kept: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(q, k, v, *others):
     wide = torch.promote_types(q.dtype, torch.float32)
-    shape = q.shape[:2] if kept < 0 else (kept,)
+    shape = q.shape[:2] if others[-1] < 0 else others[-1:]
     return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(shape, dtype=wide)
 
 
@@ -181,17 +163,7 @@ _forward.register_autograd(_differentiate, setup_context=_keep)
     schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor out, Tensor lse, "
     "Tensor? dlse, Tensor plan) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sink: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-    number: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
+def _backward(dout, q, k, v, sink, out, lse, dlse, number):
     """Compute dq, dk, dv and dsink, which is empty without a sink."""
     plan = plan_of(number)
     with current_stream():
@@ -204,17 +176,9 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sink: torch.Tensor | None,
-    *others: Any,
-) -> tuple[torch.Tensor, ...]:
-    return *(x.new_empty(x.shape) for x in (q, k, v)), q.new_empty(0) if sink is None else (
-        sink.new_empty(sink.shape)
-    )
+def _(dout, q, k, v, sink, *others):
+    dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
+    return *(x.new_empty(x.shape) for x in (q, k, v)), dsink
 
 
 @_backward.register_autograd

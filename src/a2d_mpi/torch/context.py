@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -215,7 +216,7 @@ class ContextParallel:
         self._generation: Generation | None = None
         self.numbering, self._probing = NUMBERS, probe
         owner, kinds = next(NUMBERS), [*dict.fromkeys(kinds)]
-        _owners[owner], self._running, self._name = self, _Running(), f"a2d_mpi_{owner}"
+        _owners[owner], self._running, self._name = self, _Running([]), f"a2d_mpi_{owner}"
         register(self._name, *_functions(owner, f"_{self._name}", self._running))
         self._firsts = [next(x for x, y in self.layers.items() if y == kind) for kind in kinds]
         for module, kind in self.layers.items():
@@ -225,7 +226,7 @@ class ContextParallel:
             if probe:
                 self._probe()
             self._plans_of(None)
-        self._running.dtypes = [getattr(torch, self.plans[x].dtype.name) for x in kinds]
+        self._running.dtypes += [getattr(torch, self.plans[x].dtype.name) for x in kinds]
         _before[self._name] = model.config._attn_implementation
         model.set_attn_implementation(self._name)
         # A model in the model may be called alone, and adapters call `forward`, without hooks.
@@ -755,8 +756,8 @@ class ContextParallel:
         _give_back(self.model, [self._name], self._sets)
 
 
-class _Running:
-    """The call that a model is in.
+class _Running(threading.local):
+    """The call that a model is in, in this thread.
 
     Attributes
     ----------
@@ -768,10 +769,9 @@ class _Running:
         Of the plans of each kind of layers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtypes: list[torch.dtype]) -> None:
         self.number: torch.Tensor | None = None
-        self.resting = False
-        self.dtypes: list[torch.dtype] = []
+        self.resting, self.dtypes = False, dtypes
 
 
 class _LayerCall(NamedTuple):
@@ -796,10 +796,9 @@ def _owner_of(number: int) -> ContextParallel:
 def _functions(owner: int, name: str, running: _Running) -> tuple[Callable, Callable]:
     """Return the attention and the mask function of a `ContextParallel`.
 
-    Layers have the number of their kind in the attribute `name`.
-    The compiler traces them.  In a graph everything that depends on a batch is in a tensor: the
-    number of its plans, and masks, which have this number and the number of a mask.  Only the
-    kernels of `_layer` and of attention read it.
+    Layers have the number of their kind in the attribute `name`.  The compiler traces them.  In a
+    graph all that depends on a batch is in a tensor: the number of its plans, and masks, which
+    have this number and the number of a mask.  Only the kernels of operators read it.
     """
 
     @torch.compiler.assume_constant_result
@@ -873,16 +872,14 @@ def _problem_of(module: torch.nn.Module, dropout: float, others: dict[str, Any])
 @torch.library.custom_op(
     "a2d_mpi::layer",
     mutates_args=(),
-    schema="(Tensor? running, Tensor? mask, int owner, int kind, SymInt rows, float scaling, "
+    schema="(Tensor? within, Tensor? mask, int owner, int kind, SymInt rows, float scaling, "
     "float? softcap, SymInt? window, bool? causal, str problem) -> Tensor",
 )
-def _layer(
-    running: torch.Tensor | None, mask: torch.Tensor | None, owner: int, kind: int, *asked: Any
-) -> torch.Tensor:
+def _layer(within, mask, owner, kind, *asked):
     """Return the number of the plan of a layer, () int64, in a compiled graph."""
     found = _owner_of(owner)
     module = found._firsts[kind] if kind >= 0 else None
-    return torch.tensor(found._plan_for(module, running, mask, _LayerCall(*asked)).serial)
+    return torch.tensor(found._plan_for(module, within, mask, _LayerCall(*asked)).serial)
 
 
 @torch.library.custom_op(
@@ -891,14 +888,7 @@ def _layer(
     schema="(Tensor positions, Tensor? mask, int owner, bool ours, bool training, str problem)"
     " -> (Tensor, Tensor)",
 )
-def _begin(
-    positions: torch.Tensor,
-    mask: torch.Tensor | None,
-    owner: int,
-    ours: bool,
-    training: bool,
-    problem: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _begin(positions, mask, owner, ours, training, problem):
     """Return positions and the number of their plans, () int64, in a compiled graph."""
     number = -1
     if ours:
@@ -908,19 +898,18 @@ def _begin(
             problem = f"ContextParallel does not know a layer: {COPY}"
         number = found._number(positions, mask, training, problem)
     elif ticket := getattr(positions, "a2d_mpi", None):
-        ticket.owner._refuse(
-            {OTHER if ticket.owner._freed else IMPLEMENTATION: True}, ticket.plans
-        )
+        problem = OTHER if ticket.owner._freed else IMPLEMENTATION
+        ticket.owner._refuse({problem: True}, ticket.plans)
     return positions.clone(), torch.tensor(number)
 
 
 @_layer.register_fake
-def _(*_: Any) -> torch.Tensor:
+def _(*_):
     return torch.empty((), dtype=torch.int64)
 
 
 @_begin.register_fake
-def _(positions: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _(positions, *_):
     return torch.empty_like(positions), torch.empty((), dtype=torch.int64)
 
 
@@ -972,7 +961,8 @@ def _enter(
             return inner(module, **given)
         number = number if isinstance(number, torch.Tensor) else torch.tensor(number)
         # Without a mask of padding, transformers takes jumps of positions for documents.
-        if "attention_mask" in names and given.get("attention_mask") is None:
+        no_mask = "attention_mask" in names and given.get("attention_mask") is None
+        if no_mask and _cache_of(given) is None:
             given["attention_mask"] = torch.ones_like(given["position_ids"])
         running.number = number
         try:
