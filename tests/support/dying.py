@@ -133,7 +133,8 @@ def arm(folder, stages):
     for phase, owners in places.items():
         for owner, name in owners:
             setattr(owner, name, watched(getattr(owner, name), phase))
-    job.Trainer.go_on = noted(job.Trainer.go_on)
+    for name in ("begin", "go_on"):
+        setattr(job.Trainer, name, noted(getattr(job.Trainer, name)))
     generate.ContextParallel = noted(generate.ContextParallel)
 
 

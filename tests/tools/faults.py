@@ -104,7 +104,7 @@ KILLED = [x for x in DRIVERS if x != "linear"]
 @cache
 def model():
     folder = Path(TOP.name, "model")
-    drive("train.py", 1, *TRAINING, "--folder", folder)
+    drive("train.py", 1, *TRAINING, "--folder", folder, timeout=300)
     return folder
 
 
@@ -253,7 +253,7 @@ TRAININGS = []  # grids of each job, and the hash that it came to; they are comp
 def generation():
     """Return options of generate.py, and the answers without a loss."""
     options = [model(), *ASKING, "--tokens", 40, "--temperature", 0.8]
-    return options, answers_of(drive("generate.py", 2, *options))
+    return options, answers_of(drive("generate.py", 2, *options, timeout=300))
 
 
 def stages_of(choice, phases):

@@ -62,8 +62,8 @@ def test_steps(tmp_path):
         ("bench.py train", [*steps, "--seqlens", 40], []),
         ("bench.py decode", [*tokens, 2], []),
         ("bench.py decode", [*tokens, "2,4", "--resume"], []),
-        ("bench.py decode", ["llama-tiny", "--output", tmp_path / "bad2.h5", "--contexts", "70",
-                             "--trials", 1, "--ranks", "4"], []),
+        ("bench.py decode", ["qwen3-moe-tiny", "--output", tmp_path / "bad2.h5", "--trials", 1,
+                             "--contexts", "70", "--ranks", "4"], []),
     ], 4, WRONG, timeout=300)  # fmt: skip
     told = done.stdout + done.stderr
     assert [code for code, _ in found] == [0, 0, 1, 2, 2, 0, 0, 1], told

@@ -168,7 +168,7 @@ def _decoded(
 
     def alone() -> None:
         """Compare with one process in float64, and time one process."""
-        wide, tokens = deepcopy(model).double(), found.sequences[:, :-1]
+        wide, tokens = open_model(args.model, "float64", args.seed)[0], found.sequences[:, :-1]
         with torch.no_grad():
             exact = wide(tokens, logits_to_keep=n).logits.flatten(0, 1)  # (B n, V)
         logits = torch.stack(found.logits, 1).flatten(0, 1)
