@@ -50,6 +50,10 @@ KERNELS: dict[str, Entry | None] = {
     "numba": Entry(
         _lazy("compiled", "NumbaKernel"), (*_HALF, "float32"), gpu=False, softcap=True, widths=True
     ),
+    # Products by oneDNN (extra `onednn`).
+    "onednn": Entry(
+        _lazy("onednn", "OneDnnKernel"), ("bfloat16",), gpu=False, softcap=True, widths=True
+    ),
     "cupy": Entry(_lazy("cupy", "CupyKernel"), _ALL, gpu=True, softcap=True),
     # Uses "cupy" for blocks that cuDNN does not compute.  Sums of gradients are fastest without a
     # fixed order.  Gradients of "cudnn-deterministic" repeat bit for bit.

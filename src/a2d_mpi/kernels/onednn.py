@@ -1,0 +1,342 @@
+"""The 16-bit kernel for CPUs: products by oneDNN, and rows compiled by Numba.
+
+Tensors are copied by head, because oneDNN multiplies contiguous rows fastest (bfloat16 on a Zen 4:
+205 to 215 GFLOP/s, and 180 to 200 if the rows of a head lie apart).  Everything else stays in the
+16 bits of the tensors, so no tensor is copied to float32:
+
+* Forward, a product of queries and keys gives float32 logits.  One pass over a row makes rounded
+  probabilities of them, and a second product adds these times the values to the row's sums.
+* The shift of a row is its largest logit in the first cache block.  It is raised only if a later
+  logit exceeds it by more than `SLACK`.
+* Backward, logits are computed transposed (keys x queries), so that only one of five products
+  reads a transposed matrix, and lse and delta are vectors that no row repeats.
+
+In the comments on shapes, c is the number of KV heads that are packed at once, and g the number of
+query heads per KV head.  n is the number of rows of a query block (tokens x g), m of a cache block,
+and b its number of keys.  d is headdim, and e is headdim_v.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from a2d_mpi.devices.protocol import Array
+from a2d_mpi.kernels.blocks import Blocker
+from a2d_mpi.kernels.compiled import NumbaKernel, _compile, njit
+from a2d_mpi.kernels.numpy import _put
+from a2d_mpi.kernels.onednn_calls import Product, check_products, open_library
+
+_f, _u = np.float32, np.uint32
+ZERO, ONE, NONE = _f(0), _f(1), _f(-np.inf)
+SLACK = _f(14)  # binary orders; 2^14 is still a float16
+# 2^-127 has the exponent of 0, and 2^128 of infinity.
+LOWEST, HIGHEST = _f(-127), _f(128)
+# As in `compiled`: the last eight bits of x + ROUND hold n + 127, where n is the integer nearest to
+# x.  The polynomial has the least maximal relative error, 3e-6; bfloat16 rounds by 2e-3.
+ROUND = _f((3 << 22) + 127)
+C1, C2, C3, C4 = map(_f, (0.69312419, 0.24024099, 0.05590642, 0.00958285))
+LN2 = math.log(2)
+SIGN = np.int32(0x7FFFFFFF)
+
+
+@njit(fastmath={"contract"})
+def _exp2(x: np.float32) -> np.float32:
+    x = LOWEST if x < LOWEST else x
+    shifted = x + ROUND
+    r = x - (shifted - ROUND)
+    p = (((C4 * r + C3) * r + C2) * r + C1) * r + ONE
+    return p * _u(_f(shifted).view(_u) << _u(23)).view(_f)
+
+
+@njit
+def _rounded(x: np.float32) -> np.uint16:
+    """Return the bits of the nearest bfloat16."""
+    return np.uint16(_u(_f(x).view(_u) + _u(0x8000)) >> _u(16))
+
+
+# The largest number is found by integers, because LLVM does not vectorize a maximum that keeps NaN.
+@njit
+def _ordered(x: np.int32) -> np.int32:
+    """Map the bits of a float32 to an integer of the same order, and back."""
+    return np.int32(x ^ ((x >> np.int32(31)) & SIGN))
+
+
+@njit
+def _largest(s: Array, factor: np.float32) -> np.float32:
+    top = np.int32(-SIGN)
+    for j in range(len(s)):
+        top = max(top, _ordered(_f(s[j] * factor).view(np.int32)))
+    return np.int32(_ordered(np.int32(top))).view(_f)
+
+
+@njit(fastmath={"contract"})
+def _powers(s: Array, factor: np.float32, shift: np.float32, p: Array) -> np.float32:
+    """Write rounded powers of two to `p`; return the largest exponent, if it is positive."""
+    top = np.int32(-SIGN)
+    for j in range(len(s)):
+        x = _f(s[j] * factor - shift)
+        top = max(top, x.view(np.int32))
+        p[j] = _rounded(_exp2(x))
+    return np.int32(top).view(_f)
+
+
+@njit(fastmath={"reassoc"})
+def _sum(p: Array) -> np.float32:
+    # This loop must use one array only: see `compiled._exponentials`.
+    total = ZERO
+    for j in range(len(p)):
+        total += _u(_u(p[j]) << _u(16)).view(_f)
+    return total
+
+
+@_compile("void(f4[:,::1], f4, i8, b1[:,:], f4[::1], f4[::1], f4[:,::1], u2[:,::1])")
+def _weights(
+    s: Array,
+    factor: np.float32,
+    first: int,
+    hidden: Array,
+    shift: Array,
+    total: Array,
+    acc: Array,
+    p: Array,
+) -> None:
+    """Replace logits, (rows, keys), by rounded weights, and add these to `total`.
+
+    `hidden` has the pairs of the rows from `first` on.  If `shift` rises, `total` and `acc`
+    shrink.
+    """
+    for row in range(len(s)):
+        x, by = s[row], factor
+        if first <= row < first + len(hidden):
+            hide = hidden[row - first]
+            for j in range(len(x)):
+                x[j] = NONE if hide[j] else x[j] * factor
+            by = ONE
+        old = new = shift[row]
+        if new == NONE:
+            new = _largest(x, by)
+            if new == NONE:
+                p[row] = 0
+                continue
+        top = _powers(x, by, new, p[row])
+        while SLACK < top < np.inf:
+            new += top
+            top = _powers(x, by, new, p[row])
+        if new != old:
+            shift[row] = new
+            if old != NONE:
+                shrink = _f(2) ** (old - new)
+                total[row] *= shrink
+                for j in range(acc.shape[1]):
+                    acc[row, j] *= shrink
+        total[row] += _sum(p[row]) if top <= SLACK else top  # which is infinite or NaN
+
+
+@njit(fastmath={"contract"})
+def _gradient_row(s, dp, factor, per_cap, lse, delta, p, ds) -> None:
+    for i in range(len(s)):
+        x = s[i] * factor - lse[i]
+        weight = _exp2(HIGHEST if x > HIGHEST else x)
+        tanh = s[i] * per_cap
+        p[i] = _rounded(weight)
+        ds[i] = _rounded(weight * (dp[i] - delta[i]) * (ONE - tanh * tanh))
+
+
+@_compile(
+    "void(f4[:,::1], f4[:,::1], f4, f4, i8, b1[:,:], f4[::1], f4[::1], u2[:,::1], u2[:,::1])"
+)
+def _gradients(
+    s: Array,
+    dp: Array,
+    factor: np.float32,
+    per_cap: np.float32,
+    first: int,
+    hidden: Array,
+    lse: Array,
+    delta: Array,
+    p: Array,
+    ds: Array,
+) -> None:
+    """Compute rounded probabilities and gradients of logits; all (keys, rows).
+
+    Capped logits times `per_cap` have the size of a hyperbolic tangent.  It is 0 without a cap.
+    """
+    for key in range(len(s)):
+        _gradient_row(s[key], dp[key], factor, per_cap, lse, delta, p[key], ds[key])
+        for row in range(len(hidden)):
+            if hidden[row, key]:
+                p[key, first + row] = ds[key, first + row] = 0
+
+
+_NOTHING_HIDDEN = np.zeros((0, 0), bool)
+
+
+class OneDnnKernel(NumbaKernel):
+    """The kernel for bfloat16 on CPUs that have products for it.
+
+    Small blocks, and blocks with NaN or infinite elements, are computed by the kernel "numba".
+    """
+
+    name = "onednn"
+
+    def __init__(self, dtype: np.typing.DTypeLike, *given: Any, **options: Any) -> None:
+        super().__init__(dtype, *given, **options)
+        self.product_dtype = np.dtype(dtype)
+        check_products(self.product_dtype.name)
+        self.version = open_library().version
+        self._blockers = Blocker(256, 512), Blocker(256, 256)
+        self._products: dict[tuple, Product] = {}
+
+    def forward(self, q, k, v, intervals, out, lse, careful=False, largest=None) -> None:
+        """As of `NumpyKernel`."""
+        nheads, d = q.shape[1:]
+        nk, nheads_kv, e = v.shape
+        g = nheads // nheads_kv
+        if careful or self._small(len(q) * g, nk):
+            super().forward(q, k, v, intervals, out, lse, careful, largest)
+            return
+        blocks, most, masked_rows, masked_keys = self._blockers[0].blocking(intervals, nk, g)
+        scaled = largest is not None or self.logit_softcap is not None
+        factor = _f((1 if scaled else self.softmax_scale) / LN2)
+        for group in self._groups(nheads_kv, len(q) * g, nk, max(d, e)):
+            c, heads_kv = len(group), slice(group.start, group.stop)
+            qh = self._by_head("q16", q[:, group.start * g : group.stop * g], c, masked_rows)
+            kh = self._by_head("k16", k[:, heads_kv], c, masked_keys)  # (c, nk, d)
+            vh = self._by_head("v16", v[:, heads_kv], c, masked_keys)  # (c, nk, e)
+            for i in range(c):
+                heads = slice((group.start + i) * g, (group.start + i + 1) * g)
+                q_at, k_at, v_at = _address(qh[i]), _address(kh[i]), _address(vh[i])
+                for i0, i1, cache_blocks in blocks:
+                    n = (i1 - i0) * g
+                    acc, total = self._get("acc", (1, n, e)), self._get("total", (1, n))
+                    shift = self._get("shift", (1, n))
+                    acc[:], total[:], shift[:] = 0, 0, NONE
+                    acc_at = _address(acc)
+                    for block in cache_blocks:
+                        rows, b = block.rows, block.j1 - block.j0
+                        m = rows.stop - rows.start
+                        s, p = self._get("scores", (m, b)), self._get16("p", (m, b))
+                        # (m, b) = (m, d) @ (d, b)
+                        to = q_at + 2 * d * (i0 * g + rows.start), k_at + 2 * d * block.j0
+                        self._multiply((m, d, b), (d, 1), (1, d))(*to, _address(s))
+                        if scaled:
+                            s *= _f(self.softmax_scale)
+                            if largest is not None:
+                                self._find_largest(s[None], None, block, largest[heads])
+                            if self.logit_softcap is not None:
+                                self._cap(s)
+                        _weights(
+                            s, factor, *_hidden(block), shift[0, rows], total[0, rows],
+                            acc[0, rows], p,
+                        )  # fmt: skip
+                        # (m, e) += (m, b) @ (b, e)
+                        to = v_at + 2 * e * block.j0, acc_at + 4 * e * rows.start
+                        self._multiply((m, b, e), (b, 1), (e, 1), True)(_address(p), *to)
+                        self.poll()
+                    shift *= _f(LN2)
+                    self.finish(acc, total, shift, out[i0:i1, heads], lse[i0:i1, heads])
+
+    def backward(
+        self, dout, q, k, v, lse, delta, intervals, dq, dk, dv, fresh=False, careful=False, **_
+    ) -> None:
+        """As of `NumpyKernel`."""
+        nheads, d = q.shape[1:]
+        nk, nheads_kv, e = v.shape
+        g = nheads // nheads_kv
+        if careful or self._small(len(q) * g, nk):
+            given = dout, q, k, v, lse, delta, intervals, dq, dk, dv
+            super().backward(*given, fresh, careful)
+            return
+        blocks, most, masked_rows, masked_keys = self._blockers[1].blocking(intervals, nk, g)
+        cap = self.logit_softcap
+        factor = _f((self.softmax_scale if cap is None else 1) / LN2)
+        per_cap = _f(0 if cap is None else 1 / cap)
+        for group in self._groups(nheads_kv, len(q) * g, nk, max(d, e)):
+            c, heads_kv = len(group), slice(group.start, group.stop)
+            of_group = slice(group.start * g, group.stop * g)
+            qh = self._by_head("q16", q[:, of_group], c, masked_rows)  # (c, nq g, d)
+            doh = self._by_head("dout16", dout[:, of_group], c, masked_rows)  # (c, nq g, e)
+            kh = self._by_head("k16", k[:, heads_kv], c, masked_keys)  # (c, nk, d)
+            vh = self._by_head("v16", v[:, heads_kv], c, masked_keys)  # (c, nk, e)
+            dkh, dvh = self._get("dk", (c, nk, d)), self._get("dv", (c, nk, e))
+            dkh[:] = dvh[:] = 0
+            for i in range(c):
+                heads = slice((group.start + i) * g, (group.start + i + 1) * g)
+                q_at, k_at, v_at, do_at = map(_address, (qh[i], kh[i], vh[i], doh[i]))
+                dk_at, dv_at = _address(dkh[i]), _address(dvh[i])
+                for i0, i1, cache_blocks in blocks:
+                    n = (i1 - i0) * g
+                    dqb, both = self._get("dq", (n, d)), self._get("lse", (2, i1 - i0, g))
+                    dqb[:] = 0
+                    np.multiply(lse[i0:i1, heads], _f(1 / LN2), out=both[0])
+                    both[1] = delta[i0:i1, heads]
+                    if masked_rows is not None:
+                        both[:, masked_rows[i0:i1]] = 0
+                    both, dq_at = both.reshape(2, n), _address(dqb)
+                    for block in cache_blocks:
+                        rows, b, j0 = block.rows, block.j1 - block.j0, block.j0
+                        m, first = rows.stop - rows.start, i0 * g + rows.start
+                        s, dp = self._get("scores", (b, m)), self._get("dscores", (b, m))
+                        p, ds = self._get16("p", (b, m)), self._get16("ds", (b, m))
+                        p_at, ds_at = _address(p), _address(ds)
+                        k_here, v_here = k_at + 2 * d * j0, v_at + 2 * e * j0
+                        q_here, do_here = q_at + 2 * d * first, do_at + 2 * e * first
+                        # (b, m) = (b, d) @ (d, m)
+                        self._multiply((b, d, m), (d, 1), (1, d))(k_here, q_here, _address(s))
+                        self._multiply((b, e, m), (e, 1), (1, e))(v_here, do_here, _address(dp))
+                        if cap is not None:
+                            s *= _f(self.softmax_scale)
+                            self._cap(s)
+                        _gradients(
+                            s, dp, factor, per_cap, *_hidden(block), both[0, rows], both[1, rows],
+                            p, ds,
+                        )  # fmt: skip
+                        # (b, e) += (b, m) @ (m, e)
+                        to = dv_at + 4 * e * j0
+                        self._multiply((b, m, e), (m, 1), (e, 1), True)(p_at, do_here, to)
+                        to = dk_at + 4 * d * j0
+                        self._multiply((b, m, d), (m, 1), (d, 1), True)(ds_at, q_here, to)
+                        # (m, d) += (m, b) @ (b, d)
+                        to = dq_at + 4 * d * rows.start
+                        self._multiply((m, b, d), (1, m), (d, 1), True)(ds_at, k_here, to)
+                        self.poll()
+                    dqb *= _f(self.softmax_scale)
+                    _put(dq[i0:i1, heads], dqb.reshape(i1 - i0, g, d), fresh)
+            dkh *= _f(self.softmax_scale)
+            _put(dk[:, heads_kv].swapaxes(0, 1), dkh, fresh)
+            _put(dv[:, heads_kv].swapaxes(0, 1), dvh, fresh)
+
+    def _small(self, rows: int, keys: int) -> bool:
+        return rows * keys < 1
+
+    def _get16(self, name: str, shape: tuple[int, ...]) -> Array:
+        return self._work.get(("kernel", name), shape, np.dtype(np.uint16))
+
+    def _by_head(self, name: str, x: Array, heads_kv: int, hide: Array | None) -> Array:
+        """Copy (tokens, heads, d) to the bits (heads_kv, tokens x group, d).
+
+        Rows of tokens with true `hide` become 0.
+        """
+        tokens, heads, d = x.shape
+        packed = self._get16(name, (heads_kv, tokens, heads // heads_kv, d))
+        packed[:] = x.view(np.uint16).reshape(tokens, heads_kv, -1, d).swapaxes(0, 1)
+        if hide is not None:
+            packed[:, hide] = 0
+        return packed.reshape(heads_kv, -1, d)
+
+    def _multiply(self, sizes, strides_a, strides_b, add=False) -> Product:
+        key = sizes, strides_a, strides_b, add
+        if (product := self._products.get(key)) is None:
+            product = self._products[key] = Product(self.product_dtype.name, *key)
+        return product
+
+
+def _address(x: Array) -> int:
+    return x.__array_interface__["data"][0]
+
+
+def _hidden(block) -> tuple[int, Array]:
+    return (0, _NOTHING_HIDDEN) if block.hidden is None else (block.differ.start, block.hidden)
