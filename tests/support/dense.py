@@ -33,8 +33,11 @@ def plain(
     dlse=None,
     at=None,
     rng=None,
+    products=None,
 ):
     """All results of the dense computation in `dtype`; out is kept in `kept`.
+
+    `products`: dtype to which probabilities are rounded.
 
     `at`: another out, whose gradients are computed.  `rng` draws the orders of sums, others in the
     backward pass: what one order rounds is one draw of what rounding may do.
@@ -43,14 +46,14 @@ def plain(
     sizes = len(k), q.shape[2], q.shape[2], v.shape[2]
     keys, first, again, of_v = (np.arange(n) if rng is None else rng.permutation(n) for n in sizes)
     k, v, visible, dout = k[keys], v[keys][..., of_v], visible[:, keys], dout[..., of_v]
-    given = q[..., first], k[..., first], v, visible, scale, dtype
+    given = q[..., first], k[..., first], v, visible, scale, dtype, products
     out, lse = reference.attention(*given, logit_softcap=cap, sink=sink)
     if kept is not None:
         out = out.astype(kept).astype(dtype)
     delta = (dout * (out if at is None else at[..., of_v].astype(dtype))).sum(-1)
     if dlse is not None:
         delta -= dlse.astype(dtype)
-    given = dout, q[..., again], k[..., again], v, lse, delta, visible, scale, dtype
+    given = dout, q[..., again], k[..., again], v, lse, delta, visible, scale, dtype, products
     dq, dk, dv = reference.attention_backward(*given, logit_softcap=cap)
     keys, again, of_v = map(np.argsort, (keys, again, of_v))  # back to the caller's orders
     gradients = dq[..., again], dk[keys][..., again], dv[keys][..., of_v]
@@ -77,9 +80,10 @@ def shared(inputs, visible, scale, cap, sink, dlse, order=0, **options):
     return whole
 
 
-def bounds(inputs, visible, scale, cap, sink, exact, dtype, dlse=None):
+def bounds(inputs, visible, scale, cap, sink, exact, dtype, dlse=None, products=None):
     """Largest errors that results of a run in `dtype` may have."""
-    same = plain(inputs, visible, scale, cap, sink, compute_dtype(dtype), dtype, dlse)
+    kinds = compute_dtype(dtype), dtype
+    same = plain(inputs, visible, scale, cap, sink, *kinds, dlse, products=products)
     return widened(inputs, scale, sink, exact, dtype, dlse, errors_of(same, exact, dtype))
 
 
