@@ -11,8 +11,8 @@ Tensors are copied by head, because oneDNN multiplies contiguous rows fastest (b
 * Backward, logits are computed transposed (keys x queries), so that only one of five products
   reads a transposed matrix, and lse and delta are vectors that no row repeats.
 
-In the comments on shapes, c is the number of KV heads that are packed at once, and g the number of
-query heads per KV head.  n is the number of rows of a query block (tokens x g), m of a cache block,
+In the comments on shapes, c is the number of KV heads that are packed at once, g the number of
+query heads per KV head, n the number of rows of a query block (tokens x g), m of a cache block,
 and b its number of keys.  d is headdim, and e is headdim_v.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from a2d_mpi.devices.protocol import Array
-from a2d_mpi.kernels.blocks import Blocker
+from a2d_mpi.kernels.blocks import CacheBlock
 from a2d_mpi.kernels.compiled import NumbaKernel, _compile, njit
 from a2d_mpi.kernels.numpy import _put
 from a2d_mpi.kernels.onednn_calls import Product, check_products, open_library
@@ -34,11 +34,11 @@ ZERO, ONE, NONE = _f(0), _f(1), _f(-np.inf)
 SLACK = _f(14)  # binary orders; 2^14 is still a float16
 # 2^-127 has the exponent of 0, and 2^128 of infinity.
 LOWEST, HIGHEST = _f(-127), _f(128)
-# As in `compiled`: the last eight bits of x + ROUND hold n + 127, where n is the integer nearest to
+# As in `compiled`: the last eight bits of x + ROUND hold n + 127; n is the integer nearest to
 # x.  The polynomial has the least maximal relative error, 1e-7.
 ROUND = _f((3 << 22) + 127)
 C1, C2, C3, C4, C5 = map(_f, (0.69314698, 0.24022242, 0.05550734, 0.00967151, 0.00132647))
-LN2 = math.log(2)
+LN2, PER_LN2 = _f(math.log(2)), _f(1 / math.log(2))
 SIGN = np.int32(0x7FFFFFFF)
 
 
@@ -57,7 +57,7 @@ def _rounded(x: np.float32) -> np.uint16:
     return np.uint16(_u(_f(x).view(_u) + _u(0x8000)) >> _u(16))
 
 
-# The largest number is found by integers, because LLVM does not vectorize a maximum that keeps NaN.
+# Integers find the largest number, because LLVM does not vectorize a maximum that keeps NaN.
 @njit
 def _ordered(x: np.int32) -> np.int32:
     """Map the bits of a float32 to an integer of the same order, and back."""
@@ -136,6 +136,30 @@ def _weights(
         total[1, row] += rounded
 
 
+@_compile("void(f4[:,::1], f4[:,:], f4[::1], f4[:,:])")
+def _finish(acc: Array, total: Array, shift: Array, lse: Array) -> None:
+    """Divide `acc` by the sums of rounded weights; write lse, (tokens, g), with the exact ones."""
+    group = lse.shape[1]
+    for row in range(len(acc)):
+        exact, rounded = total[0, row], total[1, row]
+        factor = ZERO if rounded == ZERO else ONE / rounded
+        for i in range(acc.shape[1]):
+            acc[row, i] *= factor
+        nats = NONE if exact == ZERO else LN2 * (shift[row] + PER_LN2 * math.log(exact))
+        lse[row // group, row % group] = nats
+
+
+@_compile("void(f4[:,:,:], u2[:,:,:])")
+def _narrow(x: Array, to: Array) -> None:
+    """Round numbers to bfloat16, to even if two are equally near."""
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            for n in range(x.shape[2]):
+                bits = _f(x[i, j, n]).view(_u)
+                odd = _u(_u(bits >> _u(16)) & _u(1))
+                to[i, j, n] = np.uint16(_u(_u(bits + _u(0x7FFF)) + odd) >> _u(16))
+
+
 @njit(fastmath={"contract"})
 def _gradient_row(s, dp, factor, per_cap, lse, delta, p, ds) -> None:
     for i in range(len(s)):
@@ -188,7 +212,6 @@ class OneDnnKernel(NumbaKernel):
         self.product_dtype = np.dtype(dtype)
         check_products(self.product_dtype.name)
         self.version = open_library().version
-        self._blockers = Blocker(256, 512), Blocker(256, 256)
         self._products: dict[tuple, Product] = {}
 
     def forward(self, q, k, v, intervals, out, lse, careful=False, largest=None) -> None:
@@ -199,9 +222,10 @@ class OneDnnKernel(NumbaKernel):
         if careful or self._small(len(q) * g, nk):
             super().forward(q, k, v, intervals, out, lse, careful, largest)
             return
-        blocks, most, masked_rows, masked_keys = self._blockers[0].blocking(intervals, nk, g)
+        blocks, most, masked_rows, masked_keys = self._blocker.blocking(intervals, nk, g)
         scaled = largest is not None or self.logit_softcap is not None
-        factor = _f((1 if scaled else self.softmax_scale) / LN2)
+        factor = _f((1 if scaled else self.softmax_scale) / math.log(2))
+        s_at, p_at = self._scratch(most, nk, ("scores", np.float32), ("p", np.uint16))
         for group in self._groups(nheads_kv, len(q) * g, nk, max(d, e)):
             c, heads_kv = len(group), slice(group.start, group.stop)
             qh = self._by_head("q16", q[:, group.start * g : group.stop * g], c, masked_rows)
@@ -212,8 +236,8 @@ class OneDnnKernel(NumbaKernel):
                 q_at, k_at, v_at = _address(qh[i]), _address(kh[i]), _address(vh[i])
                 for i0, i1, cache_blocks in blocks:
                     n = (i1 - i0) * g
-                    acc, total = self._get("acc", (1, n, e)), self._get("total", (2, n))
-                    shift = self._get("shift", (1, n))
+                    acc, total = self._get("acc", (n, e)), self._get("total", (2, n))
+                    shift = self._get("shift", (n,))
                     acc[:], total[:], shift[:] = 0, 0, NONE
                     acc_at = _address(acc)
                     for block in cache_blocks:
@@ -222,7 +246,7 @@ class OneDnnKernel(NumbaKernel):
                         s, p = self._get("scores", (m, b)), self._get16("p", (m, b))
                         # (m, b) = (m, d) @ (d, b)
                         to = q_at + 2 * d * (i0 * g + rows.start), k_at + 2 * d * block.j0
-                        self._multiply((m, d, b), (d, 1), (1, d))(*to, _address(s))
+                        self._multiply((m, d, b), (d, 1), (1, d))(*to, s_at)
                         if scaled:
                             s *= _f(self.softmax_scale)
                             if largest is not None:
@@ -230,19 +254,15 @@ class OneDnnKernel(NumbaKernel):
                             if self.logit_softcap is not None:
                                 self._cap(s)
                         _weights(
-                            s, factor, *_hidden(block), shift[0, rows], total[:, rows],
-                            acc[0, rows], p,
+                            s, factor, *_hidden(block), shift[rows], total[:, rows],
+                            acc[rows], p,
                         )  # fmt: skip
                         # (m, e) += (m, b) @ (b, e)
                         to = v_at + 2 * e * block.j0, acc_at + 4 * e * rows.start
-                        self._multiply((m, b, e), (b, 1), (e, 1), True)(_address(p), *to)
+                        self._multiply((m, b, e), (b, 1), (e, 1), True)(p_at, *to)
                         self.poll()
-                    # out takes the sum of rounded weights, and lse the exact one.
-                    exact, total = total[:1], total[1:]
-                    ratio = np.divide(exact, total, out=np.ones_like(exact), where=total != 0)
-                    shift *= _f(LN2)
-                    shift += np.log(ratio)
-                    self.finish(acc, total, shift, out[i0:i1, heads], lse[i0:i1, heads])
+                    _finish(acc, total, shift, lse[i0:i1, heads])
+                    _write(out[i0:i1, heads], acc, True)
 
     def backward(
         self, dout, q, k, v, lse, delta, intervals, dq, dk, dv, fresh=False, careful=False, **_
@@ -255,10 +275,13 @@ class OneDnnKernel(NumbaKernel):
             given = dout, q, k, v, lse, delta, intervals, dq, dk, dv
             super().backward(*given, fresh, careful)
             return
-        blocks, most, masked_rows, masked_keys = self._blockers[1].blocking(intervals, nk, g)
+        blocks, most, masked_rows, masked_keys = self._blocker.blocking(intervals, nk, g)
         cap = self.logit_softcap
-        factor = _f((self.softmax_scale if cap is None else 1) / LN2)
+        factor = _f((self.softmax_scale if cap is None else 1) / math.log(2))
         per_cap = _f(0 if cap is None else 1 / cap)
+        wide, narrow = ("scores", "dscores"), ("p", "ds")
+        kinds = *((x, np.float32) for x in wide), *((x, np.uint16) for x in narrow)
+        s_at, dp_at, p_at, ds_at = self._scratch(most, nk, *kinds)
         for group in self._groups(nheads_kv, len(q) * g, nk, max(d, e)):
             c, heads_kv = len(group), slice(group.start, group.stop)
             of_group = slice(group.start * g, group.stop * g)
@@ -276,7 +299,7 @@ class OneDnnKernel(NumbaKernel):
                     n = (i1 - i0) * g
                     dqb, both = self._get("dq", (n, d)), self._get("lse", (2, i1 - i0, g))
                     dqb[:] = 0
-                    np.multiply(lse[i0:i1, heads], _f(1 / LN2), out=both[0])
+                    np.multiply(lse[i0:i1, heads], PER_LN2, out=both[0])
                     both[1] = delta[i0:i1, heads]
                     if masked_rows is not None:
                         both[:, masked_rows[i0:i1]] = 0
@@ -286,12 +309,11 @@ class OneDnnKernel(NumbaKernel):
                         m, first = rows.stop - rows.start, i0 * g + rows.start
                         s, dp = self._get("scores", (b, m)), self._get("dscores", (b, m))
                         p, ds = self._get16("p", (b, m)), self._get16("ds", (b, m))
-                        p_at, ds_at = _address(p), _address(ds)
                         k_here, v_here = k_at + 2 * d * j0, v_at + 2 * e * j0
                         q_here, do_here = q_at + 2 * d * first, do_at + 2 * e * first
                         # (b, m) = (b, d) @ (d, m)
-                        self._multiply((b, d, m), (d, 1), (1, d))(k_here, q_here, _address(s))
-                        self._multiply((b, e, m), (e, 1), (1, e))(v_here, do_here, _address(dp))
+                        self._multiply((b, d, m), (d, 1), (1, d))(k_here, q_here, s_at)
+                        self._multiply((b, e, m), (e, 1), (1, e))(v_here, do_here, dp_at)
                         if cap is not None:
                             s *= _f(self.softmax_scale)
                             self._cap(s)
@@ -309,13 +331,18 @@ class OneDnnKernel(NumbaKernel):
                         self._multiply((m, b, d), (1, m), (d, 1), True)(ds_at, k_here, to)
                         self.poll()
                     dqb *= _f(self.softmax_scale)
-                    _put(dq[i0:i1, heads], dqb.reshape(i1 - i0, g, d), fresh)
+                    _write(dq[i0:i1, heads], dqb, fresh)
             dkh *= _f(self.softmax_scale)
-            _put(dk[:, heads_kv].swapaxes(0, 1), dkh, fresh)
-            _put(dv[:, heads_kv].swapaxes(0, 1), dvh, fresh)
+            _write(dk[:, heads_kv].swapaxes(0, 1), dkh, fresh)
+            _write(dv[:, heads_kv].swapaxes(0, 1), dvh, fresh)
 
     def _small(self, rows: int, keys: int) -> bool:
         return rows * keys < 1
+
+    def _scratch(self, rows: int, keys: int, *kinds: tuple[str, type]) -> list[int]:
+        """Return addresses of buffers that hold an array of any cache block."""
+        size = (rows * min(keys, self._blocker.block_k),)
+        return [_address(self._work.get(("kernel", x), size, np.dtype(y))) for x, y in kinds]
 
     def _get16(self, name: str, shape: tuple[int, ...]) -> Array:
         return self._work.get(("kernel", name), shape, np.dtype(np.uint16))
@@ -343,5 +370,14 @@ def _address(x: Array) -> int:
     return x.__array_interface__["data"][0]
 
 
-def _hidden(block) -> tuple[int, Array]:
+def _write(to: Array, x: Array, fresh: bool) -> None:
+    """Add float32 numbers to an array, or overwrite it, which may then be of 16 bits."""
+    x = x.reshape(to.shape)
+    if fresh and to.dtype.itemsize == 2:
+        _narrow(x, to.view(np.uint16))
+    else:
+        _put(to, x, fresh)
+
+
+def _hidden(block: CacheBlock) -> tuple[int, Array]:
     return (0, _NOTHING_HIDDEN) if block.hidden is None else (block.differ.start, block.hidden)

@@ -85,9 +85,7 @@ def check_products(dtype: str) -> None:
         fast = not Product(dtype, (64, 64, 64), (64, 1), (64, 1)).implementation.startswith("ref")
     if not fast:
         why = f"instruction set {library.isa:#x}; ONEDNN_MAX_CPU_ISA may limit it"
-        raise ValueError(
-            f"oneDNN {library.version} has no {dtype} products for this CPU ({why})"
-        )
+        raise ValueError(f"oneDNN {library.version} has no {dtype} products for this CPU ({why})")
 
 
 class Product:
