@@ -31,6 +31,8 @@ from a2d_mpi.kernels.onednn_calls import Product, check_products, open_library
 
 _f, _u = np.float32, np.uint32
 ZERO, ONE, NONE = _f(0), _f(1), _f(-np.inf)
+# Products have multiples of GRAIN rows and keys, because it takes 0.5 ms to make one for a shape.
+GRAIN = 32
 SLACK = _f(14)  # binary orders; 2^14 is still a float16
 # 2^-127 has the exponent of 0, and 2^128 of infinity.
 LOWEST, HIGHEST = _f(-127), _f(128)
@@ -90,9 +92,10 @@ def _powers(s: Array, factor: np.float32, shift: np.float32, p: Array) -> tuple:
     return np.int32(top).view(_f), exact, rounded
 
 
-@_compile("void(f4[:,::1], f4, i8, b1[:,:], f4[::1], f4[:,:], f4[:,::1], u2[:,::1])")
+@_compile("void(f4[:,::1], i8, f4, i8, b1[:,:], f4[::1], f4[:,:], f4[:,::1], u2[:,::1])")
 def _weights(
     s: Array,
+    keys: int,
     factor: np.float32,
     first: int,
     hidden: Array,
@@ -101,13 +104,15 @@ def _weights(
     acc: Array,
     p: Array,
 ) -> None:
-    """Replace logits, (rows, keys), by rounded weights, and add these to `total`.
+    """Write the rounded weights of logits to `p`, and add them to `total`.
 
-    `hidden` has the pairs of the rows from `first` on.  If `shift` rises, `total` and `acc`
-    shrink.
+    There are as many rows as `shift` has; other rows of `p` and other keys get 0.  `hidden` has
+    the pairs of the rows from `first` on.  If `shift` rises, `total` and `acc` shrink.
     """
-    for row in range(len(s)):
-        x, by = s[row], factor
+    p[len(shift) :] = 0
+    p[:, keys:] = 0
+    for row in range(len(shift)):
+        x, weights, by = s[row, :keys], p[row, :keys], factor
         if first <= row < first + len(hidden):
             hide = hidden[row - first]
             for j in range(len(x)):
@@ -117,12 +122,12 @@ def _weights(
         if new == NONE:
             new = _largest(x, by)
             if new == NONE:
-                p[row] = 0
+                weights[:] = 0
                 continue
-        top, exact, rounded = _powers(x, by, new, p[row])
+        top, exact, rounded = _powers(x, by, new, weights)
         while SLACK < top < np.inf:
             new += top
-            top, exact, rounded = _powers(x, by, new, p[row])
+            top, exact, rounded = _powers(x, by, new, weights)
         if new != old:
             shift[row] = new
             if old != NONE:
@@ -171,11 +176,12 @@ def _gradient_row(s, dp, factor, per_cap, lse, delta, p, ds) -> None:
 
 
 @_compile(
-    "void(f4[:,::1], f4[:,::1], f4, f4, i8, b1[:,:], f4[::1], f4[::1], u2[:,::1], u2[:,::1])"
+    "void(f4[:,::1], f4[:,::1], i8, f4, f4, i8, b1[:,:], f4[::1], f4[::1], u2[:,::1], u2[:,::1])"
 )
 def _gradients(
     s: Array,
     dp: Array,
+    keys: int,
     factor: np.float32,
     per_cap: np.float32,
     first: int,
@@ -187,10 +193,16 @@ def _gradients(
 ) -> None:
     """Compute rounded probabilities and gradients of logits; all (keys, rows).
 
-    Capped logits times `per_cap` have the size of a hyperbolic tangent.  It is 0 without a cap.
+    There are as many rows as `lse` has; other rows and other keys get 0.  Capped logits times
+    `per_cap` have the size of a hyperbolic tangent.  It is 0 without a cap.
     """
-    for key in range(len(s)):
-        _gradient_row(s[key], dp[key], factor, per_cap, lse, delta, p[key], ds[key])
+    m = len(lse)
+    for x in (p, ds):
+        x[keys:] = 0
+        x[:, m:] = 0
+    for key in range(keys):
+        to = p[key, :m], ds[key, :m]
+        _gradient_row(s[key, :m], dp[key, :m], factor, per_cap, lse, delta, *to)
         for row in range(len(hidden)):
             if hidden[row, key]:
                 p[key, first + row] = ds[key, first + row] = 0
@@ -236,33 +248,34 @@ class OneDnnKernel(NumbaKernel):
                 q_at, k_at, v_at = _address(qh[i]), _address(kh[i]), _address(vh[i])
                 for i0, i1, cache_blocks in blocks:
                     n = (i1 - i0) * g
-                    acc, total = self._get("acc", (n, e)), self._get("total", (2, n))
+                    acc, total = self._get("acc", (_up(n), e)), self._get("total", (2, n))
                     shift = self._get("shift", (n,))
                     acc[:], total[:], shift[:] = 0, 0, NONE
                     acc_at = _address(acc)
                     for block in cache_blocks:
                         rows, b = block.rows, block.j1 - block.j0
-                        m = rows.stop - rows.start
-                        s, p = self._get("scores", (m, b)), self._get16("p", (m, b))
+                        size = m, keys = _up(rows.stop - rows.start), _up(b)
+                        s, p = self._get("scores", size), self._get16("p", size)
                         # (m, b) = (m, d) @ (d, b)
                         to = q_at + 2 * d * (i0 * g + rows.start), k_at + 2 * d * block.j0
-                        self._multiply((m, d, b), (d, 1), (1, d))(*to, s_at)
+                        self._multiply((m, d, keys), (d, 1), (1, d))(*to, s_at)
                         if scaled:
                             s *= _f(self.softmax_scale)
                             if largest is not None:
-                                self._find_largest(s[None], None, block, largest[heads])
+                                seen = s[: rows.stop - rows.start, :b]
+                                self._find_largest(seen[None], None, block, largest[heads])
                             if self.logit_softcap is not None:
                                 self._cap(s)
                         _weights(
-                            s, factor, *_hidden(block), shift[rows], total[:, rows],
+                            s, b, factor, *_hidden(block), shift[rows], total[:, rows],
                             acc[rows], p,
                         )  # fmt: skip
                         # (m, e) += (m, b) @ (b, e)
                         to = v_at + 2 * e * block.j0, acc_at + 4 * e * rows.start
-                        self._multiply((m, b, e), (b, 1), (e, 1), True)(p_at, *to)
+                        self._multiply((m, keys, e), (keys, 1), (e, 1), True)(p_at, *to)
                         self.poll()
-                    _finish(acc, total, shift, lse[i0:i1, heads])
-                    _write(out[i0:i1, heads], acc, True)
+                    _finish(acc[:n], total, shift, lse[i0:i1, heads])
+                    _write(out[i0:i1, heads], acc[:n], True)
 
     def backward(
         self, dout, q, k, v, lse, delta, intervals, dq, dk, dv, fresh=False, careful=False, **_
@@ -289,7 +302,7 @@ class OneDnnKernel(NumbaKernel):
             doh = self._by_head("dout16", dout[:, of_group], c, masked_rows)  # (c, nq g, e)
             kh = self._by_head("k16", k[:, heads_kv], c, masked_keys)  # (c, nk, d)
             vh = self._by_head("v16", v[:, heads_kv], c, masked_keys)  # (c, nk, e)
-            dkh, dvh = self._get("dk", (c, nk, d)), self._get("dv", (c, nk, e))
+            dkh, dvh = self._padded("dk", (c, nk, d)), self._padded("dv", (c, nk, e))
             dkh[:] = dvh[:] = 0
             for i in range(c):
                 heads = slice((group.start + i) * g, (group.start + i + 1) * g)
@@ -297,7 +310,7 @@ class OneDnnKernel(NumbaKernel):
                 dk_at, dv_at = _address(dkh[i]), _address(dvh[i])
                 for i0, i1, cache_blocks in blocks:
                     n = (i1 - i0) * g
-                    dqb, both = self._get("dq", (n, d)), self._get("lse", (2, i1 - i0, g))
+                    dqb, both = self._get("dq", (_up(n), d)), self._get("lse", (2, i1 - i0, g))
                     dqb[:] = 0
                     np.multiply(lse[i0:i1, heads], PER_LN2, out=both[0])
                     both[1] = delta[i0:i1, heads]
@@ -306,32 +319,32 @@ class OneDnnKernel(NumbaKernel):
                     both, dq_at = both.reshape(2, n), _address(dqb)
                     for block in cache_blocks:
                         rows, b, j0 = block.rows, block.j1 - block.j0, block.j0
-                        m, first = rows.stop - rows.start, i0 * g + rows.start
-                        s, dp = self._get("scores", (b, m)), self._get("dscores", (b, m))
-                        p, ds = self._get16("p", (b, m)), self._get16("ds", (b, m))
+                        size = keys, m = _up(b), _up(rows.stop - rows.start)
+                        first = i0 * g + rows.start
+                        s, dp = self._get("scores", size), self._get("dscores", size)
+                        p, ds = self._get16("p", size), self._get16("ds", size)
                         k_here, v_here = k_at + 2 * d * j0, v_at + 2 * e * j0
                         q_here, do_here = q_at + 2 * d * first, do_at + 2 * e * first
                         # (b, m) = (b, d) @ (d, m)
-                        self._multiply((b, d, m), (d, 1), (1, d))(k_here, q_here, s_at)
-                        self._multiply((b, e, m), (e, 1), (1, e))(v_here, do_here, dp_at)
+                        self._multiply((keys, d, m), (d, 1), (1, d))(k_here, q_here, s_at)
+                        self._multiply((keys, e, m), (e, 1), (1, e))(v_here, do_here, dp_at)
                         if cap is not None:
                             s *= _f(self.softmax_scale)
                             self._cap(s)
                         _gradients(
-                            s, dp, factor, per_cap, *_hidden(block), both[0, rows], both[1, rows],
-                            p, ds,
+                            s, dp, b, factor, per_cap, *_hidden(block), *both[:, rows], p, ds
                         )  # fmt: skip
                         # (b, e) += (b, m) @ (m, e)
                         to = dv_at + 4 * e * j0
-                        self._multiply((b, m, e), (m, 1), (e, 1), True)(p_at, do_here, to)
+                        self._multiply((keys, m, e), (m, 1), (e, 1), True)(p_at, do_here, to)
                         to = dk_at + 4 * d * j0
-                        self._multiply((b, m, d), (m, 1), (d, 1), True)(ds_at, q_here, to)
+                        self._multiply((keys, m, d), (m, 1), (d, 1), True)(ds_at, q_here, to)
                         # (m, d) += (m, b) @ (b, d)
                         to = dq_at + 4 * d * rows.start
-                        self._multiply((m, b, d), (1, m), (d, 1), True)(ds_at, k_here, to)
+                        self._multiply((m, keys, d), (1, m), (d, 1), True)(ds_at, k_here, to)
                         self.poll()
                     dqb *= _f(self.softmax_scale)
-                    _write(dq[i0:i1, heads], dqb, fresh)
+                    _write(dq[i0:i1, heads], dqb[:n], fresh)
             dkh *= _f(self.softmax_scale)
             _write(dk[:, heads_kv].swapaxes(0, 1), dkh, fresh)
             _write(dv[:, heads_kv].swapaxes(0, 1), dvh, fresh)
@@ -341,8 +354,15 @@ class OneDnnKernel(NumbaKernel):
 
     def _scratch(self, rows: int, keys: int, *kinds: tuple[str, type]) -> list[int]:
         """Return addresses of buffers that hold an array of any cache block."""
-        size = (rows * min(keys, self._blocker.block_k),)
+        size = (_up(rows) * _up(min(keys, self._blocker.block_k)),)
         return [_address(self._work.get(("kernel", x), size, np.dtype(y))) for x, y in kinds]
+
+    def _padded(self, name: str, shape: tuple[int, ...], dtype: type = np.float32) -> Array:
+        """Return an array with `GRAIN` rows of zeros behind it, which products may read."""
+        size, behind = math.prod(shape), GRAIN * shape[-1]
+        padded = self._work.get(("kernel", name), (size + behind,), np.dtype(dtype))
+        padded[size:] = 0
+        return padded[:size].reshape(shape)
 
     def _get16(self, name: str, shape: tuple[int, ...]) -> Array:
         return self._work.get(("kernel", name), shape, np.dtype(np.uint16))
@@ -353,7 +373,8 @@ class OneDnnKernel(NumbaKernel):
         Rows of tokens with true `hide` become 0.
         """
         tokens, heads, d = x.shape
-        packed = self._get16(name, (heads_kv, tokens, heads // heads_kv, d))
+        shape = heads_kv, tokens, heads // heads_kv, d
+        packed = self._padded(name, shape, np.uint16)
         packed[:] = x.view(np.uint16).reshape(tokens, heads_kv, -1, d).swapaxes(0, 1)
         if hide is not None:
             packed[:, hide] = 0
@@ -364,6 +385,10 @@ class OneDnnKernel(NumbaKernel):
         if (product := self._products.get(key)) is None:
             product = self._products[key] = Product(self.product_dtype.name, *key)
         return product
+
+
+def _up(n: int) -> int:
+    return -(-n // GRAIN) * GRAIN
 
 
 def _address(x: Array) -> int:
