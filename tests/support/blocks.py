@@ -11,6 +11,9 @@ from a2d_mpi.kernels import make_kernel
 from a2d_mpi.masks.intervals import Intervals
 from a2d_mpi.masks.mask import Causal
 
+# The kernel that "auto" takes: "onednn" on CPUs that have products for it.
+BFLOAT16 = make_kernel("auto", HOST, DTYPES["bfloat16"], 1.0).name
+
 
 def dense(intervals, nk):
     keys = np.arange(nk)

@@ -18,6 +18,8 @@ from mpi4py import MPI
 
 from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.kernels import make_kernel
 
 TENSORS = ("out", "lse", "dq", "dk", "dv", "dsink")
 
@@ -195,6 +197,12 @@ def solve(inputs, visible, config, sink=None, dlse=None, size=1.0):
     return found
 
 
+@cache
+def products_of(dtype):
+    """The dtype to which the kernel of this CPU rounds probabilities, None without rounding."""
+    return getattr(make_kernel("auto", HOST, dtype, 1.0), "product_dtype", None)
+
+
 def _solved(given, dtype, size):
     inputs, _, scale, _, sink, dlse = given
     exact, errors = shared(*given), []
@@ -202,7 +210,8 @@ def _solved(given, dtype, size):
     # logits, where few keys count, draws differ much.
     for order in range(5 if size > 1 else 1):
         if dtype != np.float64:  # whose bound needs no errors
-            same = shared(*given, order, dtype=compute_dtype(dtype), kept=dtype)
+            kinds = {"dtype": compute_dtype(dtype), "kept": dtype}
+            same = shared(*given, order, **kinds, products=products_of(dtype))
         errors.append(errors_of(exact if dtype == np.float64 else same, exact, dtype))
     # Huge logits are rounded in the forward pass and again, otherwise, in the backward pass: two
     # draws of the error that counts, where the dense computation makes one.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import ml_dtypes
 import numpy as np
-from dense import TENSORS, errors_of, plain
+from dense import TENSORS, errors_of, plain, products_of
 from oracles import Intervals
 
 from a2d_mpi import Causal, Documents, Full, IntervalMask, Mask, PrefixLM, SlidingWindow
@@ -251,10 +251,11 @@ def solve(
         return exact, errors, whole
     rng, precision = np.random.default_rng([case.seed, 2]), compute_dtype(case.dtype)
     scaled = [(whole[0] * scale).astype(precision), *whole[1:]]
+    products = products_of(case.dtype)
     # Kernels scale q, and the textbook the product: so half of the orders do this, and half that.
     for order in range(ORDERS_HUGE if abs(scale) > 100 else ORDERS):
         given = (scaled, case.seen, 1.0, cap) if order % 2 else (whole, case.seen, scale, cap)
-        same = plain(*given, dtype=precision, kept=case.dtype, at=out, rng=rng)
+        same = plain(*given, dtype=precision, kept=case.dtype, at=out, rng=rng, products=products)
         same["dq"] *= scale if order % 2 else 1
         errors = {x: max(errors[x], y) for x, y in errors_of(same, exact, case.dtype).items()}
     of_out, *of_gradients = _sizes(case, whole, scale, cap, exact["lse"])

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from blocks import Block, assert_kernel, in_parts, random_intervals
+from blocks import BFLOAT16, Block, assert_kernel, in_parts, random_intervals
 from helpers import deeper, distance
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +17,8 @@ from a2d_mpi.kernels.blocks import Blocker
 from a2d_mpi.kernels.numpy import NumpyKernel
 
 CAP = {"logit_softcap": 30.0}
-KERNELS = [("numpy", "float32"), ("numba", "float32"), ("numpy", "float64"), ("numba", "bfloat16"), ("onednn","bfloat16")]
+KERNELS = [("numpy", "float32"), ("numba", "float32"), ("numpy", "float64"), ("numba", "bfloat16")]
+KERNELS += [(BFLOAT16, "bfloat16")]
 KINDS, SHAPES = ("full", "causal", "one", "two"), [(1, 1), (3, 700), (600, 5), (310, 1100)]
 # Heads, KV heads, headdim, perhaps another headdim of v; size of q, so logits to 10, 500, 3e4;
 # soft-caps below and above the largest logit whose exponential needs no shift.

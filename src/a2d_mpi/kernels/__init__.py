@@ -62,8 +62,9 @@ KERNELS: dict[str, Entry | None] = {
         _lazy("cudnn", "make", deterministic=True), _HALF, gpu=True, softcap=False
     ),
 }
-# The fastest kernel, and the kernel for all problems, on the host (False) and on a GPU (True).
-_FASTEST = {False: ("numba", "numpy"), True: ("cudnn", "cupy")}
+# On the host (False) and on a GPU (True): the kernels from the fastest one to the one for all
+# problems.
+_FASTEST = {False: ("onednn", "numba", "numpy"), True: ("cudnn", "cupy")}
 
 
 def check_kernel(
@@ -135,9 +136,10 @@ def make_kernel(
     """
     options = {"poll": poll or (lambda: None), "work": work, "logit_softcap": logit_softcap}
     if kernel == "auto":
-        fastest, kernel = _FASTEST[device is not HOST]
-        with suppress(ImportError, ValueError):  # it is not installed, or cannot compute this
-            return make_kernel(fastest, device, dtype, softmax_scale, **options, widths=widths)
+        *faster, kernel = _FASTEST[device is not HOST]
+        for name in faster:  # it may not be installed, or not compute this
+            with suppress(ImportError, ValueError):
+                return make_kernel(name, device, dtype, softmax_scale, **options, widths=widths)
     check_kernel(kernel, dtype, logit_softcap, widths)
     entry = KERNELS[kernel]
     if entry.gpu == (device is HOST):

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from a2d_mpi.core.kernel_memory import GRAIN, whole_grains
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.kernels.blocks import CacheBlock
 from a2d_mpi.kernels.compiled import NumbaKernel, _compile, njit
@@ -31,8 +32,6 @@ from a2d_mpi.kernels.onednn_calls import Product, check_products, open_library
 
 _f, _u = np.float32, np.uint32
 ZERO, ONE, NONE = _f(0), _f(1), _f(-np.inf)
-# Products have multiples of GRAIN rows and keys, because it takes 0.5 ms to make one for a shape.
-GRAIN = 32
 SLACK = _f(14)  # binary orders; 2^14 is still a float16
 # 2^-127 has the exponent of 0, and 2^128 of infinity.
 LOWEST, HIGHEST = _f(-127), _f(128)
@@ -248,13 +247,16 @@ class OneDnnKernel(NumbaKernel):
                 q_at, k_at, v_at = _address(qh[i]), _address(kh[i]), _address(vh[i])
                 for i0, i1, cache_blocks in blocks:
                     n = (i1 - i0) * g
-                    acc, total = self._get("acc", (_up(n), e)), self._get("total", (2, n))
-                    shift = self._get("shift", (n,))
+                    acc, total = (
+                        self._get("acc", (whole_grains(n), e)),
+                        self._get("statistics", (3, n)),
+                    )
+                    total, shift = total[:2], total[2]
                     acc[:], total[:], shift[:] = 0, 0, NONE
                     acc_at = _address(acc)
                     for block in cache_blocks:
                         rows, b = block.rows, block.j1 - block.j0
-                        size = m, keys = _up(rows.stop - rows.start), _up(b)
+                        size = m, keys = whole_grains(rows.stop - rows.start), whole_grains(b)
                         s, p = self._get("scores", size), self._get16("p", size)
                         # (m, b) = (m, d) @ (d, b)
                         to = q_at + 2 * d * (i0 * g + rows.start), k_at + 2 * d * block.j0
@@ -310,7 +312,10 @@ class OneDnnKernel(NumbaKernel):
                 dk_at, dv_at = _address(dkh[i]), _address(dvh[i])
                 for i0, i1, cache_blocks in blocks:
                     n = (i1 - i0) * g
-                    dqb, both = self._get("dq", (_up(n), d)), self._get("lse", (2, i1 - i0, g))
+                    dqb, both = (
+                        self._get("dq", (whole_grains(n), d)),
+                        self._get("statistics", (2, i1 - i0, g)),
+                    )
                     dqb[:] = 0
                     np.multiply(lse[i0:i1, heads], PER_LN2, out=both[0])
                     both[1] = delta[i0:i1, heads]
@@ -319,7 +324,7 @@ class OneDnnKernel(NumbaKernel):
                     both, dq_at = both.reshape(2, n), _address(dqb)
                     for block in cache_blocks:
                         rows, b, j0 = block.rows, block.j1 - block.j0, block.j0
-                        size = keys, m = _up(b), _up(rows.stop - rows.start)
+                        size = keys, m = whole_grains(b), whole_grains(rows.stop - rows.start)
                         first = i0 * g + rows.start
                         s, dp = self._get("scores", size), self._get("dscores", size)
                         p, ds = self._get16("p", size), self._get16("ds", size)
@@ -350,11 +355,11 @@ class OneDnnKernel(NumbaKernel):
             _write(dv[:, heads_kv].swapaxes(0, 1), dvh, fresh)
 
     def _small(self, rows: int, keys: int) -> bool:
-        return rows * keys < 1
+        return min(rows, keys) < GRAIN
 
     def _scratch(self, rows: int, keys: int, *kinds: tuple[str, type]) -> list[int]:
         """Return addresses of buffers that hold an array of any cache block."""
-        size = (_up(rows) * _up(min(keys, self._blocker.block_k)),)
+        size = (whole_grains(rows) * whole_grains(min(keys, self._blocker.block_k)),)
         return [_address(self._work.get(("kernel", x), size, np.dtype(y))) for x, y in kinds]
 
     def _padded(self, name: str, shape: tuple[int, ...], dtype: type = np.float32) -> Array:
@@ -385,10 +390,6 @@ class OneDnnKernel(NumbaKernel):
         if (product := self._products.get(key)) is None:
             product = self._products[key] = Product(self.product_dtype.name, *key)
         return product
-
-
-def _up(n: int) -> int:
-    return -(-n // GRAIN) * GRAIN
 
 
 def _address(x: Array) -> int:
