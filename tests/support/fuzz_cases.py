@@ -96,10 +96,10 @@ class Case:
         ]
 
 
-def draw(seed: int, ranks: int, wire: str | None = None) -> Case:
+def draw(seed: int, ranks: int, wire: str | None = None, only: str | None = None) -> Case:
     """Draw the case of a seed; it is the same on every machine.
 
-    `wire`: format of messages, of one sequence; "any": one of them.
+    `wire`: format of messages, of one sequence; "any": one of them.  `only`: the dtype.
     """
     rng = np.random.default_rng([seed, ranks])
 
@@ -112,6 +112,7 @@ def draw(seed: int, ranks: int, wire: str | None = None) -> Case:
     cells = shape[0] * shape[1]
     method = pick(*(x for x in METHODS if x != "triangle" or triangle.fits(cells)))
     dtype = pick("float32", "float32", "float64", "float16", "bfloat16")
+    dtype = only or dtype
     nheads = shape[2] * pick(1, 1, 2, 3, 4 if shape[2] < 4 else 1)
     nheads_kv = pick(*(x for x in range(1, nheads + 1)
                        if nheads % x == 0 and not misfit(nheads, x, shape[2])))  # fmt: skip

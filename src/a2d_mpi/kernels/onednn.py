@@ -32,6 +32,7 @@ from a2d_mpi.kernels.onednn_calls import Product, check_products, open_library
 
 _f, _u = np.float32, np.uint32
 ZERO, ONE, NONE = _f(0), _f(1), _f(-np.inf)
+FEWEST = GRAIN  # rows and keys of a block; smaller blocks are computed by the kernel "numba"
 SLACK = _f(14)  # binary orders; 2^14 is still a float16
 # 2^-127 has the exponent of 0, and 2^128 of infinity.
 LOWEST, HIGHEST = _f(-127), _f(128)
@@ -355,7 +356,7 @@ class OneDnnKernel(NumbaKernel):
             _write(dv[:, heads_kv].swapaxes(0, 1), dvh, fresh)
 
     def _small(self, rows: int, keys: int) -> bool:
-        return min(rows, keys) < GRAIN
+        return min(rows, keys) < FEWEST
 
     def _scratch(self, rows: int, keys: int, *kinds: tuple[str, type]) -> list[int]:
         """Return addresses of buffers that hold an array of any cache block."""
