@@ -6,6 +6,11 @@ r"""Distributed attention on Q, K, V from a file: checked, then timed, and writt
 Exit code 0: all checks passed.  1: a check failed.  2: bad input, or the output cannot be written.
 """
 
+if __name__ == "__main__":
+    from a2d_mpi.experiments import end_job_on_errors
+
+    end_job_on_errors()
+
 from mpi4py import MPI
 
 from a2d_mpi.experiments.cli import Parser, add_grid, run

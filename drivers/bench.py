@@ -9,6 +9,11 @@ All results are checked, also those of an earlier run.
 Exit code 0: all checks passed.  1: a check failed.  2: bad input, or the output cannot be written.
 """
 
+if __name__ == "__main__":
+    from a2d_mpi.experiments import end_job_on_errors
+
+    end_job_on_errors()
+
 import argparse
 from collections.abc import Callable
 

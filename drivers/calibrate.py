@@ -15,6 +15,11 @@ more than 20 %, other work disturbed them: measure once more then.
 Exit code 0: the profile is written.  2: bad input, or the output cannot be written.
 """
 
+if __name__ == "__main__":
+    from a2d_mpi.experiments import end_job_on_errors
+
+    end_job_on_errors()
+
 from mpi4py import MPI
 
 from a2d_mpi.experiments.autotune import calibrate
@@ -29,7 +34,8 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     group = parser.add_argument_group("measurement")
     group.add_argument("--seconds", type=real(1e-3, 86400), metavar="S", default=30.0,
                        help="approximate time to measure")  # fmt: skip
-    add_list(group, "dtypes", "dtype")
+    # The defaults of plans and of workloads.
+    add_list(group, "dtypes", "dtype", default="float32,bfloat16")
     group = parser.add_argument_group("output")
     add_options(group, "output", required=True, help="TOML file to write")
     text = "name of the machine; default: the name of its first node"

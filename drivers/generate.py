@@ -11,6 +11,11 @@ Exit code 0: all prompts were answered.  1: a request was refused, because it fi
 2: bad input.
 """
 
+if __name__ == "__main__":
+    from a2d_mpi.experiments import end_job_on_errors
+
+    end_job_on_errors()
+
 from mpi4py import MPI
 
 from a2d_mpi.experiments.cli import Parser, run

@@ -9,6 +9,11 @@ Exit code 0: done.  1: the loss is no longer finite, or the first step of a Llam
 input, or nothing can be written.
 """
 
+if __name__ == "__main__":
+    from a2d_mpi.experiments import end_job_on_errors
+
+    end_job_on_errors()
+
 import argparse
 from collections.abc import Callable
 

@@ -346,7 +346,7 @@ def study(folder, *parts):
             if profile not in made and not (ROOT / profile).exists():
                 name = f"{cluster} emulated, {rate}{f', {cores} cores a node' * bool(cores)}"
                 written = f"--output {quote(str(profile))} --name {quote(name)}"
-                yield f"{start} python drivers/calibrate.py {written}"
+                yield f"{start} python drivers/calibrate.py {written} --dtypes float32"
             made.add(profile)
             options += f" --profile {quote(str(profile))}"
         made.add(output.parent)

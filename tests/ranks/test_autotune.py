@@ -1,6 +1,7 @@
 """`autotune` picks the plan that is the fastest as measured, the same on all ranks."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from helpers import ROOT, assert_all
@@ -66,7 +67,10 @@ def test_the_fastest_is_taken_and_remembered(comm, timed, tmp_path, monkeypatch)
     assert_all(comm, len(timed) == number and again.table == first.table, "measured again")
     other = autotune(comm, work(backward=False), MACHINE, cache=path)
     assert_all(comm, len(timed) > number, "another workload is another question")
-    for tuned in (first, again, other):
+    number, anew = len(timed), replace(MACHINE, copy=MACHINE.copy / 2)  # measured once more
+    later = autotune(comm, work(), anew, cache=path)
+    assert_all(comm, len(timed) > number, "another profile of the same name is another question")
+    for tuned in (first, again, other, later):
         tuned.grid.free()
     if comm.rank == 0:
         with open(path, "w") as file:

@@ -5,13 +5,17 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 from helpers import DRIVERS, ROOT, launch, parser_of, parsers_of
 
 from a2d_mpi.core.atomic import check_writable, held, replacing
-from a2d_mpi.experiments.hdf5 import check_output, write_file
+from a2d_mpi.experiments.files import INPUT_SCHEMA, inspect_input
+from a2d_mpi.experiments.hdf5 import check_output, read_file, write_file
 from a2d_mpi.experiments.options import WRITTEN, check_files
 
 PROGRAMS = sorted(x.name for x in DRIVERS.glob("*.py"))
@@ -134,6 +138,42 @@ def test_without_locks(tmp_path, monkeypatch):
     with held(tmp_path / "run.h5"), held(tmp_path / "run.h5"):
         check_writable(tmp_path / "run.h5")
     assert os.listdir(tmp_path) == [left.name]
+
+
+def test_a_full_disk_leaves_no_lock(tmp_path, monkeypatch):
+    import errno
+
+    def pwrite(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    opened = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    monkeypatch.setattr("os.pwrite", pwrite)
+    path = tmp_path / "run.h5"
+    with pytest.raises(OSError, match=f"cannot write {path}: No space left"), held(path):
+        pass
+    assert os.listdir(tmp_path) == []
+    assert not opened or len(os.listdir("/proc/self/fd")) == opened
+
+
+@pytest.mark.parametrize("where", ["dataset", "group"])
+def test_numbers_in_another_file(tmp_path, where):
+    """An external link is refused, as external storage is; a link inside the file is none."""
+    path, other = tmp_path / "in.h5", tmp_path / "other.h5"
+    x = np.ones((3, 2, 8), np.float32)
+    write_file(other, INPUT_SCHEMA, {"q": x, "group": {"q": x}})
+    write_file(path, INPUT_SCHEMA, {"k": x, "v": x, "q": x, "group": {"k": x}})
+    name = {"dataset": "q", "group": "group"}[where]
+    for links in (h5py.SoftLink("/k"), h5py.ExternalLink(other, f"/{name}")):
+        with h5py.File(path, "r+") as file:
+            del file[name]
+            file[name] = links
+        refuses = nullcontext()
+        if isinstance(links, h5py.ExternalLink):
+            refuses = pytest.raises(OSError, match=f"{name} lies in another file, {other}")
+        with refuses:
+            read_file(path, INPUT_SCHEMA)
+        with refuses if where == "dataset" else nullcontext():
+            inspect_input(path)
 
 
 RUN = """

@@ -94,6 +94,45 @@ def test_main_job_loads_what_it_uses():
     assert len(loaded) < 100  # of more than 160
 
 
+# What an import may not change, except by packages of others, which are imported first.
+STATE = """
+import importlib, os, pkgutil, signal, sys, threading, warnings
+def state():
+    hooks = sys.excepthook, sys.unraisablehook, sys.displayhook, threading.excepthook
+    handlers = [signal.getsignal(x) for x in sorted(signal.valid_signals())]
+    return [*hooks, handlers, dict(os.environ), [*warnings.filters], [*sys.path]]
+"""
+BARE = f"""{STATE}
+os.environ.pop("OPENBLAS_CORETYPE", None)
+before = state()
+import a2d_mpi
+os.environ.pop("OPENBLAS_CORETYPE", None)  # which NumPy must see before it loads
+print("numpy" in sys.modules, state() == before)
+"""
+ALL = f"""{STATE}
+import h5py, mpi4py.MPI, numpy, threadpoolctl
+before, changed, loaded = state(), [], 0
+import a2d_mpi
+from a2d_mpi import *
+for module in pkgutil.walk_packages(a2d_mpi.__path__, "a2d_mpi."):
+    try:
+        importlib.import_module(module.name)
+        loaded += 1
+    except ImportError:  # of PyTorch or CuPy
+        continue
+    if state() != before:
+        changed.append(module.name)
+        before = state()
+print(loaded > 100, changed)
+"""
+
+
+def test_imports_change_nothing():
+    """Neither error handling, signals, the environment, warnings nor the path of modules."""
+    assert launch(0, "-c", BARE, timeout=60).stdout == "False True\n"
+    assert launch(0, "-c", ALL, timeout=60).stdout == "True []\n"
+
+
 def misses(kind, protocol):
     """Return the methods of a protocol that `kind` lacks or defines differently."""
 

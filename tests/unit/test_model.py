@@ -28,6 +28,7 @@ from a2d_mpi.planning import cost
 from a2d_mpi.planning.calibration import Sample, fit_kernel, fit_link, fit_steps, steadiness
 from a2d_mpi.planning.machine import KernelModel, Link
 from a2d_mpi.planning.model import predict
+from a2d_mpi.planning.planner import best_candidate
 from a2d_mpi.planning.profile import parse_size, read_machine, to_toml, write_machine
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.planning.workload import Workload
@@ -415,3 +416,11 @@ def test_a_disturbed_machine(tmp_path, monkeypatch, capsys):
     assert f"\n# {told}" in path.read_text() and told in capsys.readouterr().out
     found = read_machine(path)
     assert found.inside is None and found.between is None
+    # A profile by default is one for workloads, and for plans, by default.
+    for work in (Workload(64, 2, 16), Workload(64, 2, 16, dtype="float32")):
+        assert best_candidate(found, 1, work).seconds > 0
+    text = (
+        r"kernels for \['bfloat16', 'float32'\], but not for float64: take another dtype, or mea"
+    )
+    with pytest.raises(ValueError, match=text):
+        best_candidate(found, 1, Workload(64, 2, 16, dtype="float64"))

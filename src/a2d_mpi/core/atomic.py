@@ -173,8 +173,13 @@ def _locked(path: str) -> tuple[int, bool]:
             works = False
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file), os.stat(path)):
-                os.ftruncate(file, 0)
-                os.pwrite(file, f"PID {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                try:
+                    os.ftruncate(file, 0)
+                    os.pwrite(file, f"PID {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                except OSError:  # the disk is full
+                    os.unlink(path)
+                    os.close(file)
+                    raise
                 return file, works
         os.close(file)  # the previous job has just removed this file
 

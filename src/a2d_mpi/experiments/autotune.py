@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from hashlib import sha256
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -423,7 +424,8 @@ def autotune(
         Where the plans compute.
     cache : path, optional
         File with the tables of earlier calls, which rank 0 reads and writes.  A call with the same
-        arguments on as many ranks takes its answer from there, and measures nothing.
+        arguments on as many ranks takes its answer from there, and measures nothing.  Without
+        `machine` the file is for one machine.
     **options
         Arguments of the plans, such as `kernel`, `transfers` and `threads`.
 
@@ -470,7 +472,8 @@ def _arguments(
         "mask": work.mask.aligned(*lengths).digest(*lengths),
         "backward": work.backward,
         "overlap": work.overlap,
-        "machine": machine and machine.name,
+        "machine": machine
+        and f"{machine.name} ({sha256(repr(machine).encode()).hexdigest()[:8]})",
         "top": top,
         "trials": trials,
     }

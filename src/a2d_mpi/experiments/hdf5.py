@@ -235,8 +235,10 @@ def check_output(
 
 
 def member(group: h5py.Group, path: str) -> h5py.Group | h5py.Dataset | None:
-    """Return the object under a path, or None; OSError if numbers of the dataset are missing."""
+    """Return the object under a path, or None; OSError if numbers are missing or elsewhere."""
     data = group.get(path)
+    if data is not None and data.file.filename != group.file.filename:  # by an external link
+        raise OSError(f"{path} lies in another file, {data.file.filename}")
     if not isinstance(data, h5py.Dataset) or data.shape is None or 0 in data.shape:
         return data
     if data.chunks:

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import ModuleType
 
 import h5py
-import numpy as np
 
 from a2d_mpi.core.atomic import read_regular
+from a2d_mpi.core.sizes import check_range
 from a2d_mpi.experiments.hdf5 import member, plain, reading
 from a2d_mpi.masks.arrays import IntervalMask
 from a2d_mpi.masks.documents import Documents
@@ -84,20 +84,10 @@ def read_mask(path: str | os.PathLike[str], seqlen: int) -> IntervalMask | Docum
         elif list(datasets) == ["begin", "end"]:
             mask = IntervalMask(**datasets)
             mask.check(seqlen)
-            _check_range(seqlen, **datasets)
+            check_range(seqlen, **datasets)
         else:
             names = " and ".join(datasets) or "none of them"
             raise ValueError(f"must have datasets begin and end, or cu_seqlens, got {names}")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return mask
-
-
-def _check_range(seqlen: int, **arrays: np.ndarray) -> None:
-    """Refuse intervals that reach beyond `seqlen` keys."""
-    for name, x in arrays.items():
-        wrong = np.argwhere((x < 0) | (x > seqlen))
-        if len(wrong):
-            place = tuple(wrong[0])
-            index = ", ".join(map(str, place))
-            raise ValueError(f"{name}[{index}] must be 0 to {seqlen}, got {x[place]}")

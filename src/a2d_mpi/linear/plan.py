@@ -69,9 +69,9 @@ class LinearAttention(Caller):
         The feature map phi.  "none" is the identity, "elu+1" and "relu" act on each element, and
         "random" is the ReLU of random projections of rotated rows (MoLFormer).
     norm : {"output", "denominator", "none"}
-        "output": divide by the root mean square of all heads of a token (TransNormer).
-        "denominator": divide by the sum of the weights ``decay^(i - j) (phi(q_i) . phi(k_j))``.
-        It needs a feature map other than "none".
+        "output": divide by the root of the mean square of all heads of a token plus 1e-6
+        (TransNormer).  "denominator": divide by 1e-6 plus the sum of the weights
+        ``decay^(i - j) (phi(q_i) . phi(k_j))``.  It needs a feature map other than "none".
     decay : float or sequence of nheads floats, optional
         Decay of all heads or of each head, above 0 and at most 1, for causal masks only.  Default:
         nothing decays.

@@ -225,7 +225,8 @@ class Machine:
         """Return the kernel of a dtype and phase; ValueError if the profile has none."""
         if dtype not in self.kernels:
             raise ValueError(
-                f"{self.name} has kernels for {sorted(self.kernels)}, but not for {dtype}"
+                f"{self.name} has kernels for {sorted(self.kernels)}, but not for {dtype}: take "
+                "another dtype, or measure this one (calibrate.py --dtypes)"
             )
         return self.kernels[dtype][phase]
 

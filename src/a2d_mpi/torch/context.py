@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import inspect
+import threading
+import weakref
 from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from hashlib import blake2b
 from itertools import count
-from typing import Any
+from types import MethodType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import Call, agree
 from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.core.sizes import check_range
 from a2d_mpi.masks.documents import Documents, positions_in
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules import METHODS
 from a2d_mpi.sharding.choice import predict_times
 from a2d_mpi.torch.attention import IGNORED
+from a2d_mpi.torch.balance import balance_loss, hide
 from a2d_mpi.torch.gradients import sum_gradients
 from a2d_mpi.torch.layers import (
     Kind,
+    Masks,
     attention_of,
     inputs_of,
+    known_mask,
     layers_of,
     number_of,
     run,
@@ -37,9 +48,30 @@ from a2d_mpi.torch.transformers import PADDING, attend_layer, check_shards, regi
 
 PROBED = 16  # tokens of a rank in the probe
 KEPT = 8  # sets of documents whose plans are kept
+MASKS = 1 << 16  # most masks of a model's functions; a tag has the number of plans and of a mask
+ENTRY = "call the model with **batch.inputs of a new batch = cp.shard(...), not a layer alone"
+COPY = "a copy of a model needs a ContextParallel of its own, and batches of that one"
+LABELS = "the model would shift labels on each rank alone: give them to cp.shard"
+OTHER = f"the ContextParallel of this batch has been freed, or belongs to another model: {COPY}"
 _numbers = count()  # of the plans of a set of documents, of all models of this process
 
 Plans = dict[Kind, AttentionPlan]
+_before: dict[str, str] = {}  # the attention that models had, by the one that they got
+SWITCHES = "training", "gradient_checkpointing"  # attributes of modules that may change
+
+
+class _Ticket(NamedTuple):
+    """What the positions of a batch carry to the model; copies of positions get none.
+
+    It keeps the `ContextParallel`: without it the model would attend to this rank's tokens only.
+    """
+
+    owner: ContextParallel
+    plans: int  # their number
+    version: int  # of the positions
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()
 
 
 @dataclass(frozen=True)
@@ -54,15 +86,18 @@ class Batch:
     labels : (1, n) int64 tensor
         Label of each token, or -100.
     nlabels : int
-        Labels of all ranks that are not -100.
+        Labels of all ranks, also of other replicas, that are not -100.
     tokens : (n,) int64
         Sorted global indices of this rank's tokens.
+    length : int
+        Tokens of the sequence without padding.
     """
 
     inputs: dict[str, torch.Tensor]
     labels: torch.Tensor
     nlabels: int
     tokens: np.ndarray
+    length: int
 
 
 class ContextParallel:
@@ -80,7 +115,13 @@ class ContextParallel:
     on one distribution.  Then a few tokens go through the model with its own attention, and
     through plans; the outputs of all layers must be the same.  A model that plans cannot compute
     is refused.  Making it, `shard`, `sum_gradients` and calls of the model are collective over
-    ``grid.comm``.  The caller must keep a reference as long as the model is used.
+    ``grid.comm``.
+
+    The plans of a batch travel with its positions.  Each call of the model, or of a model in it,
+    takes them from there, and passes them on to its layers as their mask, with the mask that the
+    model asks for in this call.  `free` gives the model its own attention back, and so does a
+    `ContextParallel` that neither the caller nor a batch keeps.  Another one of the same model
+    takes its place.
 
     Parameters
     ----------
@@ -96,6 +137,9 @@ class ContextParallel:
         One of `a2d_mpi.schedules.METHODS`.
     probe : bool
         Whether to compare the model with its own attention.
+    replicas : Intracomm, optional
+        All ranks that share a step, if other grids compute other sequences in it.  Then `shard`
+        and `sum_gradients` are collective over these ranks.  Default: the ranks of the grid.
     **options
         Other arguments of plans.  Default of `distribution`: the one with the least predicted time
         for all layers together.  Default of `dtype`: the model's; under autocast pass its dtype.
@@ -122,37 +166,75 @@ class ContextParallel:
         longest: int | None = None,
         method: str = "attention2d",
         probe: bool = True,
+        replicas: MPI.Intracomm | None = None,
         **options: Any,
     ) -> None:
+        from transformers import PreTrainedModel
+
         self.grid, self.model, self.seqlen, self.method = grid, model, seqlen, method
         self.longest = min(longest or seqlen, seqlen)
+        self.replicas = replicas or grid.comm
         self.layers: dict[torch.nn.Module, Kind] = {}
         call = Call(grid.comm)
         with call.checks(text=lambda x: f"{type(model).__name__}: {x}"):
+            if isinstance(model, PreTrainedModel):
+                _undo(model, _before, {})
             self.layers = layers_of(model, self.longest)
+            if MPI.Group.Difference(grid.comm.Get_group(), self.replicas.Get_group()).size:
+                raise ValueError("replicas must have all ranks that share a step, as this grid's")
         kinds = [*self.layers.values()]
         call.agree({"seqlen": seqlen, "longest": self.longest, "layers": kinds})
+        self._masks = Masks(self.longest, [x.mask for x in kinds])
         self._numbers: dict[bytes, int] = {}  # of plans, by their documents
         self._sets: dict[int, Plans] = {}
         self._bases: dict[tuple[str | None, Kind], AttentionPlan] = {}
-        self._current = -1
-        lost = "ContextParallel was deleted: keep it as long as the model is used"
-        methods = ContextParallel._attend, ContextParallel._mask, ContextParallel._begin
-        attend, mask, begin = (weakly(self, x, lost) for x in methods)
+        self._latest = -1
+        self._paths = {x: name for name, x in model.named_modules()}
+        self._thread = threading.local()  # `number`: of the plans of the call that it is in
+        lost = "ContextParallel was deleted: make another one, of the model or of its copy"
+        attend, mask = (weakly(self, x, lost) for x in (type(self)._attend, type(self)._mask))
         self._name = register(attend, mask)
         if probe:
             self._probe()
         self._options, self._training = options, model.training
-        self._before = model.config._attn_implementation
         self._plans_of(None)
+        _before[self._name] = model.config._attn_implementation
         model.set_attn_implementation(self._name)
-        self._handle = model.register_forward_pre_hook(begin, with_kwargs=True)
+        # A model in the model may be called alone, and adapters call `forward`, without hooks.
+        models = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
+        names = [[*inspect.signature(x.forward).parameters] for x in models]
+        self._entries = {x: y for x, y in zip(models, names) if "position_ids" in y}
+        for x in self._entries:
+            _enter(x, self)
+        self._state = {x: _state_of(x) for x in self._paths if x not in models}
+        self._freed = False
+        self._end = weakref.finalize(self, _undo, model, [self._name], self._sets)
+        self._end.atexit = False
 
-    def _mask(self, attention_mask: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
-        """Return the number of the current plans, which goes through the model as a mask."""
-        if attention_mask is not None and not bool(attention_mask.all()):
-            self._refuse(PADDING)
-        return tag(self._current)
+    @contextmanager
+    def _within(self, number: int) -> Iterator[None]:
+        """Let calls of the model in this context and thread have the plans of a number."""
+        outer, self._thread.number = self._running, number
+        try:
+            yield
+        finally:
+            self._thread.number = outer
+
+    @property
+    def _running(self) -> int | None:
+        """The number of the plans of the call that this thread is in."""
+        return getattr(self._thread, "number", None)
+
+    def _mask(
+        self, mask_function: Callable, attention_mask: torch.Tensor | None = None, **_: Any
+    ) -> torch.Tensor:
+        """Return the numbers of the plans of this call and of a mask, which go to the layers."""
+        number = self._running
+        padded = attention_mask is not None and not bool(attention_mask.all())
+        self._refuse({PADDING: padded, ENTRY: number is None}, number)
+        mask = tag(number * MASKS + self._masks.number_of(mask_function))
+        mask.a2d_mpi_owner = self  # which a layer needs if it is computed again
+        return mask
 
     def _attend(
         self,
@@ -164,39 +246,75 @@ class ContextParallel:
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         """Compute the attention of a layer by its plan."""
-        kind, number = self.layers.get(module), self._current
-        if kind is None:
-            self._refuse("ContextParallel does not know a layer: has the model been copied?")
-        if attention_mask is not None:  # not the current ones if a layer is computed again
-            number = number_of(attention_mask)
-            if number not in self._sets:
-                self._refuse("a layer has a mask of its own, or plans that are no longer kept")
+        kind, running, mask = self.layers.get(module), self._running, attention_mask
+        tagged = None if mask is None else number_of(mask)
+        # A layer that is computed again, in the backward pass, has its tag only.
+        number, shown = (running, None) if tagged is None else divmod(tagged, MASKS)
+        problems = {
+            f"ContextParallel does not know a layer: {COPY}": kind is None,
+            "a layer has a mask of its own": mask is not None and tagged is None,
+            "a layer has the mask of another batch": running not in (None, number),
+            ENTRY: number not in self._sets,
+        }
+        self._refuse(problems, running)
+        plan, where = self._sets[number][kind], self._paths[module]
+        try:
+            asked = known_mask(where, module, shown, others, self._masks.found, self.longest)
+        except ValueError as error:
+            plan.refuse(str(error))
+        if asked != kind.mask:
+            plan.refuse(f"{where} asks for {asked} in this call, but its plan has {kind.mask}")
         others.pop("sliding_window", None)  # the plan's mask has it
         sinks = [others.pop(x, None) for x in ("s_aux", "sinks")]
         sink = next((x for x in sinks if x is not None), None)
-        plan = self._sets[number][kind]
         return attend_layer(plan, module, (query, key, value), {}, sink=sink, **others)
 
-    def _refuse(self, problem: str) -> None:
-        """Raise ValueError on all ranks, which call a plan."""
-        self.plans[next(iter(self.layers.values()))].refuse(problem)
+    def _refuse(self, problems: dict[str, bool], number: int | None) -> None:
+        """If there is a problem, raise ValueError on all ranks, which call the first layer's plan.
 
-    def _begin(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Take the plans of a batch before the model is called."""
-        given = dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
-        number = getattr(given.get("position_ids"), "a2d_mpi", None)
-        if number in self._sets:
-            self._current = number
-        else:
-            self._refuse("call the model with **batch.inputs of a new batch = cp.shard(...)")
-        if model.training and not self._training:
-            self._refuse("call model.train() before ContextParallel, which then looks for dropout")
-        if model.config._attn_implementation != self._name:
-            self._refuse(
-                "the model has got another attention implementation: call cp.free() first"
-            )
-        if given.get("labels") is not None:
-            self._refuse("the model would shift labels on each rank alone: give them to cp.shard")
+        `number` is that of the plans that the other ranks call, if it is known.
+        """
+        for problem in (x for x, is_there in problems.items() if is_there):
+            plans = self._sets.get(number) or self.plans
+            plans[next(iter(self.layers.values()))].refuse(problem)
+
+    def _begin(
+        self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[int, dict[str, Any]]:
+        """Return the number of the plans of a call of a model, and its arguments."""
+        given = dict(zip(self._entries[module], args)) | kwargs
+        positions, number, outer = given.get("position_ids"), self._running, self._running
+        ticket = getattr(positions, "a2d_mpi", None)
+        if ticket is not None:
+            number = ticket.plans if ticket.owner is self else None
+            # Without a mask of padding, transformers takes jumps of positions for documents.
+            if "attention_mask" in self._entries[module] and given.get("attention_mask") is None:
+                given["attention_mask"] = torch.ones_like(positions)
+        last = given.get("logits_to_keep", 0)
+        changed = ticket is not None and ticket.version != positions._version
+        others = {x.config._attn_implementation for x in self.layers} - {self._name}
+        problems = {
+            ENTRY: number not in self._sets,
+            "a call has positions of two batches": outer not in (None, number),
+            "the positions of the batch have changed": changed,
+            "the model has got another attention implementation: call cp.free() first": (
+                ticket is not None and bool(others)
+            ),
+            "call model.train() before ContextParallel, which then looks for dropout": (
+                module.training and not self._training
+            ),
+            LABELS: given.get("labels") is not None,
+            "logits_to_keep would count this rank's tokens": (
+                ticket is not None and isinstance(last, int) and last != 0
+            ),
+        }
+        for x, was in self._state.items() if outer is None else ():
+            now = {y: vars(x).get(y) for y in was}
+            for y in was if now != was else ():
+                what = f"{self._paths[x]}.{y} was {was[y]} and is {now[y]}"
+                problems[f"{what}: make a new ContextParallel"] = was[y] != now[y]
+        self._refuse(problems, number)
+        return number, given
 
     def _plans_of(self, cu_seqlens: np.ndarray | None) -> None:
         """Make or find the plans of documents, and use them.  Collective."""
@@ -210,7 +328,7 @@ class ContextParallel:
                 del self._sets[self._numbers.pop(oldest)]
         elif key:  # the latest come last
             self._numbers[key] = self._numbers.pop(key)
-        self._current = self._numbers[key]
+        self._latest = self._numbers[key]
 
     def _make(
         self,
@@ -258,8 +376,8 @@ class ContextParallel:
         """Compare all layers with the model's own attention for a few tokens.  Collective."""
         n = min(self.longest, PROBED * self.grid.comm.size)
         positions = torch.from_numpy(np.linspace(0, self.longest - 1, n).round().astype(np.int64))
-        self._current = next(_numbers)
-        plans = self._sets[self._current] = self._make(n, None, {})
+        number = next(_numbers)
+        plans = self._sets[number] = self._make(n, None, {})
         tokens = next(iter(plans.values())).tokens
         whole, expected, problems = inputs_of(self.model, positions[None]), [], []
         call = Call(self.grid.comm)
@@ -274,15 +392,15 @@ class ContextParallel:
                 problems.append(f"{name} is not the same over ranks as on one")
             return y[tokens] if name == other else x
 
-        del whole["attention_mask"]  # as in calls for a batch
         own = {name: x[:, tokens] for name, x in whole.items()}
-        with attention_of(self.model, self._name):
+        with attention_of(self.model, self._name), self._within(number):
             run(self.model, own, compare, every=False)
         agree(self.grid.comm, next(iter(problems), None))
         for plan in plans.values():
             plan.free()
-        del self._sets[self._current]
+        del self._sets[number]
 
+    @torch.inference_mode(False)  # PyTorch then counts the changes of positions
     def shard(
         self,
         input_ids: torch.Tensor | None,
@@ -340,20 +458,22 @@ class ContextParallel:
             targets = np.full_like(ids, IGNORED)
         if ends is not None:
             targets[ends[-1] :] = IGNORED
+        nlabels = int((targets != IGNORED).sum()) * (comm.rank == 0)
         own = (torch.from_numpy(x[tokens])[None] for x in (ids, positions_in(bounds), targets))
         inputs, positions, labels = (x.to(self.model.device) for x in own)
-        positions.a2d_mpi = self._current
+        positions.a2d_mpi = _Ticket(self, self._latest, positions._version)
         return Batch(
             {"input_ids": inputs, "position_ids": positions},
             labels,
-            int((targets != IGNORED).sum()),
+            self.replicas.allreduce(nlabels),
             tokens,
+            self.seqlen if ends is None else int(ends[-1]),
         )
 
     @property
     def plans(self) -> Plans:
         """See the attributes of the class."""
-        return self._sets[self._current]
+        return self._sets[self._latest]
 
     def _check(self, ids: Any, labels: Any, cu_seqlens: Any) -> np.ndarray:
         """Return the bounds of documents and padding; ValueError if arguments are wrong."""
@@ -362,6 +482,11 @@ class ContextParallel:
             raise ValueError(f"input_ids must be one sequence of {self.seqlen} tokens, got {got}")
         if labels is not None and labels.shape != ids.shape:
             raise ValueError(f"labels must be {len(ids)} numbers, got {len(labels)}")
+        embeddings, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        check_range(getattr(embeddings, "num_embeddings", np.inf) - 1, input_ids=ids)
+        if labels is not None:
+            classes = getattr(head, "out_features", getattr(self.model, "num_labels", np.inf))
+            check_range(classes - 1, labels=np.where(labels == IGNORED, 0, labels))
         if cu_seqlens is not None:
             Documents(cu_seqlens).check(self.seqlen)
         bounds = np.unique([0, self.seqlen] if cu_seqlens is None else [*cu_seqlens, self.seqlen])
@@ -374,7 +499,7 @@ class ContextParallel:
     ) -> torch.Tensor:
         """Return this rank's part of the cross-entropy.
 
-        The sum over ranks is the mean over the labels of all ranks.
+        The sum over all ranks that share a step is the mean over all their labels.
 
         Parameters
         ----------
@@ -382,20 +507,17 @@ class ContextParallel:
             Of the model, for `batch`.  Computed in float32 or wider.
         batch : Batch
         averaged_over : int, optional
-            Number of ranks of ``grid.comm`` if something averages gradients over them, as DDP and
-            FSDP do: the loss is that many times as large.  Leave out `sum_gradients` then.
-            Default: 1, if torch.distributed is not set up.
+            Number of ranks over which something averages gradients, as DDP and FSDP do: the loss
+            is that many times as large.  Leave out `sum_gradients` then.  Default: 1, if
+            torch.distributed is not set up.
 
         Raises
         ------
         ValueError
-            If the logits are not those of a batch, or `averaged_over` must be said.
+            If the logits are not those of a batch, or `averaged_over` must be said, or is more
+            than the ranks that share a step.
         """
-        if averaged_over is None and dist.is_available() and dist.is_initialized():
-            raise ValueError(
-                "torch.distributed is set up: give averaged_over=, the number of ranks over which "
-                "DDP or FSDP averages gradients, or 1 if nothing does"
-            )
+        factor = self._factor(averaged_over)
         if logits.shape[:2] != batch.labels.shape:
             raise ValueError(
                 f"logits must be (1, {len(batch.tokens)}, vocabulary), got {tuple(logits.shape)}"
@@ -405,19 +527,110 @@ class ContextParallel:
         total = torch.nn.functional.cross_entropy(
             logits, labels, ignore_index=IGNORED, reduction="sum"
         )
-        return total * ((averaged_over or 1) / max(1, batch.nlabels))
+        return total * (factor / max(1, batch.nlabels))
+
+    def balance_loss(
+        self, output: Any, batch: Batch, averaged_over: int | None = None
+    ) -> torch.Tensor:
+        """Return this rank's part of the balance loss of MoE layers.  Collective.
+
+        The sum over ranks is what transformers calls `aux_loss`, of all tokens but padding.
+        Multiply it by the model's coefficient, and add it to `loss`.
+
+        Parameters
+        ----------
+        output : transformers.utils.ModelOutput
+            Of the model, called with ``output_router_logits=True``.
+        batch, averaged_over
+            As of `loss`.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, if the output has no balance loss, or one by another formula.
+        """
+        part = balance_loss(output, batch.tokens < batch.length, self.replicas)
+        return self._factor(averaged_over) * part
+
+    def _factor(self, averaged_over: int | None) -> int:
+        """Return `averaged_over` or 1; ValueError if it must be said, or does not fit."""
+        default = None if dist.is_available() and dist.is_initialized() else 1
+        over = default if averaged_over is None else averaged_over
+        if over not in range(1, self.replicas.size + 1):
+            raise ValueError(
+                f"{self.replicas.size} ranks share a step (replicas= of ContextParallel): give "
+                "averaged_over=, the number of those over which DDP or FSDP averages gradients, "
+                f"or 1 if nothing does, got {averaged_over}"
+            )
+        return over
 
     def sum_gradients(self) -> None:
-        """Sum the gradients of the model over the ranks of the grid.  Collective."""
-        sum_gradients(self.model, self.grid.comm)
+        """Sum the gradients of the model over all ranks that share a step.  Collective."""
+        sum_gradients(self.model, self.replicas)
 
     def free(self) -> None:
-        """Give the model its own attention back, and release all buffers.  Local."""
-        self._handle.remove()
-        self.model.set_attn_implementation(self._before)
-        for plans in self._sets.values():
-            for plan in plans.values():
-                plan.free()
+        """Give the model its own attention back, and release all buffers.  Local.
+
+        As long as there is this object, or a batch of it, the model refuses its batches.
+        """
+        self._freed = True
+        _give_back(self.model, [self._name], self._sets)
+
+
+def _enter(module: torch.nn.Module, owner: ContextParallel) -> None:
+    """Let `forward` of a model, also of a copy, take the plans of its batch."""
+    reference, name, own = weakref.ref(owner), owner._name, vars(module).get("forward")
+    inner = getattr(own or module.forward, "__func__", None)
+    if inner is None:  # of accelerate
+        inner = lambda module, *args, **kwargs: own(*args, **kwargs)  # noqa: E731
+
+    @torch._disable_dynamo
+    def begin(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        owner = reference()
+        if owner is not None and not owner._freed and module in owner._entries:
+            number, kwargs = owner._begin(module, args, kwargs)
+            return owner._within(number), (), kwargs
+        for x in (*args, *kwargs.values()):
+            if ticket := getattr(x, "a2d_mpi", None):
+                ticket.owner._refuse({OTHER: True}, ticket.plans)
+        if module.config._attn_implementation == name:  # a copy is a model as any other
+            module.set_attn_implementation(_before[name])
+        return nullcontext(), args, kwargs
+
+    @wraps(inner)
+    def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        within, args, kwargs = begin(module, args, kwargs)
+        with within:
+            output = inner(module, *args, **kwargs)
+        return output if isinstance(within, nullcontext) else hide(output)
+
+    forward.a2d_mpi = name, own
+    module.forward = MethodType(torch._disable_dynamo(forward, recursive=False), module)
+
+
+def _undo(model: torch.nn.Module, names: Collection[str], sets: dict[int, Plans]) -> None:
+    """Undo what `ContextParallel` did to a model, or to the one that it is a copy of."""
+    _give_back(model, names, sets)
+    for x in model.modules():
+        function = getattr(vars(x).get("forward"), "__func__", None)
+        name, own = getattr(function, "a2d_mpi", (None, None))
+        if name in names:
+            vars(x).pop("forward")
+            vars(x).update({"forward": own} if own else {})
+
+
+def _give_back(model: torch.nn.Module, names: Collection[str], sets: dict[int, Plans]) -> None:
+    """Give a model its own attention back, in place of some others, and release buffers."""
+    if model.config._attn_implementation in names:
+        model.set_attn_implementation(_before[model.config._attn_implementation])
+    for plan in (x for plans in sets.values() for x in plans.values()):
+        plan.free()
+
+
+def _state_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the numbers, texts and switches of a module that no call should change."""
+    plain = {x: y for x, y in vars(module).items() if isinstance(y, (bool, int, float, str))}
+    return {x: y for x, y in plain.items() if x[0] != "_" and x not in SWITCHES}
 
 
 def _inside(mask: Mask, seqlen: int, cu_seqlens: np.ndarray | None) -> Mask:

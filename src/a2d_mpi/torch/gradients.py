@@ -13,6 +13,7 @@ from a2d_mpi.comm.agreement import Call, agree
 from a2d_mpi.gpt.exchange import GradientSum
 from a2d_mpi.torch.tensors import array_of, current_stream
 
+FORGOTTEN = "has a gradient, but was frozen or absent when GradientHooks was made: make new hooks"
 BUCKET = 25 << 20  # bytes that are sent together, as in PyTorch's DistributedDataParallel
 
 
@@ -48,12 +49,17 @@ class GradientHooks:
     ValueError
         On all ranks, if models differ in parameters, shapes or dtypes, have complex parameters or
         DTensors, or have no parameters to train.  `finish` raises it on all ranks, if on any rank
-        a gradient is sparse, or still holds the sum of an earlier call.
+        a gradient is sparse, still holds the sum of an earlier call, or belongs to a parameter
+        that was frozen, or no parameter of the model, when the hooks were made.  Gradients are
+        then as they were.
     """
 
     def __init__(self, model: torch.nn.Module, comm: MPI.Intracomm) -> None:
-        # Reversed, because the backward pass finishes the last layers first.
-        self._parameters = [x for x in reversed([*model.parameters()]) if x.requires_grad]
+        self._model = model
+        # Reversed, because the backward pass finishes the last layers first.  An optimizer also
+        # steps on the gradient of a parameter that was frozen after the backward pass.
+        parameters = reversed([*model.parameters()])
+        self._parameters = [x for x in parameters if x.requires_grad or x.grad is not None]
         sizes = [x.numel() for x in self._parameters]
         kinds = [(tuple(x.shape), x.dtype) for x in self._parameters]
         digest = hashlib.sha256(str(kinds).encode()).hexdigest()[:8]
@@ -87,7 +93,9 @@ class GradientHooks:
         self._slices = [slice(*x) for x in zip(ends, ends[1:])]
         self._begin(Counter())
         self._handles = [
-            x.register_post_accumulate_grad_hook(self._arrive) for x in self._parameters
+            x.register_post_accumulate_grad_hook(self._arrive)
+            for x in self._parameters
+            if x.requires_grad
         ]
 
     def _begin(self, before: Counter) -> None:
@@ -146,6 +154,9 @@ class GradientHooks:
         with current_stream():
             self._sum.finish()
         problem, late = self._problem, self._late
+        for name, x in self._model.named_parameters():
+            if x.grad is not None and x not in self._parts:
+                problem = f"{name} {FORGOTTEN}"
         self._begin(self._arrived)
         agree(self._sum.comm, problem)
         for number in sorted(set().union(*self._sum.comm.allgather(late))):

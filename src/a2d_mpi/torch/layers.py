@@ -19,9 +19,10 @@ So the model is right with plans if each plan has the mask of its layers.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ from a2d_mpi.torch.transformers import register
 FEW = 16  # tokens of a trial
 FIRST = 8  # those that are tried without the others
 POISONED = 9  # the one with the NaN
+NAN = 0x7FF8 << 48  # the bits of a NaN in float64
 PAIRS = 4096  # random queries for which a mask is compared
 
 Outputs = list[tuple[str, torch.Tensor]]  # names and rows, (n, width)
@@ -82,12 +84,15 @@ def layers_of(model: torch.nn.Module, seqlen: int) -> dict[torch.nn.Module, Kind
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
-        raise ValueError("it is no PreTrainedModel of transformers; pass the model in a wrapper")
+        raise ValueError(
+            "it is no PreTrainedModel of transformers: make ContextParallel of the model first, "
+            "and then what wraps it (DDP, adapters of PEFT)"
+        )
     if model.config.is_encoder_decoder:
         raise ValueError("an encoder with a decoder has two sequences")
     for name, value in model.config.to_dict().items():
-        if "layerdrop" in name and value:
-            raise ValueError(f"{name} must be 0, got {value}: ranks would drop different layers")
+        if value and ("layerdrop" in name or (model.training and "jitter" in name)):
+            raise ValueError(f"{name} must be 0, got {value}: each rank would draw other numbers")
     for name, x in model.named_modules():
         if isinstance(x, torch.nn.modules.batchnorm._BatchNorm):
             raise ValueError(f"{name} is a BatchNorm: in training it mixes tokens")
@@ -106,8 +111,12 @@ def layers_of(model: torch.nn.Module, seqlen: int) -> dict[torch.nn.Module, Kind
             watch.check_tokens(seqlen)
             masks = [mask_of(x, seqlen) for x in watch.masks]
             layers: dict[torch.nn.Module, Kind] = {}
-            for where, module, kind, *given in watch.calls:
-                kind = kind._replace(mask=_known(where, module, *given, masks, seqlen))
+            for where, module, kind, given, others in watch.calls:
+                number = number_of(given)
+                if number is None and given is not None:
+                    raise ValueError(f"{where} gets a mask of its own")
+                mask = known_mask(where, module, number, others, masks, seqlen)
+                kind = kind._replace(mask=mask)
                 if layers.setdefault(module, kind) != kind:
                     raise ValueError(f"{where} attends in two ways")
         finally:
@@ -245,26 +254,76 @@ def _cache(seqlen: int) -> object:
     return Cache()
 
 
-def _known(
+def known_mask(
     where: str,
     module: torch.nn.Module,
-    given: torch.Tensor | None,
+    number: int | None,
     others: dict[str, Any],
     masks: list[Mask | None],
     seqlen: int,
 ) -> Mask:
-    """Return the mask of a layer; raise ValueError if there is no such mask of plans."""
-    number, window = number_of(given), others.get("sliding_window")
+    """Return the mask of a layer, the one of a number or none; ValueError if no plan has it."""
+    window, causal = others.get("sliding_window"), others.get("is_causal")
+    causal = getattr(module, "is_causal", None) if causal is None else causal
     mask = Full() if number is None else masks[number]
-    if number is None and given is not None:
-        raise ValueError(f"{where} gets a mask of its own")
     if number is None and getattr(module, "is_causal", True):
         raise ValueError(f"{where} is causal, but gets no mask")
     if mask is None:
         raise ValueError(f"{where} has a mask that is no window, chunk, causal or full")
     if window is not None and window < seqlen and mask in (Causal(), Full()):
         raise ValueError(f"{where} passes sliding_window={window}, but its mask has none")
+    if causal is not None and mask in (Causal(), Full()) and bool(causal) != (mask == Causal()):
+        raise ValueError(f"{where} has is_causal={causal}, but its mask is {mask}")
     return mask
+
+
+class Masks:
+    """The masks that a model's mask functions show.
+
+    Attributes
+    ----------
+    found : list of Mask or None
+        None: a mask that no plan has.
+    """
+
+    def __init__(self, seqlen: int, found: Iterable[Mask]) -> None:
+        self._seqlen, self.found = seqlen, [None, *dict.fromkeys(found)]
+        self._numbers: dict[tuple, int] = {}
+
+    def number_of(self, mask_function: Callable) -> int:
+        """Return where in `found` the mask of a function is.
+
+        A function of the same code with the same arguments shows the same mask.  Any other one is
+        called for many pairs of tokens.
+        """
+        key = None
+        with suppress(TypeError):
+            key = arguments_of(mask_function)
+        number = self._numbers.get(key)
+        if number is None:
+            mask = None
+            with suppress(Exception):  # of any kind: there are no such tokens
+                mask = mask_of(mask_function, self._seqlen)
+            if mask not in self.found:
+                self.found.append(mask)
+            number = self.found.index(mask)
+            if key is not None:
+                self._numbers[key] = number
+        return number
+
+
+def arguments_of(x: Any) -> Any:
+    """Return the code of a function with all that it holds; TypeError if that may change."""
+    if isinstance(x, FunctionType):
+        cells = [y.cell_contents for y in x.__closure__ or ()]
+        return x.__code__, *map(arguments_of, (x.__defaults__, x.__kwdefaults__, *cells))
+    if isinstance(x, tuple):
+        return tuple(map(arguments_of, x))
+    if isinstance(x, torch.Tensor) and x.numel() <= FEW:
+        return tuple(x.shape), tuple(x.flatten().tolist())
+    if isinstance(x, (int, float, str, type(None))):
+        return x
+    raise TypeError(f"{type(x).__name__} may change")
 
 
 def mask_of(mask_function: Callable, seqlen: int) -> Mask | None:
@@ -303,14 +362,17 @@ def mask_of(mask_function: Callable, seqlen: int) -> Mask | None:
 
 
 def tag(number: int) -> torch.Tensor:
-    """Return a number as a mask, which models pass on to their attention."""
-    return torch.full((1, 1, 1, 1), number)
+    """Return a number as a mask, which models pass on to their attention.
+
+    It is NaN, with the number in its fraction, so that no other attention takes it for a mask.
+    """
+    return torch.tensor(number | NAN, device="cpu").view(torch.float64).view(1, 1, 1, 1)
 
 
 def number_of(mask: torch.Tensor | None) -> int | None:
     """Return the number of a `tag`; None if the model has changed it, or there is none."""
-    is_tag = mask is not None and mask.shape == (1, 1, 1, 1) and mask.dtype == torch.int64
-    return int(mask) if is_tag else None
+    is_tag = mask is not None and mask.shape == (1, 1, 1, 1) and mask.dtype == torch.float64
+    return int(mask.view(torch.int64)) & ~NAN if is_tag else None
 
 
 @contextmanager
@@ -362,7 +424,7 @@ def run(model: torch.nn.Module, inputs: dict[str, Any], note: Note, every: bool 
 
     def rows(output: Any) -> torch.Tensor | None:
         if isinstance(output, dict):
-            output = tuple(output.values())
+            output = tuple(x for name, x in output.items() if name != "aux_loss")  # comes first
         x = output[0] if isinstance(output, tuple) and output else output
         has_rows = isinstance(x, torch.Tensor) and x.dim() == 3 and x.shape[:2] == (1, n)
         return x[0] if has_rows and x.is_floating_point() else None

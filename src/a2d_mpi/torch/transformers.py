@@ -23,6 +23,7 @@ OTHERS = (
 )  # fmt: skip
 PAIRS = 1024  # random queries for which the masks of a plan and of a model are compared
 PADDING = "a plan takes no padding mask: pack sequences as documents"
+BALANCE = "the balance loss of MoE layers would be of this rank's tokens: use ContextParallel"
 
 
 def register(attention: Callable, mask: Callable) -> str:
@@ -214,7 +215,11 @@ def _attend(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of a layer; refuse masks and positions of a wrong plan."""
-    problems = {PADDING: attention_mask is not None}
+    asked = getattr(module.config, "output_router_logits", False)
+    problems = {
+        PADDING: attention_mask is not None,
+        BALANCE: others.get("output_router_logits", asked),
+    }
     if (positions := others.get("position_ids")) is not None:
         forgotten = _counted(plan)
         problems |= {
@@ -224,7 +229,8 @@ def _attend(
                 and bool((positions == forgotten.to(positions.device)).all())
             ),
             "two plans with different distributions got the same position_ids: give both one": (
-                positions.__dict__.setdefault("a2d_mpi", plan.distribution) != plan.distribution
+                positions.__dict__.setdefault("a2d_mpi_plan", plan.distribution)
+                != plan.distribution
             ),
         }
     return attend_layer(plan, module, (query, key, value), problems, **others)
