@@ -10,8 +10,8 @@ Marks, see docs/testing.md:
 * ``thorough``: tests in depth what another test covers, so it is not in the first tier.
 
 No test is left out silently.  Too few ranks, a misspelt mark and a skip are failures.  A skip is
-allowed if its reason starts with "no products" (a CPU without them), or with "no GPU" if A2D_TEST_GPU
-is not set.
+allowed if its reason starts with "no products" (a CPU without them), or with "no GPU" if
+A2D_TEST_GPU is not set.
 
 Files of the folder torch need PyTorch and run only if they are named: ``bash jobs/test.sh torch``.
 

@@ -7,7 +7,6 @@ both.  A kernel may ignore `careful` and `any_delta`, if its results are right w
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -135,11 +134,20 @@ def make_kernel(
         If the kernel is given by name and CuPy, cuDNN or Numba is missing.
     """
     options = {"poll": poll or (lambda: None), "work": work, "logit_softcap": logit_softcap}
+    why: list[str] = []
     if kernel == "auto":
-        *faster, kernel = _FASTEST[device is not HOST]
-        for name in faster:  # it may not be installed, or not compute this
-            with suppress(ImportError, ValueError):
-                return make_kernel(name, device, dtype, softmax_scale, **options, widths=widths)
+        *faster, last = _FASTEST[device is not HOST]
+        for kernel in faster:  # it may not be installed, or not compute this
+            if (entry := KERNELS[kernel]) and dtype in map(as_dtype, entry.dtypes):
+                try:
+                    made = make_kernel(
+                        kernel, device, dtype, softmax_scale, **options, widths=widths
+                    )
+                    made.why = "; ".join(why)
+                    return made
+                except (ImportError, ValueError) as error:
+                    why.append(str(error))
+        kernel = last
     check_kernel(kernel, dtype, logit_softcap, widths)
     entry = KERNELS[kernel]
     if entry.gpu == (device is HOST):
@@ -149,5 +157,5 @@ def make_kernel(
     for phase in PHASES:
         if not callable(getattr(made, phase, None)):
             raise ValueError(f"kernel {kernel!r}: {type(made).__name__} has no method {phase}")
-    made.name = kernel
+    made.name, made.why = kernel, "; ".join(why)
     return made
