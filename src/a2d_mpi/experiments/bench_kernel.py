@@ -112,7 +112,8 @@ def _bench_kernel(ranks: int, args: argparse.Namespace) -> int:
                     times[f"{of}/{phase}/product"] = product_seconds * number
     times["right"] = all(x.passed for of_run in checks.values() for x in of_run.values())
     if args.output:
-        name = args.name or f"{origin['device']}, {origin['blas']}"
+        kind = "" if args.dtype == "float32" else f", {args.dtype}"
+        name = args.name or f"{origin['device']}, {origin['blas']}{kind}"
         extend_file(args.output, BENCHMARK_SCHEMA, {"figures": {name.replace("/", " "): times}})
     return report(MPI.COMM_SELF, [COLUMNS, *_speeds(times)], checks)
 
