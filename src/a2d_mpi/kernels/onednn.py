@@ -93,17 +93,7 @@ def _powers(s: Array, factor: np.float32, shift: np.float32, p: Array) -> tuple:
 
 
 @_compile("void(f4[:,::1], i8, f4, i8, b1[:,:], f4[::1], f4[:,:], f4[:,::1], u2[:,::1])")
-def _weights(
-    s: Array,
-    keys: int,
-    factor: np.float32,
-    first: int,
-    hidden: Array,
-    shift: Array,
-    total: Array,
-    acc: Array,
-    p: Array,
-) -> None:
+def _weights(s, keys, factor, first, hidden, shift, total, acc, p) -> None:
     """Write the rounded weights of logits to `p`, and add them to `total`.
 
     There are as many rows as `shift` has; other rows of `p` and other keys get 0.  `hidden` has
@@ -178,19 +168,7 @@ def _gradient_row(s, dp, factor, per_cap, lse, delta, p, ds) -> None:
 @_compile(
     "void(f4[:,::1], f4[:,::1], i8, f4, f4, i8, b1[:,:], f4[::1], f4[::1], u2[:,::1], u2[:,::1])"
 )
-def _gradients(
-    s: Array,
-    dp: Array,
-    keys: int,
-    factor: np.float32,
-    per_cap: np.float32,
-    first: int,
-    hidden: Array,
-    lse: Array,
-    delta: Array,
-    p: Array,
-    ds: Array,
-) -> None:
+def _gradients(s, dp, keys, factor, per_cap, first, hidden, lse, delta, p, ds) -> None:
     """Compute rounded probabilities and gradients of logits; all (keys, rows).
 
     There are as many rows as `lse` has; other rows and other keys get 0.  Capped logits times
