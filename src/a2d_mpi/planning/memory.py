@@ -25,7 +25,7 @@ from a2d_mpi.schedules.steps import KINDS, KernelCall, Merge
 # Bytes that libraries (NumPy, OpenBLAS, MPI, Numba, this package) allocate in the first calls of a
 # kernel of the host.  Measured with plans of 64 tokens on 1, 2 and 4 ranks, with MPICH and Open
 # MPI: 3 to 5.5 MB with NumPy, 109 to 112 MB with Numba 0.68.  73 MB of the latter are files, which
-# processes share.  oneDNN takes 29 MB more, and the very first import of Numba, which compiles, 32.
+# processes share.  oneDNN takes 29 MB more, the very first import of Numba, which compiles, 32.
 LIBRARIES = {"numpy": 4_500_000, "numba": 111_000_000, "onednn": 140_000_000}
 INTERVAL = 16  # bytes of one interval of visible keys: begin and end
 STATISTICS = 56  # bytes of temporaries for each lse of a merge
