@@ -1,13 +1,13 @@
 r"""Generate text with a model of transformers, with the KV cache spread over the ranks.
 
-    mpiexec -n 4 python drivers/generate.py MODEL --prompt-file book.txt --prompt "To be" \
+    mpiexec -n 4 python drivers/generate.py results/tiny --prompt "To be" --prompt "The " \
         --tokens 200 --temperature 0.8
 
-MODEL is a folder with config, weights and tokenizer.  Without a tokenizer, tokens are bytes.
-Prompts are answered one after the other, and their tokens are printed as they come.  --room limits
-the tokens that each rank keeps.
+The model is a folder of transformers, with config, weights and tokenizer.  Without a tokenizer,
+tokens are bytes.  Prompts are answered one after the other, and their tokens are printed as they
+come.  --room limits the tokens that each rank keeps.
 
-MODEL can also be a checkpoint of train.py gpt, or a folder of them.  Keys and values then lie in
+It can also be a checkpoint of train.py gpt, or a folder of them.  Keys and values then lie in
 blocks on all ranks, and --room limits the blocks of each rank; a rank without room borrows room
 from others.  Requests that do not fit are queued.  With --ffn-ranks, MLPs are on ranks of their
 own (docs/models.md).

@@ -191,6 +191,7 @@ def test_soft_caps_and_widths(cupy, mask, case, dtype):
         assert launched or not block.visible.any()
         assert {x.shape for x in launched} <= expected
         assert {x.softcap for x in launched} <= {cap}
+        assert cupy.kind == "real" or not kernel.fallbacks  # an A100 leaves gradients to it
         if cap and mask == "full":
             kernel.plain.logit_softcap = None
             assert gpu_failures(cupy, kernel, block, ways=FRESH), "no cap passed"

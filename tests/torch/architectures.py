@@ -20,19 +20,24 @@ from a2d_mpi import Full, ProcessGrid
 from a2d_mpi.torch import ContextParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
-from test_context import EXPERTS, LOCAL, SIZES, N, build, distance, sequence, spread_step, step
+from test_context import (
+    EXPERTS,
+    LOCAL,
+    MLA,
+    SIZES,
+    N,
+    build,
+    distance,
+    sequence,
+    spread_step,
+    step,
+)
 
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 BERT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0, "embedding_size": 32}
 MOE = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
-}  # fmt: skip
-MLA = {
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
-    "head_dim": 4, "v_head_dim": 6, "num_key_value_heads": 4, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
 }  # fmt: skip
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
 GEMMA4 = LOCAL | {

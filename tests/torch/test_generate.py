@@ -9,6 +9,9 @@ import pytest
 import torch
 import transformers
 from helpers import SECONDS, assert_each_refused, drive
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 PROMPT = "To be, or not to be"
 
@@ -61,6 +64,11 @@ def test_refused(folder, tmp_path):
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "config.json").write_text("{}")
     (tmp_path / "empty").touch()
+    save(tmp_path / "few", 100)
+    words = Tokenizer(WordLevel({"<unk>": 0, "a": 1, "far": 100}, "<unk>"))
+    words.pre_tokenizer = Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    fast.save_pretrained(tmp_path / "few")
     mine = ["--prompt", "x"]
     assert_each_refused([
         ("generate.py", [folder], [], "give --prompt or --prompt-file"),
@@ -73,6 +81,7 @@ def test_refused(folder, tmp_path):
         ("generate.py", [folder, *mine, "--tokens", 400], [], "1 tokens and 400 new ones"),
         ("generate.py", [tmp_path / "odd", *mine], [], "a vocabulary of 256, got 300"),
         ("generate.py", [tmp_path / "none", *mine], [], "none"),
+        ("generate.py", [tmp_path / "few", "--prompt", "a far"], [], "0 to 99, got 100"),
     ], 2)  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 from helpers import assert_all
 from refused import assert_raises
-from test_context import EQUAL, VOCAB, build
+from test_context import EQUAL, MLA, VOCAB, build
 
 from a2d_mpi import ProcessGrid
 from a2d_mpi.torch import ContextParallel
@@ -20,16 +20,10 @@ pytestmark = pytest.mark.mpi(min_size=4)
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 20, "pad_token_id": 0}
-LATENTS = {
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
-    "head_dim": 4, "v_head_dim": 6, "num_key_value_heads": 4, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-}  # fmt: skip
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MODELS = {x: y for x, y in EQUAL.items() if "Masked" not in y[0]} | {
     "Qwen3-MoE": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", MOE),
-    "DeepSeek-V3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", LATENTS),
+    "DeepSeek-V3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", MLA),
 }
 
 
@@ -406,7 +400,7 @@ def test_models_that_cannot(comm, parallel):
     """A model that sees later tokens, or keeps other state."""
     cp = parallel(build(*EQUAL["BERT"], torch.float32).eval())
     assert_raises(comm, "a layer sees later tokens", cp.generate, prompt(9), max_new_tokens=1)
-    sparse = LATENTS | {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 8}
+    sparse = MLA | {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 8}
     # vLLM 54300: sparse attention over latents, whose indexer has keys of its own.
     model = build("DeepseekV32ForCausalLM", "DeepseekV32Config", sparse, torch.float32).eval()
     with pytest.raises(ValueError):

@@ -16,6 +16,7 @@ from a2d_mpi.experiments.cli import grid_shape, together
 from a2d_mpi.experiments.measure import open_device
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.ranks import check_survive, surviving
+from a2d_mpi.experiments.user_files import texts_of
 from a2d_mpi.gpt.apart import MICRO_BATCHES, attention_grid, open_apart, weights_of_rank
 from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.parameters import Parameters
@@ -95,18 +96,6 @@ def _prompts(args: argparse.Namespace) -> dict[int, np.ndarray]:
     """Return the bytes of each prompt as tokens."""
     texts = enumerate(texts_of(args))
     return {i: np.frombuffer(x, np.uint8).astype(np.int64) for i, x in texts}
-
-
-def texts_of(args: argparse.Namespace) -> list[bytes]:
-    """Return the prompts of files, and then those of --prompt; ValueError if one is empty."""
-    texts = [(str(x), x.read_bytes()) for x in args.prompt_file]
-    texts += [("--prompt", x.encode(errors="surrogateescape")) for x in args.prompt]
-    if not texts:
-        raise ValueError("give --prompt or --prompt-file")
-    for name, text in texts:
-        if not text:
-            raise ValueError(f"{name} must not be empty")
-    return [text for _, text in texts]
 
 
 def _split(args: argparse.Namespace, ranks: int) -> tuple[int, int] | None:

@@ -18,9 +18,9 @@ from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.cli import grid_shape, together
-from a2d_mpi.experiments.generate import texts_of
 from a2d_mpi.experiments.measure import open_device
 from a2d_mpi.experiments.options import progress
+from a2d_mpi.experiments.user_files import texts_of
 from a2d_mpi.torch import ContextParallel
 
 BYTES = 256  # the vocabulary of a model without a tokenizer

@@ -1,11 +1,11 @@
-"""Files of users: masks in HDF5, and Python files of --import with masks, methods and kernels."""
+"""Files of users: masks in HDF5, prompts, and Python files of --import with what plans take."""
 
 from __future__ import annotations
 
 import os
 import sys
 import traceback
-from argparse import ArgumentTypeError
+from argparse import ArgumentTypeError, Namespace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -91,3 +91,15 @@ def read_mask(path: str | os.PathLike[str], seqlen: int) -> IntervalMask | Docum
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return mask
+
+
+def texts_of(args: Namespace) -> list[bytes]:
+    """Return the prompts of files, and then those of --prompt; ValueError if one is empty."""
+    texts = [(str(x), x.read_bytes()) for x in args.prompt_file]
+    texts += [("--prompt", x.encode(errors="surrogateescape")) for x in args.prompt]
+    if not texts:
+        raise ValueError("give --prompt or --prompt-file")
+    for name, text in texts:
+        if not text:
+            raise ValueError(f"{name} must not be empty")
+    return [text for _, text in texts]

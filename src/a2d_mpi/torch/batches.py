@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,14 +12,16 @@ from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import Call, agree
 
+T = TypeVar("T")
+
 
 def agreed(
     comm: MPI.Intracomm,
     given: dict[str, Any],
     root: int | None,
-    check: Callable[..., None],
-) -> list[np.ndarray | None]:
-    """Return integer tensors as arrays that are the same on all ranks.  Collective.
+    arrange: Callable[..., T],
+) -> T:
+    """Arrange integer tensors that are the same on all ranks.  Collective.
 
     Parameters
     ----------
@@ -28,29 +30,30 @@ def agreed(
         Tensors or arrays by name.
     root : int, optional
         The rank that passes them.  Default: all ranks pass the same.
-    check : callable
-        It takes the arrays, and raises ValueError if they are wrong.
+    arrange : callable
+        It takes int64 arrays, (B, n), or None.  It raises ValueError if they are wrong.
 
     Returns
     -------
-    list of int64 arrays or None
+    object
+        The result of `arrange`.
 
     Raises
     ------
     ValueError
-        On all ranks, if a tensor has no integers, `check` raises it, or ranks pass different ones.
+        On all ranks, if a tensor has no integers, `arrange` raises it, or ranks pass others.
     """
     problem = None if root in (None, *range(comm.size)) else f"root must be a rank, got {root}"
     agree(comm, problem, {"root": root})
-    call, whole = Call(comm), [None] * len(given)
+    call, whole, arranged = Call(comm), [None] * len(given), None
     with call.checks():
         whole = [None if x is None else integers(x) for x in given.values()]
     if root is not None:
         call.problem, whole = comm.bcast((call.problem, whole), root)
     with call.checks():
-        check(*whole)
+        arranged = arrange(*whole)
     call.agree({name: digest(x) for name, x in zip(given, whole)})
-    return whole
+    return arranged
 
 
 def check_tokens(ids: np.ndarray | None, vocabulary: int) -> None:

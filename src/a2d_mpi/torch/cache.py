@@ -41,12 +41,16 @@ class Kept:
         For each row, the position from which on no token has been dropped.
     first : list of int
         For each row, the slot of its first token.
+    hidden : dict of int to (queries, m) bool tensor or None
+        By row: what the queries of the present step do not see.  All layers with the mask share
+        it.
     """
 
     def __init__(self, mask: Mask, rows: int) -> None:
         self.mask = mask
         self.positions: Rows = [np.empty(0, np.int64)] * rows
         self.floors, self.first, self._ends = [0] * rows, [0] * rows, [0] * rows
+        self.hidden: dict[int, torch.Tensor | None] = {}
 
     def floor(self, position: int) -> int:
         """Return the first position that a token at `position`, or a later one, sees."""
@@ -86,6 +90,7 @@ class Kept:
             Their indices among all new tokens.
         """
         self._old, self._planned = self._drop(lengths), False
+        self.hidden.clear()
         olds = [len(x) for x in self.positions]
         self.positions = [np.append(x, y) for x, y in zip(self.positions, new)]
         ends = [x + len(y) for x, y in zip(self.first, self.positions)]
@@ -167,11 +172,8 @@ class SpreadLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep those of new tokens that are for this rank; return what the call sees."""
-        kept, self.is_initialized, self.length = (
-            self.cache.kept[self.mask],
-            True,
-            self.cache.length,
-        )
+        kept, self.is_initialized = self.cache.kept[self.mask], True
+        self.length = self.cache.length
         self.keys, keys = kept.store(self.keys, key_states)
         self.values, values = kept.store(self.values, value_states)
         return keys, values
@@ -304,7 +306,9 @@ class SpreadCache(Cache):
 
     def set_masks(self, masks: Iterable[Mask]) -> None:
         """Replace the masks of the layers by masks that show the same among the tokens so far."""
-        kept = {}
+        masks, kept = list(masks), {}
+        if all(x.mask is y for x, y in zip(self.layers, masks)):
+            return
         for layer, mask in zip(self.layers, masks):
             if self.kept and mask not in kept:
                 kept[mask] = deepcopy(self.kept[layer.mask])

@@ -30,7 +30,7 @@ from a2d_mpi.schedules import METHODS
 from a2d_mpi.sharding.choice import predict_times
 from a2d_mpi.torch.attention import IGNORED
 from a2d_mpi.torch.balance import balance_loss, hide
-from a2d_mpi.torch.batches import digest, integers, packed
+from a2d_mpi.torch.batches import agreed, packed
 from a2d_mpi.torch.gradients import sum_gradients
 from a2d_mpi.torch.layers import (
     Kind,
@@ -561,22 +561,14 @@ class ContextParallel:
         self, input_ids: Any, labels: Any, cu_seqlens: Any, root: int | None, attention_mask: Any
     ) -> Batch:
         """Return the part of this grid's sequence, with all labels on its first rank."""
-        comm, given = self.grid.comm, (input_ids, labels, cu_seqlens, attention_mask)
-        problem = None if root in (None, *range(comm.size)) else f"root must be a rank, got {root}"
-        agree(comm, problem, {"root": root})
-        call = Call(comm)
-        whole: list[np.ndarray | None] = []
-        with call.checks():
-            whole = [None if x is None else integers(x) for x in given]
-        if root is not None:
-            call.problem, whole = comm.bcast((call.problem, whole), root)
-        names = "input_ids", "labels", "cu_seqlens", "attention_mask"
-        places = None
-        with call.checks():
+
+        def arrange(*whole: np.ndarray | None) -> tuple:
             sequence, places = packed(*whole)
-            bounds = self._check(*sequence)
-        call.agree({x: digest(y) for x, y in zip(names, whole)})
-        ids, targets, ends = sequence
+            return *sequence, places, self._check(*sequence)
+
+        given = {"input_ids": input_ids, "labels": labels, "cu_seqlens": cu_seqlens}
+        given |= {"attention_mask": attention_mask}
+        ids, targets, ends, places, bounds = agreed(self.grid.comm, given, root, arrange)
         self._plans_of(ends)
         tokens = next(iter(self.plans.values())).tokens
         ahead = [x.mask.dense(np.array([0]), np.array([1])).any() for x in self.layers.values()]
@@ -588,7 +580,7 @@ class ContextParallel:
         if ends is not None:
             targets[ends[-1] :] = IGNORED
         places = positions_in(bounds) if places is None else places
-        nlabels = int((targets != IGNORED).sum()) * (comm.rank == 0)
+        nlabels = int((targets != IGNORED).sum()) * (self.grid.comm.rank == 0)
         own = (torch.from_numpy(x[tokens])[None] for x in (ids, places, targets))
         inputs, positions, labels = (x.to(self.model.device) for x in own)
         positions.a2d_mpi = _Ticket(self, self._latest, positions._version)

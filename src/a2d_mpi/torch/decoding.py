@@ -89,9 +89,11 @@ class Steps:
                 new = slice(n - min(n, length), n)  # the others are padding
                 own = slice(kept.first[row], kept.first[row] + len(held))
                 if len(held) and new.start < n:
-                    hidden = _hidden(kind.mask, np.arange(length - n, length)[new], held)
-                    given = q[row, :, new], k[:, own], v[:, own]
-                    out[:, row, new], lse[:, row, new] = _partial(kind, *given, hidden)
+                    if row not in kept.hidden:
+                        queries = np.arange(length - n, length)[new]
+                        kept.hidden[row] = _hidden(kind.mask, queries, held)
+                    given = q[row, :, new], k[:, own], v[:, own], kept.hidden[row]
+                    out[:, row, new], lse[:, row, new] = _partial(kind, *given)
             if sink is not None and self.comm.rank == 0:
                 total = torch.logaddexp(lse, sink.to(lse)[:, None, None])
                 out *= torch.exp(lse - total)[..., None]

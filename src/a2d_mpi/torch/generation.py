@@ -205,14 +205,15 @@ class Generation:
         """Return tokens as given, and tokens and mask, (B, n), with all padding in front."""
         vocabulary = self.cp.model.get_input_embeddings().num_embeddings
 
-        def check(ids: np.ndarray | None, mask: np.ndarray | None) -> None:
+        def arrange(ids: np.ndarray | None, mask: np.ndarray | None) -> tuple[np.ndarray, ...]:
             check_tokens(ids, vocabulary)
-            if mask is not None:
-                check_padding(mask, ids.shape)
+            if mask is None:
+                mask = np.ones_like(ids)
+            check_padding(mask, ids.shape)
+            return ids, *left_padded(ids, mask)
 
         given = {"input_ids": input_ids, "attention_mask": attention_mask}
-        ids, mask = agreed(self.comm, given, root, check)
-        return ids, *left_padded(ids, np.ones_like(ids) if mask is None else mask)
+        return agreed(self.comm, given, root, arrange)
 
     def _prepared(
         self, ids: np.ndarray, mask: np.ndarray | None, cache: Any, options: dict[str, Any]
