@@ -92,10 +92,9 @@ def _of_onednn(
     config: AttentionConfig, nq: int, nk: int, rows: int, backward: bool
 ) -> dict[str, int]:
     d, e, heads_kv = config.headdim, config.headdim_v, config.nheads_kv
-    group, up = config.nheads // heads_kv, whole_grains(rows)
-    heads = -(-heads_kv // head_groups(heads_kv, nq * group, nk, max(d, e)))
-    block = up * whole_grains(min(nk, BLOCK_K))
-    queries, keys = heads * nq * group + GRAIN, heads * nk + GRAIN
+    group, up = config.nheads // heads_kv, rows + GRAIN
+    block = whole_grains(rows) * whole_grains(min(nk, BLOCK_K))
+    queries, keys = nq * group + GRAIN, nk + GRAIN
     sizes = {"q16": 2 * queries * d, "k16": 2 * keys * d, "v16": 2 * keys * e}
     sizes |= {"scores": 4 * block, "p": 2 * block}
     if backward:

@@ -184,8 +184,8 @@ def _product(dtype: np.dtype, headdim: int, torch: ModuleType | None) -> Callabl
             return None
         x, y = (torch.from_numpy(x.view("i2")).view(getattr(torch, dtype.name)) for x in (a, b))
         return lambda: torch.mm(x, y.T)
-    out, sizes = np.empty((BLOCK, BLOCK), np.float32), (BLOCK, headdim, BLOCK)
-    multiply = Product(dtype.name, sizes, (headdim, 1), (1, headdim))
+    out = np.empty((BLOCK, BLOCK), np.float32)
+    multiply = Product(dtype.name, "mn = mk nk", {"m": BLOCK, "n": BLOCK, "k": headdim})
     places = a.ctypes.data, b.ctypes.data, out.ctypes.data
     # The arrays must live as long as the call.
     return lambda kept=(a, b, out): multiply(*places)

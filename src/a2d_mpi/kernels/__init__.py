@@ -51,9 +51,7 @@ KERNELS: dict[str, Entry | None] = {
         _lazy("compiled", "NumbaKernel"), (*_HALF, "float32"), gpu=False, softcap=True, widths=True
     ),
     # Products by oneDNN (extra `onednn`).
-    "onednn": Entry(
-        _lazy("onednn", "OneDnnKernel"), ("bfloat16",), gpu=False, softcap=True, widths=True
-    ),
+    "onednn": Entry(_lazy("onednn", "OneDnnKernel"), _HALF, gpu=False, softcap=True, widths=True),
     "cupy": Entry(_lazy("cupy", "CupyKernel"), _ALL, gpu=True, softcap=True, widths=True),
     # Uses "cupy" for blocks that cuDNN does not compute.  Sums of gradients are fastest without a
     # fixed order.  Gradients of "cudnn-deterministic" repeat bit for bit.
@@ -137,20 +135,18 @@ def make_kernel(
     options = {"poll": poll or (lambda: None), "work": work, "logit_softcap": logit_softcap}
     why: list[str] = []
     if kernel == "auto":
-        *faster, last = _FASTEST[device is not HOST]
-        for kernel in faster:  # it may not be installed, or not compute this
-            if (entry := KERNELS[kernel]) and dtype in map(as_dtype, entry.dtypes):
-                try:
-                    made = make_kernel(
-                        kernel, device, dtype, softmax_scale, **options, widths=widths
-                    )
-                    made.why = "; ".join(why)
-                    return made
-                except (ImportError, ValueError) as error:
-                    why.append(str(error))
-                    if device is not HOST and isinstance(error, ImportError):  # many times slower
-                        warnings.warn(f"kernel {last!r} computes: {error}", RuntimeWarning, 2)
-        kernel = last
+        *faster, kernel = _FASTEST[device is not HOST]
+        for name in faster:
+            if dtype not in map(as_dtype, KERNELS[name].dtypes):
+                continue
+            try:
+                made = make_kernel(name, device, dtype, softmax_scale, **options, widths=widths)
+                made.why = "; ".join(why)
+                return made
+            except (ImportError, ValueError) as error:  # not installed, or it cannot compute this
+                why.append(str(error))
+                if device is not HOST and isinstance(error, ImportError):  # many times slower
+                    warnings.warn(f"kernel {kernel!r} computes: {error}", RuntimeWarning, 2)
     check_kernel(kernel, dtype, logit_softcap, widths)
     entry = KERNELS[kernel]
     if entry.gpu == (device is HOST):

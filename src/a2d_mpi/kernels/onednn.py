@@ -11,14 +11,13 @@ Tensors are copied by head, because oneDNN multiplies contiguous rows fastest (b
 * Backward, logits are computed transposed (keys x queries), so that only one of five products
   reads a transposed matrix, and lse and delta are vectors that no row repeats.
 
-In the comments on shapes, c is the number of KV heads that are packed at once, g the number of
-query heads per KV head, n the number of rows of a query block (tokens x g), m of a cache block,
-and b its number of keys.  d is headdim, and e is headdim_v.
+In the shapes, g is the number of query heads per KV head, m the number of rows of a cache block
+(tokens x g), and b its number of keys.  d is headdim, and e is headdim_v.  Arrays have `GRAIN`
+more rows, of zeros, because products have whole grains of rows and keys.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -26,74 +25,70 @@ import numpy as np
 from a2d_mpi.core.kernel_memory import GRAIN, whole_grains
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.kernels.blocks import CacheBlock
-from a2d_mpi.kernels.compiled import NumbaKernel, _compile, njit
+from a2d_mpi.kernels.compiled import ONE, ZERO, NumbaKernel, _compile, _exp, _finish, njit
 from a2d_mpi.kernels.numpy import _put
-from a2d_mpi.kernels.onednn_calls import Product, check_products, open_library
+from a2d_mpi.kernels.onednn_calls import Product, check_products
 
-_f, _u = np.float32, np.uint32
-ZERO, ONE, NONE = _f(0), _f(1), _f(-np.inf)
-FEWEST = GRAIN  # rows and keys of a block; smaller blocks are computed by the kernel "numba"
-SLACK = _f(14)  # binary orders; 2^14 is still a float16
-# 2^-127 has the exponent of 0, and 2^128 of infinity.
-LOWEST, HIGHEST = _f(-127), _f(128)
-# As in `compiled`: the last eight bits of x + ROUND hold n + 127; n is the integer nearest to
-# x.  The polynomial has the least maximal relative error, 1e-7.
-ROUND = _f((3 << 22) + 127)
-C1, C2, C3, C4, C5 = map(_f, (0.69314698, 0.24022242, 0.05550734, 0.00967151, 0.00132647))
-LN2, PER_LN2 = _f(math.log(2)), _f(1 / math.log(2))
+_f, _u, _u16 = np.float32, np.uint32, np.dtype(np.uint16)
+NONE, SCALE, UNSCALE = _f(-np.inf), _f(2.0**-112), _f(2.0**112)
 SIGN = np.int32(0x7FFFFFFF)
-
-
-@njit(fastmath={"contract"})
-def _exp2(x: np.float32) -> np.float32:
-    x = LOWEST if x < LOWEST else x
-    shifted = x + ROUND
-    r = x - (shifted - ROUND)
-    p = ((((C5 * r + C4) * r + C3) * r + C2) * r + C1) * r + ONE
-    return p * _u(_f(shifted).view(_u) << _u(23)).view(_f)
+SLACK = _f(9.7)  # nats; exp(SLACK) is still a float16
+# The products of a cache block: logits and weighted sums; logits, dp, dv, dk and dq.
+FORWARD = "mb = md bd", "me += mb be"
+BACKWARD = "bm = bd md", "bm = be me", "be += bm me", "bd += bm md", "md += bm bd"
+FEWEST = GRAIN  # rows and keys of a block; smaller blocks are computed by the kernel "numba"
 
 
 @njit
-def _rounded(x: np.float32) -> np.uint16:
-    """Return the bits of the nearest bfloat16."""
-    return np.uint16(_u(_f(x).view(_u) + _u(0x8000)) >> _u(16))
+def _rounded(x: np.float32, half: bool) -> np.uint16:
+    """Return the bits of the nearest float16 if `half`, otherwise of the nearest bfloat16."""
+    bits = _f(x).view(_u)
+    if not half:
+        return np.uint16(_u(bits + _u(0x8000)) >> _u(16))
+    # Times 2^-112, a float32 has the exponent of a float16, and what is subnormal there, too.
+    nearest = _u(_u(_f(abs(x) * SCALE).view(_u) + _u(0x1000)) >> _u(13))
+    most = _u(0x7C00) if x == x else _u(0x7E00)
+    return np.uint16(min(nearest, most) | (_u(bits >> _u(16)) & _u(0x8000)))
+
+
+@njit
+def _widened(bits: np.uint16, half: bool) -> np.float32:
+    """Return the number that is not negative and has these bits."""
+    if half:
+        return _u(_u(bits) << _u(13)).view(_f) * UNSCALE
+    return _u(_u(bits) << _u(16)).view(_f)
 
 
 # Integers find the largest number, because LLVM does not vectorize a maximum that keeps NaN.
 @njit
-def _ordered(x: np.int32) -> np.int32:
-    """Map the bits of a float32 to an integer of the same order, and back."""
-    return np.int32(x ^ ((x >> np.int32(31)) & SIGN))
-
-
-@njit
 def _largest(s: Array, factor: np.float32) -> np.float32:
     top = np.int32(-SIGN)
     for j in range(len(s)):
-        top = max(top, _ordered(_f(s[j] * factor).view(np.int32)))
-    return np.int32(_ordered(np.int32(top))).view(_f)
+        bits = _f(s[j] * factor).view(np.int32)
+        top = max(top, np.int32(bits ^ ((bits >> np.int32(31)) & SIGN)))
+    return np.int32(top ^ (np.int32(top) >> np.int32(31) & SIGN)).view(_f)
 
 
 @njit(fastmath={"contract", "reassoc"})
-def _powers(s: Array, factor: np.float32, shift: np.float32, p: Array) -> tuple:
-    """Write rounded powers of two to `p`.
+def _powers(s: Array, factor: np.float32, shift: np.float32, p: Array, half: bool) -> tuple:
+    """Write rounded exponentials to `p`.
 
-    Return the largest exponent, if it is positive, and the sums of the powers before and after
-    rounding.
+    Return the largest exponent, if it is positive, and the sums of the exponentials before and
+    after rounding.
     """
     top, exact, rounded = np.int32(-SIGN), ZERO, ZERO
     for j in range(len(s)):
         x = _f(s[j] * factor - shift)
         top = max(top, x.view(np.int32))
-        y = _exp2(x)
+        y = _exp(x)
         exact += y
-        p[j] = _rounded(y)
-        rounded += _u(_u(p[j]) << _u(16)).view(_f)
+        p[j] = _rounded(y, half)
+        rounded += _widened(p[j], half)
     return np.int32(top).view(_f), exact, rounded
 
 
-@_compile("void(f4[:,::1], i8, f4, i8, b1[:,:], f4[::1], f4[:,:], f4[:,::1], u2[:,::1])")
-def _weights(s, keys, factor, first, hidden, shift, total, acc, p) -> None:
+@_compile("void(f4[:,::1], i8, f4, i8, b1[:,:], f4[::1], f4[:,:], f4[:,::1], u2[:,::1], b1)")
+def _weights(s, keys, factor, first, hidden, shift, total, acc, p, half) -> None:
     """Write the rounded weights of logits to `p`, and add them to `total`.
 
     There are as many rows as `shift` has; other rows of `p` and other keys get 0.  `hidden` has
@@ -114,61 +109,33 @@ def _weights(s, keys, factor, first, hidden, shift, total, acc, p) -> None:
             if new == NONE:
                 weights[:] = 0
                 continue
-        top, exact, rounded = _powers(x, by, new, weights)
+        top, exact, rounded = _powers(x, by, new, weights, half)
         while SLACK < top < np.inf:
             new += top
-            top, exact, rounded = _powers(x, by, new, weights)
-        if new != old:
-            shift[row] = new
-            if old != NONE:
-                shrink = _f(2) ** (old - new)
-                total[:, row] *= shrink
-                for j in range(acc.shape[1]):
-                    acc[row, j] *= shrink
-        if not top <= SLACK:  # it is infinite or NaN
-            exact = top
+            top, exact, rounded = _powers(x, by, new, weights, half)
+        shift[row] = new
+        if NONE != old != new:
+            shrink = _exp(old - new)
+            total[:, row] *= shrink
+            for j in range(acc.shape[1]):
+                acc[row, j] *= shrink
         total[0, row] += exact
         total[1, row] += rounded
 
 
-@_compile("void(f4[:,::1], f4[:,:], f4[::1], f4[:,:])")
-def _finish(acc: Array, total: Array, shift: Array, lse: Array) -> None:
-    """Divide `acc` by the sums of rounded weights; write lse, (tokens, g), with the exact ones."""
-    group = lse.shape[1]
-    for row in range(len(acc)):
-        exact, rounded = total[0, row], total[1, row]
-        factor = ZERO if rounded == ZERO else ONE / rounded
-        for i in range(acc.shape[1]):
-            acc[row, i] *= factor
-        nats = NONE if exact == ZERO else LN2 * (shift[row] + PER_LN2 * math.log(exact))
-        lse[row // group, row % group] = nats
-
-
-@_compile("void(f4[:,:,:], u2[:,:,:])")
-def _narrow(x: Array, to: Array) -> None:
-    """Round numbers to bfloat16, to even if two are equally near."""
-    for i in range(x.shape[0]):
-        for j in range(x.shape[1]):
-            for n in range(x.shape[2]):
-                bits = _f(x[i, j, n]).view(_u)
-                odd = _u(_u(bits >> _u(16)) & _u(1))
-                to[i, j, n] = np.uint16(_u(_u(bits + _u(0x7FFF)) + odd) >> _u(16))
-
-
 @njit(fastmath={"contract"})
-def _gradient_row(s, dp, factor, per_cap, lse, delta, p, ds) -> None:
+def _gradient_row(s, dp, factor, per_cap, lse, delta, p, ds, half) -> None:
     for i in range(len(s)):
-        x = s[i] * factor - lse[i]
-        weight = _exp2(HIGHEST if x > HIGHEST else x)
-        tanh = s[i] * per_cap
-        p[i] = _rounded(weight)
-        ds[i] = _rounded(weight * (dp[i] - delta[i]) * (ONE - tanh * tanh))
+        weight, tanh = _exp(s[i] * factor - lse[i]), s[i] * per_cap
+        p[i] = _rounded(weight, half)
+        ds[i] = _rounded(weight * (dp[i] - delta[i]) * (ONE - tanh * tanh), half)
 
 
 @_compile(
-    "void(f4[:,::1], f4[:,::1], i8, f4, f4, i8, b1[:,:], f4[::1], f4[::1], u2[:,::1], u2[:,::1])"
+    "void(f4[:,::1], f4[:,::1], i8, f4, f4, i8, b1[:,:], f4[::1], f4[::1], u2[:,::1], u2[:,::1],"
+    "b1)"
 )
-def _gradients(s, dp, keys, factor, per_cap, first, hidden, lse, delta, p, ds) -> None:
+def _gradients(s, dp, keys, factor, per_cap, first, hidden, lse, delta, p, ds, half) -> None:
     """Compute rounded probabilities and gradients of logits; all (keys, rows).
 
     There are as many rows as `lse` has; other rows and other keys get 0.  Capped logits times
@@ -180,7 +147,7 @@ def _gradients(s, dp, keys, factor, per_cap, first, hidden, lse, delta, p, ds) -
         x[:, m:] = 0
     for key in range(keys):
         to = p[key, :m], ds[key, :m]
-        _gradient_row(s[key, :m], dp[key, :m], factor, per_cap, lse, delta, *to)
+        _gradient_row(s[key, :m], dp[key, :m], factor, per_cap, lse, delta, *to, half)
         for row in range(len(hidden)):
             if hidden[row, key]:
                 p[key, first + row] = ds[key, first + row] = 0
@@ -190,7 +157,7 @@ _NOTHING_HIDDEN = np.zeros((0, 0), bool)
 
 
 class OneDnnKernel(NumbaKernel):
-    """The kernel for bfloat16 on CPUs that have products for it.
+    """The kernel for 16 bits on CPUs that have products for them.
 
     Small blocks, and blocks with NaN or infinite elements, are computed by the kernel "numba".
     """
@@ -201,187 +168,140 @@ class OneDnnKernel(NumbaKernel):
         super().__init__(dtype, *given, **options)
         self.product_dtype = np.dtype(dtype)
         check_products(self.product_dtype.name)
-        self.version = open_library().version
-        self._products: dict[tuple, Product] = {}
+        self._is_half = self.product_dtype == np.float16
+        self._made: dict[tuple, tuple[Product, ...]] = {}
 
     def forward(self, q, k, v, intervals, out, lse, careful=False, largest=None) -> None:
         """As of `NumpyKernel`."""
-        nheads, d = q.shape[1:]
-        nk, nheads_kv, e = v.shape
+        (nq, nheads, d), (nk, nheads_kv, e) = q.shape, v.shape
         g = nheads // nheads_kv
-        if careful or self._small(len(q) * g, nk):
+        if careful or min(nq * g, nk) < FEWEST:
             super().forward(q, k, v, intervals, out, lse, careful, largest)
             return
         blocks, most, masked_rows, masked_keys = self._blocker.blocking(intervals, nk, g)
         scaled = largest is not None or self.logit_softcap is not None
-        factor = _f((1 if scaled else self.softmax_scale) / math.log(2))
-        s_at, p_at = self._scratch(most, nk, ("scores", np.float32), ("p", np.uint16))
-        for group in self._groups(nheads_kv, len(q) * g, nk, max(d, e)):
-            c, heads_kv = len(group), slice(group.start, group.stop)
-            qh = self._by_head("q16", q[:, group.start * g : group.stop * g], c, masked_rows)
-            kh = self._by_head("k16", k[:, heads_kv], c, masked_keys)  # (c, nk, d)
-            vh = self._by_head("v16", v[:, heads_kv], c, masked_keys)  # (c, nk, e)
-            for i in range(c):
-                heads = slice((group.start + i) * g, (group.start + i + 1) * g)
-                q_at, k_at, v_at = _address(qh[i]), _address(kh[i]), _address(vh[i])
-                for i0, i1, cache_blocks in blocks:
-                    n = (i1 - i0) * g
-                    acc, total = (
-                        self._get("acc", (whole_grains(n), e)),
-                        self._get("statistics", (3, n)),
-                    )
-                    total, shift = total[:2], total[2]
-                    acc[:], total[:], shift[:] = 0, 0, NONE
-                    acc_at = _address(acc)
-                    for block in cache_blocks:
-                        rows, b = block.rows, block.j1 - block.j0
-                        size = m, keys = whole_grains(rows.stop - rows.start), whole_grains(b)
-                        s, p = self._get("scores", size), self._get16("p", size)
-                        # (m, b) = (m, d) @ (d, b)
-                        to = q_at + 2 * d * (i0 * g + rows.start), k_at + 2 * d * block.j0
-                        self._multiply((m, d, keys), (d, 1), (1, d))(*to, s_at)
-                        if scaled:
-                            s *= _f(self.softmax_scale)
-                            if largest is not None:
-                                seen = s[: rows.stop - rows.start, :b]
-                                self._find_largest(seen[None], None, block, largest[heads])
-                            if self.logit_softcap is not None:
-                                self._cap(s)
-                        _weights(
-                            s, b, factor, *_hidden(block), shift[rows], total[:, rows],
-                            acc[rows], p,
-                        )  # fmt: skip
-                        # (m, e) += (m, b) @ (b, e)
-                        to = v_at + 2 * e * block.j0, acc_at + 4 * e * rows.start
-                        self._multiply((m, keys, e), (keys, 1), (e, 1), True)(p_at, *to)
-                        self.poll()
-                    _finish(acc[:n], total, shift, lse[i0:i1, heads])
-                    _write(out[i0:i1, heads], acc[:n], True)
+        factor = _f(1 if scaled else self.softmax_scale)
+        room = (whole_grains(most) * whole_grains(min(nk, self._blocker.block_k)),)
+        of_s, of_p = self._get("scores", room), self._get("p", room, _u16)
+        for head in range(nheads_kv):
+            heads = slice(head * g, (head + 1) * g)
+            qh = self._of_head("q16", q[:, heads], masked_rows)  # (nq g, d)
+            kh = self._of_head("k16", k[:, head, None], masked_keys)  # (nk, d)
+            vh = self._of_head("v16", v[:, head, None], masked_keys)  # (nk, e)
+            for i0, i1, cache_blocks in blocks:
+                n = (i1 - i0) * g
+                acc, statistics = self._zeros("acc", n, e), self._get("statistics", (3, n))
+                total, shift = statistics[:2], statistics[2]
+                total[:], shift[:] = 0, NONE
+                places = map(_address, (qh[i0 * g :], kh, vh, acc, of_s, of_p))
+                q_at, k_at, v_at, acc_at, s_at, p_at = places
+                for block in cache_blocks:
+                    rows, j0, b = block.rows, block.j0, block.j1 - block.j0
+                    m, keys = whole_grains(rows.stop - rows.start), whole_grains(b)
+                    s, p = (x[: m * keys].reshape(m, keys) for x in (of_s, of_p))
+                    logits, sums = self._products(FORWARD, m, keys, d, e)
+                    logits(q_at + 2 * d * rows.start, k_at + 2 * d * j0, s_at)
+                    if scaled:
+                        s *= _f(self.softmax_scale)
+                        if largest is not None:
+                            seen = s[None, : rows.stop - rows.start, :b]
+                            self._find_largest(seen, None, block, largest[heads])
+                        if self.logit_softcap is not None:
+                            self._cap(s)
+                    of_rows = shift[rows], total[:, rows], acc[rows]
+                    _weights(s, b, factor, *_hidden(block), *of_rows, p, self._is_half)
+                    sums(p_at, v_at + 2 * e * j0, acc_at + 4 * e * rows.start)
+                    self.poll()
+                _finish(acc[None, :n], *np.split(statistics, 3), lse[i0:i1, heads])
+                out[i0:i1, heads] = acc[:n].reshape(-1, g, e)
 
     def backward(
         self, dout, q, k, v, lse, delta, intervals, dq, dk, dv, fresh=False, careful=False, **_
     ) -> None:
         """As of `NumpyKernel`."""
-        nheads, d = q.shape[1:]
-        nk, nheads_kv, e = v.shape
+        (nq, nheads, d), (nk, nheads_kv, e) = q.shape, v.shape
         g = nheads // nheads_kv
-        if careful or self._small(len(q) * g, nk):
+        if careful or min(nq * g, nk) < FEWEST:
             given = dout, q, k, v, lse, delta, intervals, dq, dk, dv
             super().backward(*given, fresh, careful)
             return
         blocks, most, masked_rows, masked_keys = self._blocker.blocking(intervals, nk, g)
-        cap = self.logit_softcap
-        factor = _f((self.softmax_scale if cap is None else 1) / math.log(2))
-        per_cap = _f(0 if cap is None else 1 / cap)
-        wide, narrow = ("scores", "dscores"), ("p", "ds")
-        kinds = *((x, np.float32) for x in wide), *((x, np.uint16) for x in narrow)
-        s_at, dp_at, p_at, ds_at = self._scratch(most, nk, *kinds)
-        for group in self._groups(nheads_kv, len(q) * g, nk, max(d, e)):
-            c, heads_kv = len(group), slice(group.start, group.stop)
-            of_group = slice(group.start * g, group.stop * g)
-            qh = self._by_head("q16", q[:, of_group], c, masked_rows)  # (c, nq g, d)
-            doh = self._by_head("dout16", dout[:, of_group], c, masked_rows)  # (c, nq g, e)
-            kh = self._by_head("k16", k[:, heads_kv], c, masked_keys)  # (c, nk, d)
-            vh = self._by_head("v16", v[:, heads_kv], c, masked_keys)  # (c, nk, e)
-            dkh, dvh = self._padded("dk", (c, nk, d)), self._padded("dv", (c, nk, e))
-            dkh[:] = dvh[:] = 0
-            for i in range(c):
-                heads = slice((group.start + i) * g, (group.start + i + 1) * g)
-                q_at, k_at, v_at, do_at = map(_address, (qh[i], kh[i], vh[i], doh[i]))
-                dk_at, dv_at = _address(dkh[i]), _address(dvh[i])
-                for i0, i1, cache_blocks in blocks:
-                    n = (i1 - i0) * g
-                    dqb, both = (
-                        self._get("dq", (whole_grains(n), d)),
-                        self._get("statistics", (2, i1 - i0, g)),
-                    )
-                    dqb[:] = 0
-                    np.multiply(lse[i0:i1, heads], PER_LN2, out=both[0])
-                    both[1] = delta[i0:i1, heads]
-                    if masked_rows is not None:
-                        both[:, masked_rows[i0:i1]] = 0
-                    both, dq_at = both.reshape(2, n), _address(dqb)
-                    for block in cache_blocks:
-                        rows, b, j0 = block.rows, block.j1 - block.j0, block.j0
-                        size = keys, m = whole_grains(b), whole_grains(rows.stop - rows.start)
-                        first = i0 * g + rows.start
-                        s, dp = self._get("scores", size), self._get("dscores", size)
-                        p, ds = self._get16("p", size), self._get16("ds", size)
-                        k_here, v_here = k_at + 2 * d * j0, v_at + 2 * e * j0
-                        q_here, do_here = q_at + 2 * d * first, do_at + 2 * e * first
-                        # (b, m) = (b, d) @ (d, m)
-                        self._multiply((keys, d, m), (d, 1), (1, d))(k_here, q_here, s_at)
-                        self._multiply((keys, e, m), (e, 1), (1, e))(v_here, do_here, dp_at)
-                        if cap is not None:
-                            s *= _f(self.softmax_scale)
-                            self._cap(s)
-                        _gradients(
-                            s, dp, b, factor, per_cap, *_hidden(block), *both[:, rows], p, ds
-                        )  # fmt: skip
-                        # (b, e) += (b, m) @ (m, e)
-                        to = dv_at + 4 * e * j0
-                        self._multiply((keys, m, e), (m, 1), (e, 1), True)(p_at, do_here, to)
-                        to = dk_at + 4 * d * j0
-                        self._multiply((keys, m, d), (m, 1), (d, 1), True)(ds_at, q_here, to)
-                        # (m, d) += (m, b) @ (b, d)
-                        to = dq_at + 4 * d * rows.start
-                        self._multiply((m, keys, d), (1, m), (d, 1), True)(ds_at, k_here, to)
-                        self.poll()
-                    dqb *= _f(self.softmax_scale)
-                    _write(dq[i0:i1, heads], dqb[:n], fresh)
-            dkh *= _f(self.softmax_scale)
-            _write(dk[:, heads_kv].swapaxes(0, 1), dkh, fresh)
-            _write(dv[:, heads_kv].swapaxes(0, 1), dvh, fresh)
+        cap, scale = self.logit_softcap, _f(self.softmax_scale)
+        factors = (scale, ZERO) if cap is None else (ONE, _f(1 / cap))
+        room = (whole_grains(most) * whole_grains(min(nk, self._blocker.block_k)),)
+        of_s, of_dp = self._get("scores", room), self._get("dscores", room)
+        of_p, of_ds = self._get("p", room, _u16), self._get("ds", room, _u16)
+        for head in range(nheads_kv):
+            heads = slice(head * g, (head + 1) * g)
+            qh = self._of_head("q16", q[:, heads], masked_rows)  # (nq g, d)
+            doh = self._of_head("dout16", dout[:, heads], masked_rows)  # (nq g, e)
+            kh = self._of_head("k16", k[:, head, None], masked_keys)  # (nk, d)
+            vh = self._of_head("v16", v[:, head, None], masked_keys)  # (nk, e)
+            dkh, dvh = self._zeros("dk", nk, d), self._zeros("dv", nk, e)
+            for i0, i1, cache_blocks in blocks:
+                n = (i1 - i0) * g
+                dqb, of_rows = self._zeros("dq", n, d), self._get("statistics", (2, i1 - i0, g))
+                of_rows[0], of_rows[1] = lse[i0:i1, heads], delta[i0:i1, heads]
+                if masked_rows is not None:
+                    of_rows[:, masked_rows[i0:i1]] = 0
+                of_rows = of_rows.reshape(2, n)
+                q_at, do_at, dq_at = map(_address, (qh[i0 * g :], doh[i0 * g :], dqb))
+                k_at, v_at, dk_at, dv_at = map(_address, (kh, vh, dkh, dvh))
+                s_at, dp_at, p_at, ds_at = map(_address, (of_s, of_dp, of_p, of_ds))
+                for block in cache_blocks:
+                    rows, j0, b = block.rows, block.j0, block.j1 - block.j0
+                    m, keys = whole_grains(rows.stop - rows.start), whole_grains(b)
+                    arrays = (x[: m * keys].reshape(keys, m) for x in (of_s, of_dp, of_p, of_ds))
+                    s, dp, p, ds = arrays
+                    logits, slopes, to_v, to_k, to_q = self._products(BACKWARD, m, keys, d, e)
+                    q_here, do_here = q_at + 2 * d * rows.start, do_at + 2 * e * rows.start
+                    logits(k_at + 2 * d * j0, q_here, s_at)
+                    slopes(v_at + 2 * e * j0, do_here, dp_at)
+                    if cap is not None:
+                        s *= scale
+                        self._cap(s)
+                    given = b, *factors, *_hidden(block), *of_rows[:, rows], p, ds
+                    _gradients(s, dp, *given, self._is_half)
+                    to_v(p_at, do_here, dv_at + 4 * e * j0)
+                    to_k(ds_at, q_here, dk_at + 4 * d * j0)
+                    to_q(ds_at, k_at + 2 * d * j0, dq_at + 4 * d * rows.start)
+                    self.poll()
+                dqb *= scale
+                _put(dq[i0:i1, heads], dqb[:n].reshape(-1, g, d), fresh)
+            dkh *= scale
+            _put(dk[:, head], dkh[:nk], fresh)
+            _put(dv[:, head], dvh[:nk], fresh)
 
-    def _small(self, rows: int, keys: int) -> bool:
-        return min(rows, keys) < FEWEST
+    def _zeros(self, name: str, rows: int, d: int) -> Array:
+        zeros = self._get(name, (rows + GRAIN, d))
+        zeros[:] = 0
+        return zeros
 
-    def _scratch(self, rows: int, keys: int, *kinds: tuple[str, type]) -> list[int]:
-        """Return addresses of buffers that hold an array of any cache block."""
-        size = (whole_grains(rows) * whole_grains(min(keys, self._blocker.block_k)),)
-        return [_address(self._work.get(("kernel", x), size, np.dtype(y))) for x, y in kinds]
-
-    def _padded(self, name: str, shape: tuple[int, ...], dtype: type = np.float32) -> Array:
-        """Return an array with `GRAIN` rows of zeros behind it, which products may read."""
-        size, behind = math.prod(shape), GRAIN * shape[-1]
-        padded = self._work.get(("kernel", name), (size + behind,), np.dtype(dtype))
-        padded[size:] = 0
-        return padded[:size].reshape(shape)
-
-    def _get16(self, name: str, shape: tuple[int, ...]) -> Array:
-        return self._work.get(("kernel", name), shape, np.dtype(np.uint16))
-
-    def _by_head(self, name: str, x: Array, heads_kv: int, hide: Array | None) -> Array:
-        """Copy (tokens, heads, d) to the bits (heads_kv, tokens x group, d).
+    def _of_head(self, name: str, x: Array, hide: Array | None) -> Array:
+        """Copy (tokens, g, d) to the bits (tokens x g, d).
 
         Rows of tokens with true `hide` become 0.
         """
-        tokens, heads, d = x.shape
-        shape = heads_kv, tokens, heads // heads_kv, d
-        packed = self._padded(name, shape, np.uint16)
-        packed[:] = x.view(np.uint16).reshape(tokens, heads_kv, -1, d).swapaxes(0, 1)
+        tokens, g, d = x.shape
+        packed = self._get(name, (tokens * g + GRAIN, d), _u16)
+        by_token = packed[: tokens * g].reshape(x.shape)
+        by_token[:], packed[tokens * g :] = x.view(_u16), 0
         if hide is not None:
-            packed[:, hide] = 0
-        return packed.reshape(heads_kv, -1, d)
+            by_token[hide] = 0
+        return packed
 
-    def _multiply(self, sizes, strides_a, strides_b, add=False) -> Product:
-        key = sizes, strides_a, strides_b, add
-        if (product := self._products.get(key)) is None:
-            product = self._products[key] = Product(self.product_dtype.name, *key)
-        return product
+    def _products(self, equations: tuple[str, ...], *sizes: int) -> tuple[Product, ...]:
+        """Return the products of a cache block of m rows and b keys, with widths d and e."""
+        made = self._made.get((equations, sizes))
+        if made is None:
+            by_letter = dict(zip("mbde", sizes))
+            made = tuple(Product(self.product_dtype.name, x, by_letter) for x in equations)
+            self._made[equations, sizes] = made
+        return made
 
 
 def _address(x: Array) -> int:
     return x.__array_interface__["data"][0]
-
-
-def _write(to: Array, x: Array, fresh: bool) -> None:
-    """Add float32 numbers to an array, or overwrite it, which may then be of 16 bits."""
-    x = x.reshape(to.shape)
-    if fresh and to.dtype.itemsize == 2:
-        _narrow(x, to.view(np.uint16))
-    else:
-        _put(to, x, fresh)
 
 
 def _hidden(block: CacheBlock) -> tuple[int, Array]:

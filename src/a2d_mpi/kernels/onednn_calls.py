@@ -21,10 +21,6 @@ _FLOAT32, _CPU, _IN_ORDER, _IMPLEMENTATION = 3, 1, 1, 8
 _SRC, _WEIGHTS, _DST = 1, 33, 17
 
 
-class _Version(Structure):
-    _fields_ = [(x, c_int) for x in ("major", "minor", "patch")]
-
-
 class _Argument(Structure):
     _fields_ = [("which", c_int), ("memory", c_void_p)]
 
@@ -62,10 +58,9 @@ def open_library() -> Library:
     for place in _places():
         try:
             calls = ctypes.CDLL(place)
-            calls.dnnl_version.restype = POINTER(_Version)
-            version = calls.dnnl_version().contents
-            text = f"{version.major}.{version.minor}.{version.patch}"
-            if version.major == 3:
+            calls.dnnl_version.restype = POINTER(c_int * 3)  # it begins so
+            text = ".".join(map(str, calls.dnnl_version().contents))
+            if text.startswith("3."):
                 _call(calls, "engine_create", byref(engine := c_void_p()), _CPU, c_size_t(0))
                 return Library(calls, text, calls.dnnl_get_effective_cpu_isa(), engine)
             problems.append(f"{place} is oneDNN {text}, not 3")
@@ -82,7 +77,8 @@ def check_products(dtype: str) -> None:
     if library.isa:
         fast = library.isa & bit
     else:  # the name of what was not written for the CPU begins so
-        fast = not Product(dtype, (64, 64, 64), (64, 1), (64, 1)).implementation.startswith("ref")
+        product = Product(dtype, "mn = mk nk", {"m": 64, "n": 64, "k": 64})
+        fast = not product.implementation.startswith("ref")
     if not fast:
         why = f"instruction set {library.isa:#x}; ONEDNN_MAX_CPU_ISA may limit it"
         raise ValueError(f"oneDNN {library.version} has no {dtype} products for this CPU ({why})")
@@ -94,12 +90,11 @@ class Product:
     Parameters
     ----------
     dtype : {"float16", "bfloat16"}
-    sizes : (int, int, int)
-        m, k, n: (m, k) times (k, n) is (m, n) float32, C-contiguous.
-    strides_a, strides_b : (int, int)
-        Strides of the factors, in elements.
-    add : bool
-        Whether the product is added to the result.
+    equation : str
+        ``"mn = mk nk"``: letters of the result and of the factors, each (rows, columns) of a
+        C-contiguous matrix.  The result is float32.  With ``+=`` the product is added to it.
+    sizes : dict of str to int
+        The size of each letter.
 
     Attributes
     ----------
@@ -107,49 +102,42 @@ class Product:
         oneDNN's name of the code.
     """
 
-    def __init__(
-        self,
-        dtype: str,
-        sizes: tuple[int, int, int],
-        strides_a: tuple[int, int],
-        strides_b: tuple[int, int],
-        add: bool = False,
-    ) -> None:
+    def __init__(self, dtype: str, equation: str, sizes: dict[str, int]) -> None:
         self._calls, _, _, engine = open_library()
         self._made: list[tuple[str, c_void_p]] = []
-        m, k, n = sizes
-        number = TYPES[dtype][0]
-        kinds = (m, k, number, strides_a), (k, n, number, strides_b), (m, n, _FLOAT32, (n, 1))
+        out, sign, a, b = equation.split()
+        (m, n), (k,), number = out, set(a) - set(out), TYPES[dtype][0]
         forms, memories = [], []
-        for rows, columns, kind, strides in kinds:
-            shape, steps = ((c_int64 * 2)(*x) for x in ((rows, columns), strides))
-            forms.append(
-                self._make("memory_desc", 2, shape, kind, steps, how="create_with_strides")
-            )
-            memories.append(self._make("memory", forms[-1], engine, None))
-        options = self._make("primitive_attr")
-        if add:
-            after = self._make("post_ops")
+        for matrix, axes, kind in ((a, m + k, number), (b, k + n, number), (out, out, _FLOAT32)):
+            shape = (sizes[x] for x in axes)
+            strides = (1 if x == matrix[1] else sizes[matrix[1]] for x in axes)
+            given = 2, (c_int64 * 2)(*shape), kind, (c_int64 * 2)(*strides)
+            forms.append(self._make("memory_desc", "memory_desc_create_with_strides", *given))
+            memories.append(self._make("memory", "memory_create", forms[-1], engine, None).value)
+        options = self._make("primitive_attr", "primitive_attr_create")
+        if sign == "+=":
+            after = self._make("post_ops", "post_ops_create")
             _call(self._calls, "post_ops_append_sum", after, c_float(1), 0, 0)
             _call(self._calls, "primitive_attr_set_post_ops", options, after)
-        a, b, out = forms
-        plan = self._make("primitive_desc", engine, a, b, None, out, options, how="matmul")
+        given = engine, *forms[:2], None, forms[2], options
+        plan = self._make("primitive_desc", "matmul_primitive_desc_create", *given)
         name = c_char_p()
         _call(self._calls, "primitive_desc_query", plan, _IMPLEMENTATION, 0, byref(name))
         self.implementation = (name.value or b"").decode()
-        self._memories = [x.value for x in memories]
-        self._arguments = (_Argument * 3)(*zip((_SRC, _WEIGHTS, _DST), self._memories))
-        self._primitive = self._make("primitive", plan)
-        self._stream = self._make("stream", engine, _IN_ORDER)
+        self._memories = memories
+        self._arguments = (_Argument * 3)(*zip((_SRC, _WEIGHTS, _DST), memories))
+        self._primitive = self._make("primitive", "primitive_create", plan)
+        self._stream = self._make("stream", "stream_create", engine, _IN_ORDER)
         self._put = self._calls.dnnl_memory_set_data_handle
         self._put.argtypes = [c_void_p, c_void_p]
 
     def __call__(self, a: int, b: int, out: int) -> None:
         """Multiply the matrices at addresses a and b."""
-        put, calls, stream = self._put, self._calls, self._stream
-        put(self._memories[0], a)
-        put(self._memories[1], b)
-        put(self._memories[2], out)
+        put, memories = self._put, self._memories
+        put(memories[0], a)
+        put(memories[1], b)
+        put(memories[2], out)
+        calls, stream = self._calls, self._stream
         status = calls.dnnl_primitive_execute(self._primitive, stream, 3, self._arguments)
         if status or calls.dnnl_stream_wait(stream):
             raise RuntimeError(f"oneDNN's product failed: status {status}")
@@ -158,9 +146,8 @@ class Product:
         for kind, made in reversed(self._made):
             getattr(self._calls, f"dnnl_{kind}_destroy")(made)
 
-    def _make(self, kind: str, *given: object, how: str = "create") -> c_void_p:
-        name = "matmul_primitive_desc_create" if how == "matmul" else f"{kind}_{how}"
-        _call(self._calls, name, byref(made := c_void_p()), *given)
+    def _make(self, kind: str, create: str, *given: object) -> c_void_p:
+        _call(self._calls, create, byref(made := c_void_p()), *given)
         self._made.append((kind, made))
         return made
 

@@ -50,6 +50,6 @@ class BlasThreads:
         """Limit the threads inside the context; restore the caller's number afterwards."""
         if self._threads is None:
             return nullcontext()
-        if self._libraries is None:  # a kernel loads its library when it is made
-            self._libraries = ThreadpoolController()
+        # Not before, because a kernel loads its library when it is made.
+        self._libraries = self._libraries or ThreadpoolController()
         return self._libraries.limit(limits=self._threads)
