@@ -11,6 +11,9 @@ from a2d_mpi.kernels import make_kernel
 from a2d_mpi.masks.intervals import Intervals
 from a2d_mpi.masks.mask import Causal
 
+# The kernel that "auto" takes: "onednn" on CPUs that have products for it.
+BFLOAT16 = make_kernel("auto", HOST, DTYPES["bfloat16"], 1.0).name
+
 
 def dense(intervals, nk):
     keys = np.arange(nk)
@@ -56,15 +59,15 @@ class Block:
         self.intervals = random_intervals(nq, nk, intervals) if kind else intervals
         self.visible = dense(self.intervals, nk)
         self.scale, self.cap = d**-0.5 if scale is None else scale, cap
+        self.products = None  # the dtype to which a kernel rounds probabilities
         self.exact = plain(self.inputs, self.visible, self.scale, cap)
         for x in self.inputs:
             x.flags.writeable = False
 
     @cached_property
     def bounds(self):
-        return bounds(
-            self.inputs, self.visible, self.scale, self.cap, None, self.exact, self.dtype
-        )
+        given = self.inputs, self.visible, self.scale, self.cap, None, self.exact, self.dtype
+        return bounds(*given, products=self.products)
 
     def poisoned(self):
         """Return inputs that are NaN in masked rows, and in keys that nobody sees."""
@@ -114,6 +117,7 @@ def assert_kernel(name, dtype, kind, case, shape):
         options["widths"] = heads[2:]
     kernel = make_kernel(name, HOST, block.dtype, block.scale, **options)
     assert kernel.name == name
+    block.products = getattr(kernel, "product_dtype", None)
     found = block.run(kernel)
     assert not block.wrong(found)
     masked, unseen = ~block.visible.any(1), ~block.visible.any(0)

@@ -18,6 +18,8 @@ from mpi4py import MPI
 
 from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.kernels import make_kernel
 
 TENSORS = ("out", "lse", "dq", "dk", "dv", "dsink")
 
@@ -33,8 +35,11 @@ def plain(
     dlse=None,
     at=None,
     rng=None,
+    products=None,
 ):
     """All results of the dense computation in `dtype`; out is kept in `kept`.
+
+    `products`: dtype to which probabilities are rounded.
 
     `at`: another out, whose gradients are computed.  `rng` draws the orders of sums, others in the
     backward pass: what one order rounds is one draw of what rounding may do.
@@ -43,14 +48,14 @@ def plain(
     sizes = len(k), q.shape[2], q.shape[2], v.shape[2]
     keys, first, again, of_v = (np.arange(n) if rng is None else rng.permutation(n) for n in sizes)
     k, v, visible, dout = k[keys], v[keys][..., of_v], visible[:, keys], dout[..., of_v]
-    given = q[..., first], k[..., first], v, visible, scale, dtype
+    given = q[..., first], k[..., first], v, visible, scale, dtype, products
     out, lse = reference.attention(*given, logit_softcap=cap, sink=sink)
     if kept is not None:
         out = out.astype(kept).astype(dtype)
     delta = (dout * (out if at is None else at[..., of_v].astype(dtype))).sum(-1)
     if dlse is not None:
         delta -= dlse.astype(dtype)
-    given = dout, q[..., again], k[..., again], v, lse, delta, visible, scale, dtype
+    given = dout, q[..., again], k[..., again], v, lse, delta, visible, scale, dtype, products
     dq, dk, dv = reference.attention_backward(*given, logit_softcap=cap)
     keys, again, of_v = map(np.argsort, (keys, again, of_v))  # back to the caller's orders
     gradients = dq[..., again], dk[keys][..., again], dv[keys][..., of_v]
@@ -77,9 +82,10 @@ def shared(inputs, visible, scale, cap, sink, dlse, order=0, **options):
     return whole
 
 
-def bounds(inputs, visible, scale, cap, sink, exact, dtype, dlse=None):
+def bounds(inputs, visible, scale, cap, sink, exact, dtype, dlse=None, products=None):
     """Largest errors that results of a run in `dtype` may have."""
-    same = plain(inputs, visible, scale, cap, sink, compute_dtype(dtype), dtype, dlse)
+    kinds = compute_dtype(dtype), dtype
+    same = plain(inputs, visible, scale, cap, sink, *kinds, dlse, products=products)
     return widened(inputs, scale, sink, exact, dtype, dlse, errors_of(same, exact, dtype))
 
 
@@ -191,6 +197,12 @@ def solve(inputs, visible, config, sink=None, dlse=None, size=1.0):
     return found
 
 
+@cache
+def products_of(dtype):
+    """The dtype to which the kernel of this CPU rounds probabilities, None without rounding."""
+    return getattr(make_kernel("auto", HOST, dtype, 1.0), "product_dtype", None)
+
+
 def _solved(given, dtype, size):
     inputs, _, scale, _, sink, dlse = given
     exact, errors = shared(*given), []
@@ -198,7 +210,8 @@ def _solved(given, dtype, size):
     # logits, where few keys count, draws differ much.
     for order in range(5 if size > 1 else 1):
         if dtype != np.float64:  # whose bound needs no errors
-            same = shared(*given, order, dtype=compute_dtype(dtype), kept=dtype)
+            kinds = {"dtype": compute_dtype(dtype), "kept": dtype}
+            same = shared(*given, order, **kinds, products=products_of(dtype))
         errors.append(errors_of(exact if dtype == np.float64 else same, exact, dtype))
     # Huge logits are rounded in the forward pass and again, otherwise, in the backward pass: two
     # draws of the error that counts, where the dense computation makes one.

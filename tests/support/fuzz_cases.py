@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import ml_dtypes
 import numpy as np
-from dense import TENSORS, errors_of, plain
+from dense import TENSORS, errors_of, plain, products_of
 from oracles import Intervals
 
 from a2d_mpi import Causal, Documents, Full, IntervalMask, Mask, PrefixLM, SlidingWindow
@@ -96,10 +96,10 @@ class Case:
         ]
 
 
-def draw(seed: int, ranks: int, wire: str | None = None) -> Case:
+def draw(seed: int, ranks: int, wire: str | None = None, only: str | None = None) -> Case:
     """Draw the case of a seed; it is the same on every machine.
 
-    `wire`: format of messages, of one sequence; "any": one of them.
+    `wire`: format of messages, of one sequence; "any": one of them.  `only`: the dtype.
     """
     rng = np.random.default_rng([seed, ranks])
 
@@ -112,6 +112,7 @@ def draw(seed: int, ranks: int, wire: str | None = None) -> Case:
     cells = shape[0] * shape[1]
     method = pick(*(x for x in METHODS if x != "triangle" or triangle.fits(cells)))
     dtype = pick("float32", "float32", "float64", "float16", "bfloat16")
+    dtype = only or dtype
     nheads = shape[2] * pick(1, 1, 2, 3, 4 if shape[2] < 4 else 1)
     nheads_kv = pick(*(x for x in range(1, nheads + 1)
                        if nheads % x == 0 and not misfit(nheads, x, shape[2])))  # fmt: skip
@@ -251,10 +252,11 @@ def solve(
         return exact, errors, whole
     rng, precision = np.random.default_rng([case.seed, 2]), compute_dtype(case.dtype)
     scaled = [(whole[0] * scale).astype(precision), *whole[1:]]
+    products = products_of(case.dtype)
     # Kernels scale q, and the textbook the product: so half of the orders do this, and half that.
     for order in range(ORDERS_HUGE if abs(scale) > 100 else ORDERS):
         given = (scaled, case.seen, 1.0, cap) if order % 2 else (whole, case.seen, scale, cap)
-        same = plain(*given, dtype=precision, kept=case.dtype, at=out, rng=rng)
+        same = plain(*given, dtype=precision, kept=case.dtype, at=out, rng=rng, products=products)
         same["dq"] *= scale if order % 2 else 1
         errors = {x: max(errors[x], y) for x, y in errors_of(same, exact, case.dtype).items()}
     of_out, *of_gradients = _sizes(case, whole, scale, cap, exact["lse"])

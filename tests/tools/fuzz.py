@@ -29,10 +29,11 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
 import numpy as np
+from blocks import BFLOAT16
 from cases import accounts
 from fuzz_cases import Case, draw, solve
 from helpers import bounds_for, distance
@@ -44,6 +45,7 @@ from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.core.config import OF_KEYS
+from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.wire import FORMATS
 from a2d_mpi.experiments.check import _reference
 from a2d_mpi.experiments.check_wire import WireErrors
@@ -65,11 +67,12 @@ def main() -> int:
     parser.add_argument("--cases", type=int, help="so many at most, in whole batches")
     wires = (*FORMATS, "any")
     parser.add_argument("--wire", choices=wires, help="format of messages; any: one of each")
+    parser.add_argument("--dtype", choices=DTYPES, help="of all cases; default: one of each")
     parser.add_argument("--fault", choices=SABOTAGES, help="of the package, on purpose")
     args = parser.parse_args()
     with sabotaged(args.fault):
         if args.case is not None:
-            return int(run([args.case], args.wire, verbose=True) > 0)
+            return int(run([args.case], args.wire, args.dtype, verbose=True) > 0)
         first = args.first
         if first is None:
             first = COMM.bcast(int.from_bytes(os.urandom(4), "little"))
@@ -79,7 +82,8 @@ def main() -> int:
             return time.monotonic() - start < args.seconds and done < (args.cases or math.inf)
 
         while COMM.bcast(goes_on()) and failed < TOO_MANY:
-            failed += run(range(first + done, first + done + COMM.size), args.wire)
+            seeds = range(first + done, first + done + COMM.size)
+            failed += run(seeds, args.wire, args.dtype)
             done += COMM.size
     if COMM.rank == 0:
         seconds = f"{time.monotonic() - start:.0f} s"
@@ -87,12 +91,14 @@ def main() -> int:
     return int(failed > 0)
 
 
-def run(seeds: Sequence[int], wire: str | None = None, verbose: bool = False) -> int:
+def run(
+    seeds: Sequence[int], wire: str | None = None, dtype: str | None = None, verbose: bool = False
+) -> int:
     """Run a batch of at most one case per rank; return the number of failed cases."""
     mine, bad = None, []
     for judge, seed in enumerate(seeds):
         with _watched(seed, wire):
-            case = draw(seed, COMM.size, wire)
+            case = draw(seed, COMM.size, wire, dtype)
             try:
                 record = _run(case)
             except CollectiveError as error:  # on all ranks, which are still in step
@@ -130,6 +136,7 @@ def _run(case: Case) -> dict[str, object]:
     with (
         patch.object(NumpyKernel.__init__, "__defaults__", defaults),
         patch("a2d_mpi.kernels.blocks.ALIGN", align),
+        patch("a2d_mpi.kernels.onednn.FEWEST", align) if BFLOAT16 == "onednn" else nullcontext(),
         patch("a2d_mpi.schedules.attention2d.GRAIN", grain),
         np.errstate(all="ignore"),
     ):

@@ -44,6 +44,8 @@ CASES = """
 4 Attention2D 2x1x2 causal_document:0,3000,8192 8192 16 4 64 float32 numpy 2
 4 NodeAwareAttention 2x2x1 causal 8192 8 8 64 float32 numpy 2
 4 RingAttention 4x1x1 causal 16384 1 1 64 float32 numpy 2
+1 Attention2D 1x1x1 causal 4096 8 8 64 bfloat16 onednn 2
+4 Attention2D 2x2x1 causal 8192 32 8 64 bfloat16 onednn 2
 """.strip().splitlines()
 
 

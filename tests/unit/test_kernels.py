@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from blocks import Block, assert_kernel, in_parts, random_intervals
+from blocks import BFLOAT16, Block, assert_kernel, in_parts, random_intervals
 from helpers import deeper, distance
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +19,7 @@ from a2d_mpi.kernels.numpy import NumpyKernel
 
 CAP = {"logit_softcap": 30.0}
 KERNELS = [("numpy", "float32"), ("numba", "float32"), ("numpy", "float64"), ("numba", "bfloat16")]
+KERNELS += [(BFLOAT16, "bfloat16")]
 KINDS, SHAPES = ("full", "causal", "one", "two"), [(1, 1), (3, 700), (600, 5), (310, 1100)]
 # Heads, KV heads, headdim, perhaps another headdim of v; size of q, so logits to 10, 500, 3e4;
 # soft-caps below and above the largest logit whose exponential needs no shift.
@@ -33,7 +34,7 @@ DEEP = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kernel", range(4), ids=lambda i: "-".join(KERNELS[i]))
+@pytest.mark.parametrize("kernel", range(5), ids=lambda i: "-".join(KERNELS[i]))
 @pytest.mark.parametrize("kind", range(4), ids=KINDS.__getitem__)
 @pytest.mark.parametrize("case", deeper(PLAIN + DEEP, PLAIN), ids=str)
 def test_kernel(kernel, kind, case):

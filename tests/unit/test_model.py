@@ -8,6 +8,7 @@ import helpers
 import memory
 import numpy as np
 import pytest
+from blocks import BFLOAT16
 from helpers import DEEPER, deeper, drive, parser_of, read_runs, runs_on
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -165,26 +166,29 @@ def test_nics_are_shared():
     assert orders[0] < orders[1]
 
 
-def test_memory_of_a_kernel_is_that_of_its_workspace():
+@pytest.mark.parametrize("name, dtype", [("numpy", "float32"), (BFLOAT16, "bfloat16")])
+def test_memory_of_a_kernel_is_that_of_its_workspace(name, dtype):
     for sizes in (
         (700, 4, 64, 2, 64), (3000, 1, 32, 1, 32), (1024, 16, 16, 16, 16), (700, 4, 96, 2, 64),
         (700, 4, 18, 1, 16), (1024, 2, 16, 2, 48),
     ):  # fmt: skip
         n, nheads, d, nheads_kv, e = sizes
-        config = AttentionConfig(n, nheads, d, nheads_kv, headdim_v=e)
+        config = AttentionConfig(n, nheads, d, nheads_kv, dtype=dtype, headdim_v=e)
         rng, work = np.random.default_rng(0), Workspace()
-        kernel = make_kernel("numpy", HOST, np.dtype(np.float32), d**-0.5, work=work)
-        q, k, v, dout = (rng.standard_normal((n, *config.shape(x)), np.float32)
-                         for x in ("q", "k", "v", "dout"))  # fmt: skip
+        kernel = make_kernel(name, HOST, config.dtype_of("q"), d**-0.5, work=work)
+        q, k, v, dout = (
+            rng.standard_normal((n, *config.shape(x))).astype(config.dtype_of("q"))
+            for x in ("q", "k", "v", "dout")
+        )
         intervals = Full().intervals(np.arange(n), np.arange(n))
         out, lse = np.empty_like(dout), np.empty(q.shape[:2], np.float32)
         kernel.forward(q, k, v, intervals, out, lse)
-        expected = kernel_buffers(config, n, n, False)
+        expected = kernel_buffers(config, n, n, False, kernel=name)
         assert work.nbytes("") == sum(expected.values())
         gradients = (np.empty_like(x) for x in (q, k, v))
         kernel.backward(dout, q, k, v, lse, lse, intervals, *gradients, fresh=True)
-        for name, size in kernel_buffers(config, n, n, True).items():
-            expected[name] = max(size, expected.get(name, 0))
+        for buffer, size in kernel_buffers(config, n, n, True, kernel=name).items():
+            expected[buffer] = max(size, expected.get(buffer, 0))
         assert work.nbytes("") == sum(expected.values())
 
 

@@ -486,6 +486,11 @@ class AttentionPlan(Caller):
         return getattr(self._engine.kernel, "name", None)
 
     @property
+    def kernel_why(self) -> str:
+        """Why "auto" took no faster kernel in the latest call; empty if there is none."""
+        return getattr(self._engine.kernel, "why", "")
+
+    @property
     def blocks(self) -> dict[tuple[str, str], int]:
         """Blocks that this rank has computed so far, by phase and name of the kernel.
 

@@ -1,4 +1,4 @@
-"""Sizes of the NumPy kernel's buffers, from the sizes of its calls."""
+"""Sizes of the buffers of the kernels on the host, from the sizes of their calls."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from a2d_mpi.core.config import AttentionConfig
 BLOCK_Q = 512  # rows of a cache block: query tokens x query heads per KV head
 BLOCK_K = 512  # keys of a cache block
 PACKED = 9 << 19  # most elements of a tensor that are packed at once, if of several heads
+# The kernel "onednn": products have multiples of GRAIN rows and keys, because it takes 0.5 ms to
+# make one for a new shape.  Blocks with fewer queries or keys are computed as by "numba".
+GRAIN = 32
+
+
+def whole_grains(n: int) -> int:
+    """Round a number of rows up to a multiple of `GRAIN`."""
+    return -(-n // GRAIN) * GRAIN
 
 
 def head_groups(nheads_kv: int, rows: int, nk: int, headdim: int) -> int:
@@ -25,7 +33,12 @@ def head_groups(nheads_kv: int, rows: int, nk: int, headdim: int) -> int:
 
 
 def kernel_buffers(
-    config: AttentionConfig, nq: int, nk: int, backward: bool, hides: bool = False
+    config: AttentionConfig,
+    nq: int,
+    nk: int,
+    backward: bool,
+    hides: bool = False,
+    kernel: str = "numpy",
 ) -> dict[str, int]:
     """Return the bytes of each buffer of a kernel call; later calls use the buffers again.
 
@@ -38,6 +51,7 @@ def kernel_buffers(
     backward : bool
     hides : bool
         Whether some keys of the call are masked: no query of the call sees them.
+    kernel : {"numpy", "numba", "onednn"}
 
     Returns
     -------
@@ -53,6 +67,8 @@ def kernel_buffers(
     wider = max(d, e)
     group = config.nheads // heads_kv
     rows = min(max(1, BLOCK_Q // group), nq) * group
+    if kernel == "onednn" and min(nq * group, nk) >= GRAIN:
+        return _of_onednn(config, nq, nk, rows, backward)
     heads = -(-heads_kv // head_groups(heads_kv, rows, nk, wider))
     keys = -(-nk // max(1, -(-nk // BLOCK_K)))  # of a cache block
     elements = rows * keys + 2 * (rows + keys) * (wider + 1)  # of a cache block
@@ -70,3 +86,20 @@ def kernel_buffers(
         if hides or config.mixed_precision:
             sizes |= {"k": heads * nk * d, "v": heads * nk * e}
     return {name: size * config.compute_dtype.itemsize for name, size in sizes.items()}
+
+
+def _of_onednn(
+    config: AttentionConfig, nq: int, nk: int, rows: int, backward: bool
+) -> dict[str, int]:
+    d, e, heads_kv = config.headdim, config.headdim_v, config.nheads_kv
+    group, up = config.nheads // heads_kv, rows + GRAIN
+    block = whole_grains(rows) * whole_grains(min(nk, BLOCK_K))
+    queries, keys = nq * group + GRAIN, nk + GRAIN
+    sizes = {"q16": 2 * queries * d, "k16": 2 * keys * d, "v16": 2 * keys * e}
+    sizes |= {"scores": 4 * block, "p": 2 * block}
+    if backward:
+        sizes |= {"dscores": 4 * block, "ds": 2 * block, "dout16": 2 * queries * e}
+        sizes |= {"dk": 4 * keys * d, "dv": 4 * keys * e, "dq": 4 * up * d, "statistics": 8 * rows}
+    else:
+        sizes |= {"acc": 4 * up * e, "statistics": 12 * rows}
+    return sizes

@@ -44,7 +44,8 @@ BACKENDS = {  # of torch's attention, by their names in torch
     "efficient": "EFFICIENT_ATTENTION",
     "math": "MATH",
 }
-COLUMNS = ("shape/mask", "phase", "kernel", "GFLOP/s", "of torch's")
+COLUMNS = ("shape/mask", "phase", "kernel", "GFLOP/s", "of torch's", "of product's")
+BLOCK = 512  # rows and columns of the products that are timed
 # Shapes, dtype and kernels by device.
 DEFAULTS = {
     "cpu": ([(4096, 4, 128), (8192, 2, 64)], "float32", ["numpy", "auto"]),
@@ -98,6 +99,8 @@ def _bench_kernel(ranks: int, args: argparse.Namespace) -> int:
             for name in args.kernels:
                 with errors_of(MPI.COMM_SELF, 0, ImportError):
                     kernel = make_kernel(name, device, plan.dtype, plan.softmax_scale)
+                if kernel.why:
+                    print(f"{name} is {kernel.name}: {kernel.why}")
                 by_phase = kernel_calls(kernel, plan.mask, t, device)
                 for phase, call in by_phase.items():
                     call()
@@ -113,14 +116,21 @@ def _bench_kernel(ranks: int, args: argparse.Namespace) -> int:
                     except RuntimeError as error:
                         reason = str(error).partition("\n")[0]
                         print(f"torch's attention by {backend} does not run: {reason}")
+            if device is HOST and (multiply := _product(plan.dtype, plan.headdim, torch)):
+                calls["product"] = multiply
             seconds = in_turn(calls, args.trials, device=device)
+            product_seconds = seconds.pop("product", None)
             times |= {f"{of}/{call}": x for call, x in seconds.items()}
             for phase in PHASES:
                 work = flops(plan.area(), plan.nheads, plan.headdim, phase == "backward")
                 times[f"tflop/{of}/{phase}"] = work / 1e12
+                if product_seconds is not None:  # of so many products that do the same work
+                    number = work / (2 * BLOCK**2 * plan.headdim)
+                    times[f"{of}/{phase}/product"] = product_seconds * number
     times["right"] = all(x.passed for of_run in checks.values() for x in of_run.values())
     if args.output:
-        name = args.name or f"{origin['device']}, {origin['blas']}"
+        kind = "" if args.dtype == "float32" else f", {args.dtype}"
+        name = args.name or f"{origin['device']}, {origin['blas']}{kind}"
         extend_file(args.output, BENCHMARK_SCHEMA, {"figures": {name.replace("/", " "): times}})
     return report(MPI.COMM_SELF, [COLUMNS, *_speeds(times)], checks)
 
@@ -154,6 +164,31 @@ def kernel_calls(
         kernel.backward(dout, q, k, v, lse, delta, seen, dq, dk, dv, fresh=True)
 
     return {"forward": forward, "backward": backward}
+
+
+def _product(dtype: np.dtype, headdim: int, torch: ModuleType | None) -> Callable[[], None] | None:
+    """Return a call of this CPU's product of (512, headdim) and (headdim, 512) in a dtype.
+
+    NumPy has none in 16 bits: there it is oneDNN's, or else torch's; None if both are missing.
+    """
+    a, b = np.random.default_rng(0).standard_normal((2, BLOCK, headdim)).astype(dtype)
+    if dtype.itemsize > 2:
+        out = np.empty((BLOCK, BLOCK), dtype)
+        return lambda: np.matmul(a, b.T, out=out)
+    try:
+        from a2d_mpi.kernels.onednn_calls import Product, check_products
+
+        check_products(dtype.name)
+    except (ImportError, ValueError):
+        if torch is None:
+            return None
+        x, y = (torch.from_numpy(x.view("i2")).view(getattr(torch, dtype.name)) for x in (a, b))
+        return lambda: torch.mm(x, y.T)
+    out = np.empty((BLOCK, BLOCK), np.float32)
+    multiply = Product(dtype.name, "mn = mk nk", {"m": BLOCK, "n": BLOCK, "k": headdim})
+    places = a.ctypes.data, b.ctypes.data, out.ctypes.data
+    # The arrays must live as long as the call.
+    return lambda kept=(a, b, out): multiply(*places)
 
 
 def _torch(device: Device) -> ModuleType | None:
@@ -220,5 +255,5 @@ def _speeds(times: dict[str, object]) -> Iterator[list[str]]:
     for group, here in kernel_speeds(times).items():
         shape, mask, phase = group.split("/")
         for name, speed in here.items():
-            of_torch = f"{speed / here['torch']:.3f}" if "torch" in here else ""
-            yield [f"{shape}/{mask[:40]}", phase, name, f"{1e3 * speed:.4g}", of_torch]
+            shares = (f"{speed / here[x]:.3f}" if x in here else "" for x in ("torch", "product"))
+            yield [f"{shape}/{mask[:40]}", phase, name, f"{1e3 * speed:.4g}", *shares]

@@ -165,6 +165,8 @@ def _report(result: Mapping[str, Any], measured: Measurement) -> None:
         kernels = result["blocks"][phase].items()
         by = ", ".join(f"{x.sum()} blocks by {name}" for name, x in kernels)
         print(f"{phase}: {speed:.1f} GFLOP/s of all ranks, in the time of the slowest; {by}")
+    if plan.kernel_why:
+        print(f"no faster kernel: {plan.kernel_why}")
     columns = ("sent", "predicted_sent", "received", "predicted_received")
     rows = [["bytes of one rank", "sent", "predicted", "received", "predicted", "(largest)"]]
     for phase, channels in result["traffic"].items():

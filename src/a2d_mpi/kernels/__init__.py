@@ -50,6 +50,8 @@ KERNELS: dict[str, Entry | None] = {
     "numba": Entry(
         _lazy("compiled", "NumbaKernel"), (*_HALF, "float32"), gpu=False, softcap=True, widths=True
     ),
+    # Products by oneDNN (extra `onednn`).
+    "onednn": Entry(_lazy("onednn", "OneDnnKernel"), _HALF, gpu=False, softcap=True, widths=True),
     "cupy": Entry(_lazy("cupy", "CupyKernel"), _ALL, gpu=True, softcap=True, widths=True),
     # Uses "cupy" for blocks that cuDNN does not compute.  Sums of gradients are fastest without a
     # fixed order.  Gradients of "cudnn-deterministic" repeat bit for bit.
@@ -58,8 +60,9 @@ KERNELS: dict[str, Entry | None] = {
         _lazy("cudnn", "make", deterministic=True), _HALF, gpu=True, softcap=True, widths=True
     ),
 }
-# The fastest kernel, and the kernel for all problems, on the host (False) and on a GPU (True).
-_FASTEST = {False: ("numba", "numpy"), True: ("cudnn", "cupy")}
+# On the host (False) and on a GPU (True): the kernels from the fastest one to the one for all
+# problems.
+_FASTEST = {False: ("onednn", "numba", "numpy"), True: ("cudnn", "cupy")}
 
 
 def check_kernel(
@@ -130,15 +133,20 @@ def make_kernel(
         If the kernel is given by name and CuPy, cuDNN or Numba is missing.
     """
     options = {"poll": poll or (lambda: None), "work": work, "logit_softcap": logit_softcap}
+    why: list[str] = []
     if kernel == "auto":
-        fastest, kernel = _FASTEST[device is not HOST]
-        try:
-            return make_kernel(fastest, device, dtype, softmax_scale, **options, widths=widths)
-        except ValueError:  # it cannot compute this
-            pass
-        except ImportError as error:
-            if device is not HOST:  # many times slower
-                warnings.warn(f"kernel {kernel!r} computes: {error}", RuntimeWarning, stacklevel=2)
+        *faster, kernel = _FASTEST[device is not HOST]
+        for name in faster:
+            if dtype not in map(as_dtype, KERNELS[name].dtypes):
+                continue
+            try:
+                made = make_kernel(name, device, dtype, softmax_scale, **options, widths=widths)
+                made.why = "; ".join(why)
+                return made
+            except (ImportError, ValueError) as error:  # not installed, or it cannot compute this
+                why.append(str(error))
+                if device is not HOST and isinstance(error, ImportError):  # many times slower
+                    warnings.warn(f"kernel {kernel!r} computes: {error}", RuntimeWarning, 2)
     check_kernel(kernel, dtype, logit_softcap, widths)
     entry = KERNELS[kernel]
     if entry.gpu == (device is HOST):
@@ -148,5 +156,5 @@ def make_kernel(
     for phase in PHASES:
         if not callable(getattr(made, phase, None)):
             raise ValueError(f"kernel {kernel!r}: {type(made).__name__} has no method {phase}")
-    made.name = kernel
+    made.name, made.why = kernel, "; ".join(why)
     return made

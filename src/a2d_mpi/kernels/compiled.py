@@ -110,21 +110,24 @@ def _largest_norms(q: Array, k: Array, v: Array, masked_rows: Array, masked_keys
     return _by_head(q, masked_rows).max(), _by_head(k, masked_keys).max(), of_v.min(), of_v.max()
 
 
-@_compile("void(f4[:,:,::1], f4[:,::1], f4[:,:], f4[:,:,:], f4[:,:])")
-def _finish(acc: Array, total: Array, shift: Array, out: Array, lse: Array) -> None:
-    """Write out and lse; an empty `shift` means that nothing was subtracted."""
-    tokens, nheads, d = out.shape
+@_compile("void(f4[:,:,::1], f4[:,::1], f4[:,::1], f4[:,:], f4[:,:])")
+def _finish(acc: Array, total: Array, weights: Array, shift: Array, lse: Array) -> None:
+    """Divide `acc` by `weights` and write lse; an empty `shift`: nothing was subtracted.
+
+    `weights` is `total`, or has the sums of rounded exponentials.
+    """
+    tokens, nheads = lse.shape
     group = nheads // len(acc)
     for token in range(tokens):
         for head in range(nheads):
             head_kv, row = head // group, token * group + head % group
-            row_sum = total[head_kv, row]
-            factor = ZERO if row_sum == 0 else ONE / row_sum
+            row_sum, weight = total[head_kv, row], weights[head_kv, row]
+            factor = ZERO if weight == 0 else ONE / weight
             lse[token, head] = -np.inf if row_sum == 0 else math.log(row_sum)
             if shift.shape[1]:
                 lse[token, head] += shift[head_kv, row]
-            for i in range(d):
-                out[token, head, i] = acc[head_kv, row, i] * factor
+            for i in range(acc.shape[2]):
+                acc[head_kv, row, i] *= factor
 
 
 # These arrays replace None, because functions are compiled for one type of each argument.
@@ -160,7 +163,9 @@ class NumbaKernel(NumpyKernel):
 
     def finish(self, acc, total, shift, out, lse) -> None:
         """As of `NumpyKernel`."""
-        if out.dtype != np.float32 or lse.dtype != np.float32:
+        if lse.dtype != np.float32:
             super().finish(acc, total, shift, out, lse)
         else:
-            _finish(acc, total, _NO_ROWS if shift is None else shift, out, lse)
+            _finish(acc, total, total, _NO_ROWS if shift is None else shift, lse)
+            to = out.reshape(len(out), len(acc), -1, out.shape[2]).swapaxes(0, 1)
+            to[:] = acc.reshape(to.shape)

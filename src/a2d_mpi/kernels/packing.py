@@ -48,8 +48,8 @@ class Packing:
         self._high = math.exp(self._half)
         self._low = float(info.tiny / info.eps) * self._high
 
-    def _get(self, name: str, shape: tuple[int, ...]) -> Array:
-        return self._work.get(("kernel", name), shape, self.dtype)
+    def _get(self, name: str, shape: tuple[int, ...], dtype: np.dtype | None = None) -> Array:
+        return self._work.get(("kernel", name), shape, self.dtype if dtype is None else dtype)
 
     def _shown(self, block: CacheBlock) -> Array | None:
         """Return 1 for visible and 0 for hidden pairs, (rows, keys); None if none is hidden."""

@@ -19,6 +19,8 @@ class Kernel(Protocol):
     ----------
     name : str
         One of `KERNELS`.
+    why : str
+        Why "auto" did not take faster kernels; `make_kernel` sets it.
     max_logits : bool, optional
         Whether `forward` takes `largest`.  Default: it is always None.
     rounds_partials : bool, optional
@@ -30,6 +32,7 @@ class Kernel(Protocol):
     """
 
     name: str
+    why: str
 
     def forward(
         self, q: Array, k: Array, v: Array, intervals: Intervals, out: Array, lse: Array, **_: Any

@@ -1,7 +1,7 @@
-"""BLAS threads of the kernels on the host: as many as a rank has cores.
+"""Threads of BLAS and OpenMP in the kernels on the host: as many as a rank has cores.
 
-Without a limit, the BLAS of every rank starts a thread for each core of the node.  Then the ranks
-of a node slow each other down tenfold.
+Without a limit, the library of every rank starts a thread for each core of the node.  Then the
+ranks of a node slow each other down tenfold.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VARIABLES = (
 
 
 class BlasThreads:
-    """A limit on the threads of the BLAS libraries that this process has loaded.
+    """A limit on the threads of the BLAS libraries and of OpenMP (oneDNN) in this process.
 
     Parameters
     ----------
@@ -44,8 +44,12 @@ class BlasThreads:
         if threads is None and not any(os.environ.get(x) for x in VARIABLES):
             threads = cores
         self._threads = threads
-        self._libraries = threads and ThreadpoolController().select(user_api="blas")
+        self._libraries: ThreadpoolController | None = None
 
     def limited(self) -> AbstractContextManager:
         """Limit the threads inside the context; restore the caller's number afterwards."""
-        return self._libraries.limit(limits=self._threads) if self._libraries else nullcontext()
+        if self._threads is None:
+            return nullcontext()
+        # Not before, because a kernel loads its library when it is made.
+        self._libraries = self._libraries or ThreadpoolController()
+        return self._libraries.limit(limits=self._threads)

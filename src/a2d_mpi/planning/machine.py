@@ -217,8 +217,8 @@ class Machine:
         return self.inside or Link(1.0), self.between or Link(1.0)
 
     def host_kernel(self, dtype: str) -> str | None:
-        """Return the kernel of the host that was measured, "numpy" or "numba"; None on a GPU."""
-        match = re.search(rf"\b{dtype}: (numpy|numba)\b", self.computed_by)
+        """Return the kernel of the host that was measured, such as "numba"; None on a GPU."""
+        match = re.search(rf"\b{dtype}: (numpy|numba|onednn)\b", self.computed_by)
         return match and match[1]
 
     def kernel(self, dtype: str, phase: str) -> KernelModel:

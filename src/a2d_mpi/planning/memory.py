@@ -25,8 +25,8 @@ from a2d_mpi.schedules.steps import KINDS, KernelCall, Merge
 # Bytes that libraries (NumPy, OpenBLAS, MPI, Numba, this package) allocate in the first calls of a
 # kernel of the host.  Measured with plans of 64 tokens on 1, 2 and 4 ranks, with MPICH and Open
 # MPI: 3 to 5.5 MB with NumPy, 109 to 112 MB with Numba 0.68.  73 MB of the latter are files, which
-# processes share.  The very first import of Numba, which compiles, takes 32 MB more.
-LIBRARIES = {"numpy": 4_500_000, "numba": 111_000_000}
+# processes share.  oneDNN takes 29 MB more, the very first import of Numba, which compiles, 32.
+LIBRARIES = {"numpy": 4_500_000, "numba": 111_000_000, "onednn": 140_000_000}
 INTERVAL = 16  # bytes of one interval of visible keys: begin and end
 STATISTICS = 56  # bytes of temporaries for each lse of a merge
 
@@ -48,7 +48,7 @@ def peak_memory(
     method, layout, problem, rank
         As in `a2d_mpi.planning.cost.moves`.
     backward : bool
-    kernel : {"numpy", "numba"}, optional
+    kernel : {"numpy", "numba", "onednn"}, optional
         Kernel of the host.  Its buffers and `LIBRARIES` count, and the result is the growth of the
         process, which tests/tools/memory.py measures.  Default: a kernel without buffers, as on
         GPUs.
@@ -117,7 +117,7 @@ def held_by(program: Program, backward: bool, kernel: str | None = None) -> Held
             if name != "lse" and (rows in program.copied or rounded):
                 copies += rows.count * config.nbytes(name)
     held = sum(nbytes(program, program.rows(name)) for name in results)
-    of_kernel = (0, {}, 0) if kernel is None else _of_kernel(program, backward)
+    of_kernel = (0, {}, 0) if kernel is None else _of_kernel(program, backward, kernel)
     return Held(buffers_of(program), held, copies, *of_kernel)
 
 
@@ -192,7 +192,7 @@ def _largest(several: Iterable[dict[Any, int]]) -> int:
     return sum(largest.values())
 
 
-def _of_kernel(program: Program, backward: bool) -> tuple[int, dict[str, int], int]:
+def _of_kernel(program: Program, backward: bool, kernel: str) -> tuple[int, dict[str, int], int]:
     """Return the last three attributes of `Held` for a kernel of the host."""
     needed: dict[str, int] = {}
     intervals = peak = 0
@@ -205,7 +205,8 @@ def _of_kernel(program: Program, backward: bool) -> tuple[int, dict[str, int], i
             intervals += INTERVAL * pieces * nq
             if not pieces:
                 continue
-            for name, size in kernel_buffers(config, nq, nk, backward, hides).items():
+            given = config, nq, nk, backward, hides, kernel
+            for name, size in kernel_buffers(*given).items():
                 needed[name] = max(int(size), needed.get(name, 0))
         elif isinstance(step, Merge):
             # Statistics, and out in the accumulation dtype.

@@ -12,7 +12,7 @@ A profile holds numbers in SI units.  ``drivers/calibrate.py`` measured them, or
     hop_overhead = 1e-4           # s of a core for each hop of a ring
     copy = 1e10                   # bytes/s of copies, sums and zeros, by one core
     merge = 2e9                   # bytes/s of partial outs that one core merges
-    computed_by = "float32: numba; openblas 0.3.31 (Haswell); 1 thread"  # what was measured
+    computed_by = "float32: numba, bfloat16: onednn; openblas 0.3.31 (Haswell); 1 thread"
 
     [link.inside]                 # between ranks of a node
     latency = 2e-6                # s until the shortest message arrives
