@@ -1,7 +1,6 @@
 """drivers/bench.py: kernels beside PyTorch's attention, and steps of models of transformers."""
 
 import helpers
-import numpy as np
 
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.experiments.hdf5 import read_file
@@ -85,7 +84,6 @@ def test_steps(tmp_path):
         assert (run["sent"] > 0).all()
         assert run["checks"].keys() == {"loss", "gradients", "repeat"}
         assert 0 < run["checks"]["gradients"]["error"] < 1e-10
-    assert np.ptp(runs["ring", 40]["sent"]) == 0  # zigzag: all ranks have as many tokens
     assert not all(x["passed"] for x in read_file(bad, STEPS_SCHEMA)["runs"].values())
 
     tree = read_file(decode, DECODING_SCHEMA)
