@@ -16,8 +16,7 @@ grids of the same shape, bit for bit.
 `generate.py`; or, "end", 1 to 5 ranks in the last 50 ms of a training.  A job must end with exit
 code 0 and without a traceback, go on within 30 s of each loss, and leave no process and no file
 that is damaged or temporary.  It must come to the bits of a training that was on the same grids in
-the same steps from the start, or to the answers without a loss; a word may be printed twice for
-each death of the rank that prints.
+the same steps from the start, or to the answers without a loss.
 
 `raises`: one rank of a driver raises an error at the beginning of one call of a function of the
 package.  The job must end in time.
@@ -57,6 +56,7 @@ from killing import (
     DYING,
     TRAINING,
     ULFM,
+    answered,
     answers_of,
     family,
     files,
@@ -64,7 +64,6 @@ from killing import (
     kill,
     lose,
     problem_of,
-    repeats,
     start,
     survive,
     trained_badly,
@@ -284,9 +283,9 @@ def survivals(choice, folder, only):
     if kind == "generate.py":
         options, answers = generation()
         done = survive(kind, folder, stages, *options)
-        problem, found = problem_of(folder, done), answers_of(done)
-        if not problem and not repeats(found, answers, len(stages)):
-            problem = f"other answers: {found}"
+        problem = problem_of(folder, done)
+        if not problem and not answered(done, answers):
+            problem = f"other answers: {answers_of(done)}"
     else:
         done = survive("train.py", folder, stages, *TRAINING, *files(folder))
         problem = problem_of(folder, done, may_end_first=kind == "end")

@@ -156,16 +156,19 @@ class _Printer(TextStreamer):
         self._number = -1  # of the prompt
 
     def go_on(self, number: int, known: list[int], header: str) -> None:
-        """Begin a prompt, or go on after tokens that a rank may have printed that died since."""
+        """Begin a prompt, or go on after some tokens.
+
+        If the rank that printed them has died, this one prints them again: the launcher may show
+        the output of two ranks in any order.
+        """
         if number != self._number:
             self._number, self._taken, self._ended = number, [], False
-            if header and not known:
+            if header:
                 print(header, flush=True)
-        self._silent = True
         for x in known[len(self._taken) :]:
             super().put(torch.tensor([x]))
             self._taken.append(x)
-        self._silent, self._again, self.times = False, len(self._taken) - len(known), []
+        self._again, self.times = len(self._taken) - len(known), []
 
     def show_layers(self, cp: ContextParallel, stack: ExitStack) -> None:
         """Show which layers the prefill has computed, as long as the stack is open."""
@@ -192,11 +195,6 @@ class _Printer(TextStreamer):
         if not self._ended:
             super().end()
             self._ended = True
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print text."""
-        if not self._silent:
-            super().on_finalized_text(text, stream_end)
 
     def _advance(self) -> None:
         self._bar.update(self._bar.n < self._layers)
