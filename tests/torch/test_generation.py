@@ -473,6 +473,14 @@ def test_the_probe_compares_steps(comm, parallel, monkeypatch):
     parallel(made("Llama"), probe=False).generate(prompt(9), max_new_tokens=2)
 
 
+def test_a_probe_of_few_tokens(comm, parallel):
+    """The probe has fewer tokens than plans take, and steps compute all of them."""
+    model = made("Llama")
+    expected = one(comm, model, prompt(3), max_new_tokens=4)
+    found = spread(parallel(model, seqlen=2 * comm.size), prompt(3), max_new_tokens=4)
+    assert_same(comm, found, expected)
+
+
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "Llama 4"])
 def test_a_batch_of_training(comm, parallel, name):
     """Loss and gradients of padded rows are those of transformers, padded before or behind."""

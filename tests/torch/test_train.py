@@ -225,7 +225,8 @@ def test_models_texts_and_refusals(tmp_path, folders, words):
         "vocabulary of 256, got 300": [tmp_path / "vocabulary", *SHORT],
         "has dropout 0.1 in attention, not 0": [tmp_path / "dropout", *SHORT],
         "its masks are not causal": [tmp_path / "bert", *SHORT],
-        "of 2048 tokens, but the config has 1024": ["gpt2-tiny", *SHORT, *long, "--separator", ""],
+        "the model 1024 positions: --seqlen 1024": [
+            "gpt2-tiny", *SHORT, *long, "--separator", ""],
         "/none: No such file": ["llama-tiny", "/none"],
         "empty has no text": ["llama-tiny", tmp_path / "empty"],
         "holds out none or all": ["llama-tiny", *SHORT, "--validate", 1e-3],

@@ -57,6 +57,11 @@ class State:
         self.ranges[-1]["end"] = self.step
 
 
+def path_of(folder: Path, step: int) -> Path:
+    """Return the path of the checkpoint of a step."""
+    return folder / f"step-{step:09}"
+
+
 def save(folder: Path, state: State, write: Callable[[Path], None]) -> None:
     """Write a checkpoint, and remove earlier ones except the latest.
 
@@ -74,7 +79,7 @@ def save(folder: Path, state: State, write: Callable[[Path], None]) -> None:
     OSError
         If it cannot be written; earlier checkpoints are kept.
     """
-    path = folder / f"step-{state.step:09}"
+    path = path_of(folder, state.step)
     if not path.exists():  # a rank that died since may have written it
         with new_folder(path) as temporary:
             write(Path(temporary))
@@ -169,7 +174,10 @@ def resumed(
         why = "; ".join(refused.values()) or "damaged ones were renamed"
         raise ValueError(f"{folder} has no complete checkpoint: {why}")
     if changes := differences(state.run, run):
-        raise ValueError(f"the run in {folder} has other options: {changes}")
+        anew = "; a longer run takes a checkpoint as MODEL, and another --folder"
+        raise ValueError(
+            f"the run in {folder} has other options: {changes}" + anew * ("steps was" in changes)
+        )
     for path, why in refused.items():
         aside = path.with_name(f"{path.name}.damaged")
         path.rename(aside)

@@ -25,7 +25,7 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments import options
 from a2d_mpi.experiments.benchmark import check_step
-from a2d_mpi.experiments.checkpoint import State, differences, resumed, save
+from a2d_mpi.experiments.checkpoint import State, differences, path_of, resumed, save
 from a2d_mpi.experiments.cli import holding, open_grid, together
 from a2d_mpi.experiments.files import Check, attributes_of
 from a2d_mpi.experiments.hdf5 import check_output, write_file
@@ -86,6 +86,8 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     grid = open_grid(comm, args, together(comm, trainer.workload))
     if args.folder:
         together(comm, lambda: args.folder.mkdir(parents=True, exist_ok=True), on=0)
+    elif comm.rank == 0:
+        print("train.py: no --folder: the weights are not kept", file=sys.stderr, flush=True)
 
     def work(grid: ProcessGrid, comm: MPI.Intracomm) -> int:
         # The job's first rank locks the output against other jobs, as long as it lives.
@@ -218,10 +220,12 @@ class Trainer:
         config, n = self.model.config.get_text_config(), self.text.longest(self.args.seqlen)
         try:
             kind = next(iter(layers_of(self.model, n).values()))
-        except ValueError as error:
-            most = getattr(config, "max_position_embeddings", n)
-            of = f" (documents of {n} tokens, but the config has {most} positions)"
-            raise ValueError(f"{error}{of * (n > most)}") from None
+        except ValueError:
+            if n > (most := getattr(config, "max_position_embeddings", n)):
+                raise ValueError(
+                    f"documents have {n} tokens, the model {most} positions: --seqlen {most}"
+                ) from None
+            raise
         sizes = kind._asdict() | {"seqlen": self.args.seqlen, "dtype": self.args.dtype}
         return Workload(**sizes, backward=True)
 
@@ -253,6 +257,8 @@ class Trainer:
         if moments:
             self._optimizer.load_state_dict(moments)
         self._use(comm, grid)
+        if self.start:
+            self._say(f"resumes after step {self.start} of {args.steps}")
 
     def _use(self, comm: MPI.Intracomm, grid: ProcessGrid) -> None:
         """Use these ranks from now on.  Collective."""
@@ -301,6 +307,8 @@ class Trainer:
                     loss = self.step()
                     speed = args.accumulate * args.seqlen / sum(state.seconds[-1])
                     shown.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{speed:.0f}")
+                    if state.step % args.every == 0 and not sys.stderr.isatty():  # without a bar
+                        self._say(f"step {state.step} of {args.steps}: loss {loss:.3f}")
                     self._keep_if_due()
         except FloatingPointError as error:
             self._say(f"step {state.step + 1}: {error}; the training ends, and its checkpoints "
@@ -490,6 +498,8 @@ class Trainer:
               f"{tokens / np.median(seconds):.0f} tokens/s\n"
               f"loss {state.losses[0]:.4f} at first, {np.mean(last):.4f} in the last {len(last)} "
               f"steps; unigram entropy of the text {entropy:.4f} nats")  # fmt: skip
+        if self.args.folder:
+            print(f"latest checkpoint: {path_of(self.args.folder, state.step)}")
 
     def free(self) -> None:
         """Free the plans and the communicators.  Collective, also after a loss."""
