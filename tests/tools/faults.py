@@ -110,7 +110,8 @@ def model():
 def options_of(name, folder, little=False):
     _, _, options, much = DRIVERS[name]
     words = [*options, *(LITTLE.get(name, much) if little else much)]
-    return [str(x).replace("{model}", str(model())).replace("{}", str(folder)) for x in words]
+    words = [model() if x == "{model}" else x for x in words]
+    return [str(x).replace("{}", str(folder)) for x in words]
 
 
 # Kills.

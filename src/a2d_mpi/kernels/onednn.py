@@ -179,8 +179,8 @@ class OneDnnKernel(NumbaKernel):
             super().forward(q, k, v, intervals, out, lse, careful, largest)
             return
         blocks, most, masked_rows, masked_keys = self._blocker.blocking(intervals, nk, g)
-        scaled = largest is not None or self.logit_softcap is not None
-        factor = _f(1 if scaled else self.softmax_scale)
+        cap, scale = self.logit_softcap, _f(self.softmax_scale)
+        factor = scale if cap is None else ONE
         room = (whole_grains(most) * whole_grains(min(nk, self._blocker.block_k)),)
         of_s, of_p = self._get("scores", room), self._get("p", room, _u16)
         for head in range(nheads_kv):
@@ -201,13 +201,12 @@ class OneDnnKernel(NumbaKernel):
                     s, p = (x[: m * keys].reshape(m, keys) for x in (of_s, of_p))
                     logits, sums = self._products(FORWARD, m, keys, d, e)
                     logits(q_at + 2 * d * rows.start, k_at + 2 * d * j0, s_at)
-                    if scaled:
-                        s *= _f(self.softmax_scale)
-                        if largest is not None:
-                            seen = s[None, : rows.stop - rows.start, :b]
-                            self._find_largest(seen, None, block, largest[heads])
-                        if self.logit_softcap is not None:
-                            self._cap(s)
+                    if largest is not None:  # in a copy: results have the same bits
+                        seen = s[None, : rows.stop - rows.start, :b] * scale
+                        self._find_largest(seen, None, block, largest[heads])
+                    if cap is not None:
+                        s *= scale
+                        self._cap(s)
                     of_rows = shift[rows], total[:, rows], acc[rows]
                     _weights(s, b, factor, *_hidden(block), *of_rows, p, self._is_half)
                     sums(p_at, v_at + 2 * e * j0, acc_at + 4 * e * rows.start)
