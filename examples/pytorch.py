@@ -9,8 +9,8 @@ from a2d_mpi.torch import ContextParallel
 
 comm = MPI.COMM_WORLD
 torch.manual_seed(0)  # the same weights on all ranks
-sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-model = LlamaForCausalLM(LlamaConfig(256, num_attention_heads=4, head_dim=16, **sizes))
+sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, num_attention_heads=4, **sizes))
 cp = ContextParallel(ProcessGrid(comm, comm.size, 1), model, seqlen=400)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 

@@ -39,7 +39,7 @@ def test_kernels_beside_torch_by_backend(tmp_path):
     done = helpers.drive("bench.py kernels", 0, *options)
     assert "torch's attention by cudnn does not run: " in done.stdout
     found = read_file(tmp_path / "torch.h5", BENCHMARK_SCHEMA)["figures"]["x"]
-    names = {"numpy", "torch", "torch-math"}
+    names = {"numpy", "product", "torch", "torch-math"}
     speeds = kernel_speeds(found)
     assert speeds.keys() == {f"40x2x8/causal/{phase}" for phase in PHASES}
     assert all(x.keys() == names for x in speeds.values())
