@@ -322,7 +322,7 @@ good = [len(compiled) == 2, len({*comm.allgather(tuple(x.item() for x in norms))
 if comm.rank == 0:
     pairs = [{x: torch.stack([y[x] for y in z]) for x in z[0]} for z in zip(texts(0), texts(1))]
     torch.manual_seed(0)
-    one = LlamaForCausalLM(config)
+    one = LlamaForCausalLM(LlamaConfig(**config.to_dict()))  # config names the attention of cp
     alone = Trainer(one, arguments, train_dataset=pairs, data_collator=lambda x: x[0])
     alone.train()
     for step, found, exact in zip(range(3), trainer.state.log_history, alone.state.log_history):
