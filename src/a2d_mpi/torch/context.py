@@ -237,19 +237,20 @@ class ContextParallel:
             _enter(x, owner, self._name, self._running, y)
         self._state = {x: _state_of(x) for x in self._paths if x not in models}
         self._freed = False
-        if self.replicas is not grid.comm:
-            grid.failures.others.append(self.replicas)
+        self._others = [] if self.replicas is grid.comm else [self.replicas]
+        grid.failures.others.extend(self._others)
         self._end = weakref.finalize(self, _undo, model, [self._name], self._sets)
         self._end.atexit = False
 
     @contextmanager
     def _within(self, number: int) -> Iterator[None]:
         """Let calls of the model in this context have the plans of a number."""
-        outer, self._running.number = self._running.number, torch.tensor(number)
+        outer = self._running.get()
+        self._running.set(torch.tensor(number))
         try:
             yield
         finally:
-            self._running.number = outer
+            self._running.set(outer)
 
     @contextmanager
     def _rest(self) -> Iterator[None]:
@@ -267,8 +268,8 @@ class ContextParallel:
 
     def _mask(self, mask_function: Callable, attention_mask: torch.Tensor | None) -> int:
         """Return the number of the mask that a function shows."""
-        self._refuse({ENTRY: self._running.number is None}, None)
-        number = int(self._running.number)
+        self._refuse({ENTRY: self._running.get() is None}, None)
+        number = int(self._running.get())
         is_step = self._generation is not None and number == self._generation.step
         if is_step and attention_mask is not None:  # with padding before the tokens of a row
             mask_function = _after(mask_function, int(attention_mask[0].int().argmax()))
@@ -750,19 +751,20 @@ class ContextParallel:
 
         As long as there is this object, or a batch of it, the model refuses its batches.
         """
-        if not self._freed and self.replicas is not self.grid.comm:
-            self.grid.failures.others.remove(self.replicas)
+        while self._others:
+            self.grid.failures.others.remove(self._others.pop())
         self._freed = True
         _give_back(self.model, [self._name], self._sets)
 
 
-class _Running(threading.local):
+class _Running:
     """The call that a model is in, in this thread.
 
     Attributes
     ----------
     number : () int64 tensor or None
-        Of its plans.
+        Of its plans.  Compiled frames see the latest one of any thread, because the compiler knows
+        no attributes of threads.
     resting : bool
         Whether the model is called without plans.
     dtypes : list of torch.dtype
@@ -770,8 +772,25 @@ class _Running(threading.local):
     """
 
     def __init__(self, dtypes: list[torch.dtype]) -> None:
-        self.number: torch.Tensor | None = None
-        self.resting, self.dtypes = False, dtypes
+        self.shared: torch.Tensor | None = None
+        self.is_compiled, self.resting, self.dtypes = False, False, dtypes
+        self._own = threading.local()
+
+    def get(self) -> torch.Tensor | None:
+        """Return `number`."""
+        if torch.compiler.is_compiling():
+            return self.shared
+        own = getattr(self._own, "number", None)
+        # Below a compiled frame whose graph breaks there are frames that are not compiled.
+        return self.shared if own is None and self.is_compiled else own
+
+    def set(self, number: torch.Tensor | None) -> None:
+        """Set `number`."""
+        self.shared = number
+        if torch.compiler.is_compiling():
+            self.is_compiled = number is not None
+        else:
+            self.is_compiled, self._own.number = False, number
 
 
 class _LayerCall(NamedTuple):
@@ -809,11 +828,11 @@ def _functions(owner: int, name: str, running: _Running) -> tuple[Callable, Call
         mask_function: Callable, attention_mask: torch.Tensor | None = None, **_: Any
     ) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            number = torch.tensor(-1) if running.number is None else running.number
+            number = torch.tensor(-1) if running.get() is None else running.get()
             return tag(number * MASKS + mask_number(mask_function))
         found = _owner_of(owner)
         shown = found._mask(mask_function, attention_mask)
-        shown = tag(running.number * MASKS + shown)
+        shown = tag(running.get() * MASKS + shown)
         shown.a2d_mpi_owner = found  # which a layer needs if it is computed again
         return shown
 
@@ -836,12 +855,12 @@ def _functions(owner: int, name: str, running: _Running) -> tuple[Callable, Call
         asked = query.shape[0], scaling, others.get("softcap"), others.get("sliding_window")
         kind = getattr(module, name, -1)
         if torch.compiler.is_compiling():
-            given = running.number, attention_mask, owner, kind, *asked, causal, problem
+            given = running.get(), attention_mask, owner, kind, *asked, causal, problem
             number = torch.ops.a2d_mpi.layer(*given)
         else:
             call = _LayerCall(*asked, causal, problem)
             found = _owner_of(owner)
-            plan = found._plan_for(module, running.number, attention_mask, call)
+            plan = found._plan_for(module, running.get(), attention_mask, call)
             if hasattr(plan, "attend"):  # a step of generation
                 return plan.attend((query, key, value), sink), None
             number = torch.tensor(plan.serial)
@@ -950,7 +969,7 @@ def _enter(
 
     @wraps(inner)
     def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if running.number is not None or running.resting:  # within a call
+        if running.get() is not None or running.resting:  # within a call
             return inner(module, *args, **kwargs)
         given = dict(zip(names, args)) | kwargs
         if torch.compiler.is_compiling():
@@ -964,11 +983,11 @@ def _enter(
         no_mask = "attention_mask" in names and given.get("attention_mask") is None
         if no_mask and _cache_of(given) is None:
             given["attention_mask"] = torch.ones_like(given["position_ids"])
-        running.number = number
+        running.set(number)
         try:
             output = inner(module, **given)
         finally:
-            running.number = None
+            running.set(None)
         return hide(output)
 
     forward.a2d_mpi = name, own

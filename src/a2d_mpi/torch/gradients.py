@@ -67,7 +67,7 @@ class GradientHooks:
         comm: MPI.Intracomm,
         failures: NoFailures | None = None,
     ) -> None:
-        self._model, self._failures = model, failures or NoFailures(comm, [])
+        self._model = model
         # Reversed, because the backward pass finishes the last layers first.  An optimizer also
         # steps on the gradient of a parameter that was frozen after the backward pass.
         parameters = reversed([*model.parameters()])
@@ -85,6 +85,7 @@ class GradientHooks:
                 raise ValueError(
                     "parameters are DTensors, as of fully_shard, which sums their gradients itself"
                 )
+        self._failures = failures or NoFailures(comm, [])
         said = f"{len(sizes)} tensors of {sum(sizes)} elements (digest {digest})"
         with self._failures.translated():
             call.agree({"parameters": said})
