@@ -4,6 +4,7 @@ Needs the extra `torch`, and Open MPI: `bash jobs/test.sh torch`.
 """
 
 import re
+from functools import partial
 from pathlib import Path
 
 import h5py
@@ -27,6 +28,7 @@ from killing import (
 
 LOSING = Path(__file__).with_name("losing.py")
 launches = pytest.mark.launches
+more = partial(pytest.param, marks=pytest.mark.thorough)  # `bash jobs/test.sh torch` runs it
 
 
 def goes_on(test):
@@ -37,7 +39,7 @@ def goes_on(test):
 @goes_on
 @pytest.mark.parametrize("stages", [
     [("sums", [1], 0.02), ("step", [3], 0.1), ("goes_on", [0], 0.1)],
-    [("generate", [4], 0.05), ("making", [0, 1], 0.1), ("shrink", [0], 0.1)],
+    more([("generate", [4], 0.05), ("making", [0, 1], 0.1), ("shrink", [0], 0.1)]),
 ])  # fmt: skip
 def test_a_model_goes_on(tmp_path, stages):
     """Gradients and tokens on a smaller grid are those of a new one, with the same weights."""
@@ -56,7 +58,7 @@ def test_a_model_goes_on(tmp_path, stages):
     ([("checkpoint", 1, [0], 0.0), ("sums", 2, [4], 0.001), ("evaluation", 1, [1, 2], 0.002)],
      2),
     # A node of three ranks, then another rank while the grid is made anew, then all but one.
-    ([("backward", 2, [3, 4, 5], 0.0), ("repair", 1, [0], 0.001), ("making", 1, [1], 0.0)], 1),
+    more([("backward", 2, [3, 4, 5], 0.0), ("repair", 1, [0], 0.001), ("making", 1, [1], 0.0)], 1),
 ])  # fmt: skip
 def test_training_goes_on(tmp_path, stages, ranks):
     """A training has the bits of one on the same grids in the same steps."""
@@ -92,7 +94,7 @@ owner.{name} = new
     ("from a2d_mpi.experiments.train import Trainer as owner", "_keep_if_due",
      "self.state.step == 3"),
     # The others have the sums.
-    ("from a2d_mpi.torch import GradientHooks as owner", "finish", "True"),
+    more("from a2d_mpi.torch import GradientHooks as owner", "finish", "True"),
 ])  # fmt: skip
 def test_some_go_on_at_first(tmp_path, owner, name, when):
     """If a call ends well on some ranks only, all repeat the same step."""
@@ -114,7 +116,7 @@ def folder(tmp_path_factory):
 @goes_on
 @pytest.mark.parametrize("stages, first", [
     ([("step", 90, [3, 5], 0.0), ("forward", 1, [2], 0.0)], True),
-    ([("step", 90, [0], 0.0), ("making", 1, [4], 0.001), ("step", 40, [1], 0.0)], False),
+    more([("step", 90, [0], 0.0), ("making", 1, [4], 0.001), ("step", 40, [1], 0.0)], False),
 ])  # fmt: skip
 def test_answers_go_on(tmp_path, folder, stages, first):
     """Texts are those without a loss; if the rank dies that prints one, it is printed again."""
