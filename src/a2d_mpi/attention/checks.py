@@ -90,12 +90,10 @@ def check_room(
         If the ranks of this node need more than one of `a2d_mpi.core.sizes.memory_limits`.
     """
     config, own = problem.config, (problem.queries.counts[rank], problem.keys.counts[rank])
-    held: dict[str, int] = {}  # by memory; `a2d_mpi.planning.memory` knows it tensor by tensor
-    for program in programs:
-        for x in program.arrays.values():
-            if x.role == "buffer":
-                nbytes = x.length * sum(program.group.row_bytes(x))
-                held[x.memory] = max(nbytes, held.get(x.memory, 0))
+    held: dict[tuple[str, int, bool], int] = {}
+    for program in programs:  # slices use each other's buffers
+        for memory, nbytes in program.buffers.items():
+            held[memory] = max(nbytes, held.get(memory, 0))
     tensors = sum(own[x in OF_KEYS] * config.nbytes(x) for x in ("q", "k", "v", "out", "lse"))
     what = f"{config.seqlen} tokens on {grid.layout.shape} ranks: tensors and buffers of one rank"
     check_memory(what, tensors + sum(held.values()), grid.sharing)

@@ -44,26 +44,6 @@ def pairs_of(program: Program, calls: Sequence[KernelCall]) -> np.ndarray:
     return pairs_of_runs(program.mask, runs)
 
 
-def buffers(program: Program) -> dict[tuple[str, int, bool], int]:
-    """Return the bytes of every buffer that a plan keeps for a program.
-
-    Partial results are taken to have the accumulation dtype.
-
-    Returns
-    -------
-    dict of (str, int, bool) to int
-        Bytes by the name of the memory (`TokenArray.memory`), the number of the tensor, and
-        whether its rows belong to keys.
-    """
-    sizes: dict[tuple[str, int, bool], int] = {}
-    for array in program.arrays.values():
-        if array.role == "buffer":
-            for i, size in enumerate(program.group.row_bytes(array)):
-                key = array.memory, i, array.of_keys
-                sizes[key] = max(sizes.get(key, 0), array.length * size)
-    return sizes
-
-
 class Transfer(NamedTuple):
     """Rows that a rank sends to a peer or receives from it.
 

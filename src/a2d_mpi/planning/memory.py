@@ -13,7 +13,6 @@ from a2d_mpi.core.kernel_memory import kernel_buffers
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.intervals import queries_per_key
 from a2d_mpi.masks.mask import Causal, Full
-from a2d_mpi.planning.cost import buffers as buffers_of
 from a2d_mpi.planning.cost import nbytes
 from a2d_mpi.schedules import drafts_of
 from a2d_mpi.schedules.pipeline import turns
@@ -82,7 +81,7 @@ class Held(NamedTuple):
     Attributes
     ----------
     buffers : dict of (str, int, bool) to int
-        Buffers of the plan, see `a2d_mpi.planning.cost.buffers`.
+        Buffers of the plan, see `a2d_mpi.schedules.program.Program.buffers`.
     results : int
         Arrays of results.
     copies : int
@@ -118,7 +117,7 @@ def held_by(program: Program, backward: bool, kernel: str | None = None) -> Held
                 copies += rows.count * config.nbytes(name)
     held = sum(nbytes(program, program.rows(name)) for name in results)
     of_kernel = (0, {}, 0) if kernel is None else _of_kernel(program, backward, kernel)
-    return Held(buffers_of(program), held, copies, *of_kernel)
+    return Held(program.buffers, held, copies, *of_kernel)
 
 
 def held_by_slices(held: Sequence[Sequence[Held]], shared: int, layout: Layout) -> list[Held]:

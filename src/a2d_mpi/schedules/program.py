@@ -81,6 +81,21 @@ class Program:
         """Results that lie in buffers, of which the caller gets copies."""
         return [x for x in self.results.values() if self.arrays[x.array].role == "buffer"]
 
+    @property
+    def buffers(self) -> dict[tuple[str, int, bool], int]:
+        """Bytes of every buffer that a plan keeps for the program.
+
+        By the name of the memory (`TokenArray.memory`), the number of the tensor, and whether its
+        rows belong to keys.  Partial results are taken to have the accumulation dtype.
+        """
+        sizes: dict[tuple[str, int, bool], int] = {}
+        for array in self.arrays.values():
+            if array.role == "buffer":
+                for i, size in enumerate(self.group.row_bytes(array)):
+                    key = array.memory, i, array.of_keys
+                    sizes[key] = max(sizes.get(key, 0), array.length * size)
+        return sizes
+
     # Messages.
 
     def receive(self, channel: str, peer: int, rows: Rows, tag: int = 0) -> steps.Receive | None:
