@@ -17,11 +17,10 @@ if __name__ == "__main__":
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 
 from mpi4py import MPI
 
-from a2d_mpi.experiments.cli import Parser, run, together
+from a2d_mpi.experiments.cli import Parser, run, run_torch
 from a2d_mpi.experiments.options import (
     add_engine,
     add_options,
@@ -141,7 +140,7 @@ def train(parser: Parser) -> Callable:
     text = "keep only the input of each layer for the backward pass, and compute the rest again"
     group.add_argument("--checkpoint-layers", action="store_true", help=text)
     add_engine(parser)
-    return partial(_run, "bench_train")
+    return partial(run_torch, "bench_steps.bench_train")
 
 
 def decode(parser: Parser) -> Callable:
@@ -163,7 +162,7 @@ def decode(parser: Parser) -> Callable:
     text = "numbers of ranks; default: 1, 2, 4, ..."
     group.add_argument("--ranks", type=listed(whole(1)), metavar="N,...", help=text)
     add_options(group, "threads")
-    return partial(_run, "bench_decode")
+    return partial(run_torch, "bench_steps.bench_decode")
 
 
 def _add_model(parser: Parser, dtypes: Sequence[str]) -> argparse._ArgumentGroup:
@@ -178,18 +177,6 @@ def _add_model(parser: Parser, dtypes: Sequence[str]) -> argparse._ArgumentGroup
     add_options(others, "trials", "seed", "resume")
     add_options(others, "output", required=True)
     return group
-
-
-def _run(name: str, comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Import PyTorch on all ranks, or on none, and run a program."""
-
-    def job() -> Callable:
-        try:
-            return getattr(import_module("a2d_mpi.experiments.bench_steps"), name)
-        except ImportError as error:
-            raise ValueError(f"{error}; pip install a2d_mpi[torch]") from None
-
-    return together(comm, job)(comm, args)
 
 
 def linear(parser: Parser) -> Callable:

@@ -20,12 +20,11 @@ if __name__ == "__main__":
 
     end_job_on_errors()
 
-import argparse
-from collections.abc import Callable
+from functools import partial
 
 from mpi4py import MPI
 
-from a2d_mpi.experiments.cli import Parser, add_grid, run, together
+from a2d_mpi.experiments.cli import Parser, add_grid, run, run_torch
 from a2d_mpi.experiments.models import NAMES, model_name
 from a2d_mpi.experiments.options import add_engine, add_options, path, real, tokens, whole
 
@@ -74,18 +73,5 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     return parser
 
 
-def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Import PyTorch on all ranks, or on none, and train."""
-
-    def job() -> Callable:
-        try:
-            from a2d_mpi.experiments.train import train
-        except ImportError as error:
-            raise ValueError(f"{error}; pip install a2d_mpi[torch]") from None
-        return train
-
-    return together(comm, job)(comm, args)
-
-
 if __name__ == "__main__":
-    run(MPI.COMM_WORLD, build_parser, train)
+    run(MPI.COMM_WORLD, build_parser, partial(run_torch, "train.train"))

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from importlib import import_module
 from typing import NoReturn, TypeVar
 
 import numpy as np
@@ -204,6 +205,35 @@ def _leave(
         os._exit(int(~codes[0]).bit_length() - 1)
     code = ends.allreduce(code, MPI.MAX)
     sys.exit(code)
+
+
+def run_torch(program: str, comm: MPI.Intracomm, args: argparse.Namespace) -> int:
+    """Run a program that needs PyTorch, which all ranks import, or none; return its exit code.
+
+    Collective over `comm`.
+
+    Parameters
+    ----------
+    program : str
+        Module of this folder, and function: "train.train".
+    comm : Intracomm
+    args : Namespace
+        Options of the program.
+
+    Raises
+    ------
+    CollectiveError
+        On all ranks, if PyTorch or transformers is missing on any rank.
+    """
+
+    def imported() -> Callable[[MPI.Intracomm, argparse.Namespace], int]:
+        module, _, name = program.partition(".")
+        try:
+            return getattr(import_module(f"a2d_mpi.experiments.{module}"), name)
+        except ImportError as error:
+            raise ValueError(f"{error}; pip install a2d_mpi[torch]") from None
+
+    return together(comm, imported)(comm, args)
 
 
 def add_grid(parser: Parser) -> argparse._ArgumentGroup:

@@ -38,7 +38,7 @@ from a2d_mpi.experiments.results import TRAINING_SCHEMA as SCHEMA
 from a2d_mpi.experiments.text import Batch, Text, read_texts
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.torch import ContextParallel, GradientHooks
+from a2d_mpi.torch import ContextParallel, GradientHooks, keep_attention
 from a2d_mpi.torch.layers import layers_of
 from a2d_mpi.torch.sums import total
 
@@ -209,9 +209,7 @@ class Trainer:
         self._cp: ContextParallel | None = None
         self._hooks: GradientHooks | None = None
         if args.checkpoint_layers:
-            how = {"use_reentrant": False}
-            if keep := getattr(a2d_mpi.torch, "keep_attention", None):
-                how["context_fn"] = keep
+            how = {"use_reentrant": False, "context_fn": keep_attention}
             old = model.gradient_checkpointing_enable  # its name before transformers 5.20
             getattr(model, "activation_checkpointing_enable", old)(how)
 
