@@ -487,7 +487,7 @@ class AttentionPlan(Caller):
 
     @property
     def kernel_why(self) -> str:
-        """Why "auto" took no faster kernel in the latest call; empty if there is none."""
+        """Reason why "auto" took no faster kernel in the latest call; empty if there is none."""
         return getattr(self._engine.kernel, "why", "")
 
     @property

@@ -42,7 +42,7 @@ NAMES = tuple(_NAMED)
 
 
 class Tokenizer:
-    """What turns texts into tokens and back.
+    """Turn texts into tokens and back.
 
     Parameters
     ----------

@@ -78,7 +78,7 @@ SWITCHES = "training", "gradient_checkpointing"  # attributes of modules that ma
 
 
 class _Ticket(NamedTuple):
-    """What the positions of a batch carry to the model; copies of positions get none.
+    """A mark that the positions of a batch carry to the model; copies of positions get none.
 
     It keeps the `ContextParallel`: without it the model would attend to this rank's tokens only.
     """
@@ -472,7 +472,7 @@ class ContextParallel:
 
     @property
     def _generator(self) -> Generation:
-        """What generation needs, made at the first call; making it is collective."""
+        """The part for generation, made at the first call; making it is collective."""
         if self._generation is None:
             from transformers.utils.versions import require_version
 
@@ -794,7 +794,7 @@ class _Running:
 
 
 class _LayerCall(NamedTuple):
-    """What a layer asks of its plan; see `AttentionPlan`."""
+    """Demands of a layer on its plan; see `AttentionPlan`."""
 
     rows: int
     scaling: float

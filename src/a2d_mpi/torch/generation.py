@@ -41,7 +41,7 @@ FAILED = -1  # rank 0 sends it in place of tokens
 
 
 class Generation:
-    """What a `ContextParallel` needs for generation, made at the first call.  Collective.
+    """The part of a `ContextParallel` for generation, made at the first call.  Collective.
 
     Parameters
     ----------
