@@ -24,8 +24,9 @@ def save(folder, vocab=256, **options):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=400,
-        eos_token_id=None, bos_token_id=None, pad_token_id=0, **options,
+        num_attention_heads=4, num_key_value_heads=2,
+        eos_token_id=None, bos_token_id=None, pad_token_id=0,
+        **{"max_position_embeddings": 400} | options,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).eval()
     model.save_pretrained(folder)
@@ -115,9 +116,11 @@ decoding.Steps.attend = counted
 
 
 @pytest.mark.launches
-def test_ctrl_c(folder):
-    """Ctrl-C ends all ranks."""
-    job = start(3, folder, "--prompt", PROMPT, "--tokens", 380, program="generate.py")
+def test_ctrl_c(tmp_path):
+    """Ctrl-C ends all ranks in the middle of the text, which would take minutes."""
+    save(tmp_path, max_position_embeddings=100_000)
+    options = ["--prompt", PROMPT, "--tokens", 90_000, "--temperature", 1]  # words, which are printed
+    job = start(3, tmp_path, *options, program="generate.py")
     try:
         assert job.stdout.read(1)  # the text has begun
         processes, ranks = family(job)
