@@ -12,9 +12,11 @@ import torch
 import transformers
 from helpers import SECONDS, assert_each_refused, drive
 from killing import family, kill, start
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+
+from a2d_mpi.experiments.models import Tokenizer
 
 PROMPT = "To be, or not to be"
 
@@ -69,7 +71,7 @@ def test_refused(folder, tmp_path):
     (tmp_path / "none" / "config.json").write_text("{}")
     (tmp_path / "empty").touch()
     save(tmp_path / "few", 100)
-    words = Tokenizer(WordLevel({"<unk>": 0, "a": 1, "far": 100}, "<unk>"))
+    words = FastTokenizer(WordLevel({"<unk>": 0, "a": 1, "far": 100}, "<unk>"))
     words.pre_tokenizer = Whitespace()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
     fast.save_pretrained(tmp_path / "few")
@@ -87,6 +89,16 @@ def test_refused(folder, tmp_path):
         ("generate.py", [tmp_path / "none", *mine], [], "none"),
         ("generate.py", [tmp_path / "few", "--prompt", "a far"], [], "0 to 99, got 100"),
     ], 2)  # fmt: skip
+
+
+def test_bytes_are_streamed(capsys):
+    """Bytes are printed as they come, with new lines."""
+    streamer = transformers.TextStreamer(Tokenizer())
+    text = "A line\n\né and 中.\n"
+    for x in text.encode():
+        streamer.put(torch.tensor([x]))
+    streamer.end()
+    assert capsys.readouterr().out == text + "\n"
 
 
 @pytest.mark.launches
@@ -119,7 +131,8 @@ decoding.Steps.attend = counted
 def test_ctrl_c(tmp_path):
     """Ctrl-C ends all ranks in the middle of the text, which would take minutes."""
     save(tmp_path, max_position_embeddings=100_000)
-    options = ["--prompt", PROMPT, "--tokens", 90_000, "--temperature", 1]  # words, which are printed
+    # Sampled bytes have spaces: a streamer prints words.
+    options = ["--prompt", PROMPT, "--tokens", 90_000, "--temperature", 1]
     job = start(3, tmp_path, *options, program="generate.py")
     try:
         assert job.stdout.read(1)  # the text has begun
