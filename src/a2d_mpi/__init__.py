@@ -39,7 +39,7 @@ _PUBLIC = {
     "a2d_mpi.masks.mask": ["Causal", "Full", "Intersection", "Mask"],
     "a2d_mpi.masks.patterns": ["make_mask", "register_mask"],
     "a2d_mpi.masks.windows": ["BlockCausal", "GlobalSlidingWindow", "PrefixLM", "SlidingWindow"],
-    "a2d_mpi.schedules": ["register_method"],
+    "a2d_mpi.schedules.method": ["register_method"],
     "a2d_mpi.sharding.distribution": ["Distribution"],
 }
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}

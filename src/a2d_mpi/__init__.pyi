@@ -25,7 +25,7 @@ from a2d_mpi.masks.documents import (
 from a2d_mpi.masks.mask import Causal, Full, Intersection, Mask
 from a2d_mpi.masks.patterns import make_mask, register_mask
 from a2d_mpi.masks.windows import BlockCausal, GlobalSlidingWindow, PrefixLM, SlidingWindow
-from a2d_mpi.schedules import register_method
+from a2d_mpi.schedules.method import register_method
 from a2d_mpi.sharding.distribution import Distribution
 
 __version__: str

@@ -21,7 +21,7 @@ from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidate
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import problem_of
+from a2d_mpi.schedules.writing import problem_of
 
 pytestmark = pytest.mark.thorough
 DOCS, START = ROOT / "docs", "docs/tutorial.md"

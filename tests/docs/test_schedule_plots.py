@@ -16,7 +16,8 @@ from a2d_mpi.planning import cost
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import METHODS, problem_of
+from a2d_mpi.schedules.method import METHODS
+from a2d_mpi.schedules.writing import problem_of
 from a2d_mpi.sharding.choice import CHOICES
 from a2d_mpi.sharding.distribution import distribute
 

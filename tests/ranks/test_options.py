@@ -30,7 +30,7 @@ from a2d_mpi.attention.plan import KEPT
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.experiments.files import inspect_input
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.schedules import METHODS
+from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.sharding import triangle
 
 ONE = GRIDS[len(GRIDS) // 2]

@@ -313,7 +313,7 @@ def drive_each(
 def runs_on(method: str, layout: object, mask: object) -> bool:
     """Return True if a method can run on a layout with a mask."""
     from a2d_mpi.masks.mask import Causal
-    from a2d_mpi.schedules import METHODS
+    from a2d_mpi.schedules.method import METHODS
     from a2d_mpi.sharding import triangle
 
     if not METHODS[method].causal:

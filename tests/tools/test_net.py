@@ -12,7 +12,7 @@ from helpers import ROOT
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning import cost
-from a2d_mpi.schedules import problem_of
+from a2d_mpi.schedules.writing import problem_of
 
 
 @pytest.mark.thorough

@@ -11,7 +11,7 @@ from a2d_mpi.planning import cost
 from a2d_mpi.planning.model import predict, slowest_seconds
 from a2d_mpi.planning.planner import best_candidate, candidates
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import problem_of
+from a2d_mpi.schedules.writing import problem_of
 from a2d_mpi.sharding.choice import CHOICES, choose
 
 MASKS = ("full_document", "causal_document", "share_question", "prefix_lm_causal")

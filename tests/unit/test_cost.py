@@ -12,8 +12,8 @@ from a2d_mpi.comm import transport
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import MAX_MESSAGE, Layout, flops, misfit
 from a2d_mpi.planning import cost
-from a2d_mpi.schedules import problem_of
 from a2d_mpi.schedules.problem import Problem
+from a2d_mpi.schedules.writing import problem_of
 from a2d_mpi.sharding.distribution import FORMULAS, Distribution
 from a2d_mpi.sharding.pairs import pairs_of_runs
 

@@ -5,7 +5,7 @@ import pytest
 from a2d_mpi import Causal, Full
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.schedules import drafts_of, passes, problem_of
+from a2d_mpi.schedules import passes
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import (
     PARTIALS,
@@ -17,6 +17,7 @@ from a2d_mpi.schedules.steps import (
     Send,
     Wait,
 )
+from a2d_mpi.schedules.writing import drafts_of, problem_of
 
 GRID, RING = ("attention2d", Layout(2, 3)), ("ring", Layout(5, 1))
 AWARE = ("node aware", Layout(2, 4, nodes=(0, 0, 1, 1, 0, 0, 1, 1)))

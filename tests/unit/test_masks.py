@@ -13,7 +13,7 @@ from a2d_mpi.masks.arrays import IntervalMask
 from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.masks.patterns import PATTERNS
 from a2d_mpi.masks.stairs import stairs_of
-from a2d_mpi.schedules import problem_of
+from a2d_mpi.schedules.writing import problem_of
 
 
 class TwoIntervals(Mask):

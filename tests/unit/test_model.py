@@ -32,7 +32,8 @@ from a2d_mpi.planning.planner import best_candidate
 from a2d_mpi.planning.profile import parse_size, read_machine, to_toml, write_machine
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import METHODS, problem_of
+from a2d_mpi.schedules.method import METHODS
+from a2d_mpi.schedules.writing import problem_of
 
 PROFILES = sorted(MACHINES.glob("*.toml"))
 

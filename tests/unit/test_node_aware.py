@@ -18,7 +18,8 @@ from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidate
 from a2d_mpi.planning.profile import read_machine, write_machine
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import METHODS, problem_of
+from a2d_mpi.schedules.method import METHODS
+from a2d_mpi.schedules.writing import problem_of
 
 
 def on_nodes(layout, ranks_per_node):

@@ -24,7 +24,8 @@ from a2d_mpi.planning.planner import best_candidate, candidate, candidates, why_
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.survey import essence
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import METHODS, problem_of
+from a2d_mpi.schedules.method import METHODS
+from a2d_mpi.schedules.writing import problem_of
 
 CAUSAL = Causal()
 

@@ -16,8 +16,8 @@ from a2d_mpi.kernels.graphs import Block
 from a2d_mpi.kernels.ragged import LONG, TILE, batches, is_ragged, room, sequences, size_class
 from a2d_mpi.kernels.shapes import runs
 from a2d_mpi.masks.patterns import make_mask
-from a2d_mpi.schedules import problem_of, write
 from a2d_mpi.schedules.steps import Attend
+from a2d_mpi.schedules.writing import problem_of, write
 
 SHORTEST = 64  # as a2d_mpi.kernels.cudnn, which needs a GPU
 

@@ -14,10 +14,10 @@ from a2d_mpi.masks.arrays import IntervalMask
 from a2d_mpi.planning.model import predict, slowest_seconds
 from a2d_mpi.planning.planner import candidate, candidates
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import problem_of, write
 from a2d_mpi.schedules.slices import SMALLEST, TAKE, default
 from a2d_mpi.schedules.steps import KINDS as TENSORS_OF
 from a2d_mpi.schedules.steps import Clear, KernelCall, Message, Receive, Rows, Send, Wait
+from a2d_mpi.schedules.writing import problem_of, write
 
 CAUSAL = Causal()
 EVERY = [  # layouts for which programs are written, without MPI

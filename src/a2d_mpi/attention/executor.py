@@ -31,7 +31,8 @@ class Pipeline:
     Parameters
     ----------
     programs : sequence of Program
-        Programs, or parts of programs, in the order of execution: see `a2d_mpi.schedules.write`.
+        Programs, or parts of programs, in the order of execution, of
+        `a2d_mpi.schedules.writing.write`.
 
     Attributes
     ----------

@@ -66,7 +66,7 @@ class TriangleAttention(AttentionPlan):
 
 
 def plan_class(method: str) -> type[AttentionPlan]:
-    """Return the class of the plans of a method of `a2d_mpi.schedules.METHODS`.
+    """Return the class of the plans of a method of `a2d_mpi.schedules.method.METHODS`.
 
     A user's method needs no class in this file: this function makes one.
     """

@@ -24,9 +24,10 @@ from a2d_mpi.devices.clocks import Recorded
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.schedules import METHODS, problem_of, write
+from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.slices import slices_of
+from a2d_mpi.schedules.writing import problem_of, write
 
 KEPT = 8  # plans that a plan keeps for other masks
 
@@ -136,7 +137,7 @@ class AttentionPlan(Caller):
     single rank a call returns before the work is done.
     """
 
-    method = ""  # name in `a2d_mpi.schedules.METHODS`
+    method = ""  # name in `a2d_mpi.schedules.method.METHODS`
 
     def __init__(
         self,

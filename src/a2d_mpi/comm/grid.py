@@ -279,7 +279,7 @@ class ProcessGrid:
         Parameters
         ----------
         method : str
-            One of `a2d_mpi.schedules.METHODS`.
+            One of `a2d_mpi.schedules.method.METHODS`.
 
         Returns
         -------

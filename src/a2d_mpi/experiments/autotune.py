@@ -374,7 +374,7 @@ class Tuned(NamedTuple):
     grid : ProcessGrid
         Plans on it take its distribution and slices by default.
     method : str
-        One of `a2d_mpi.schedules.METHODS`.
+        One of `a2d_mpi.schedules.method.METHODS`.
     table : list of Tried
         All measured plans, fastest first.
     """
@@ -419,7 +419,7 @@ def autotune(
     top, trials : int
         Plans that run, and timed calls of each.
     methods : sequence of str, optional
-        Default: all of `a2d_mpi.schedules.METHODS`.
+        Default: all of `a2d_mpi.schedules.method.METHODS`.
     device : {"cpu", "gpu"}
         Where the plans compute.
     cache : path, optional

@@ -34,7 +34,8 @@ from a2d_mpi.experiments.options import (
     reason,
 )
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import METHODS, leaves_open, problem_of
+from a2d_mpi.schedules.method import METHODS
+from a2d_mpi.schedules.writing import leaves_open, problem_of
 
 T = TypeVar("T")
 IDLE = 0.002  # s of sleep between the polls of a rank that waits for another rank's long step

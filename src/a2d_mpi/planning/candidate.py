@@ -20,9 +20,10 @@ from a2d_mpi.planning.model import Phase, simulated, slowest_seconds
 from a2d_mpi.planning.simulator import PARTS, WAIT
 from a2d_mpi.planning.survey import Survey, survey_of
 from a2d_mpi.planning.workload import Layers, Workload
-from a2d_mpi.schedules import METHODS, default_distribution, leaves_open, problem_of
+from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.slices import sharing
+from a2d_mpi.schedules.writing import default_distribution, leaves_open, problem_of
 from a2d_mpi.sharding.choice import CHOICES
 from a2d_mpi.sharding.pairs import pairs_of_runs
 
@@ -42,7 +43,7 @@ class Candidate:
     Attributes
     ----------
     method : str
-        One of `a2d_mpi.schedules.METHODS`.
+        One of `a2d_mpi.schedules.method.METHODS`.
     layout : Layout
         With the distribution and the slices that were chosen.
     bound : float

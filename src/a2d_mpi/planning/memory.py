@@ -14,12 +14,12 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.intervals import queries_per_key
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning.cost import nbytes
-from a2d_mpi.schedules import drafts_of
 from a2d_mpi.schedules.pipeline import turns
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.slices import ALIVE, ATTEND, sharing
 from a2d_mpi.schedules.steps import KINDS, KernelCall, Merge
+from a2d_mpi.schedules.writing import drafts_of
 
 # Bytes that libraries (NumPy, OpenBLAS, MPI, Numba, this package) allocate in the first calls of a
 # kernel of the host.  Measured with plans of 64 tokens on 1, 2 and 4 ranks, with MPICH and Open

@@ -19,7 +19,7 @@ from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import NOTHING, Held, held_by, held_by_slices
 from a2d_mpi.planning.simulator import COMPUTE, MERGE, OTHER, POST, WAIT, Messages, Operations
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import METHODS, Draft, drafts_of
+from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.pipeline import borders, order
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
@@ -35,6 +35,7 @@ from a2d_mpi.schedules.steps import (
     TakeHeads,
     Wait,
 )
+from a2d_mpi.schedules.writing import Draft, drafts_of
 
 _KINDS = {kind: i for i, kind in enumerate(KINDS)}
 
@@ -109,7 +110,7 @@ def survey_of(
     ----------
     machine : Machine
     method : str
-        One of `a2d_mpi.schedules.METHODS`.
+        One of `a2d_mpi.schedules.method.METHODS`.
     layout : Layout
     work : Workload
     problem : Problem

@@ -1,8 +1,10 @@
-"""The description of a method, an entry of `a2d_mpi.schedules.METHODS`."""
+"""The description of a method, and all methods by name."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from importlib import import_module
 from typing import NamedTuple
 
 from a2d_mpi.core.sizes import Layout
@@ -63,3 +65,51 @@ class Method(NamedTuple):
     def takes(self, mask: Mask) -> bool:
         """Return True if the method can compute a mask."""
         return type(mask) is Causal or not self.causal
+
+
+class Methods(dict[str, "Method | str"]):
+    """Methods by name.  The module of a method is imported when the method is first used."""
+
+    def __getitem__(self, name: str) -> Method:
+        """Return a method; raise ValueError if there is none of this name."""
+        if name not in self:
+            raise ValueError(f"method must be one of {tuple(self)}, got {name!r}")
+        if isinstance(where := super().__getitem__(name), str):
+            module, constant = where.split(":")
+            self[name] = getattr(import_module(f"a2d_mpi.schedules.{module}"), constant)
+        return super().__getitem__(name)
+
+
+METHODS = Methods(
+    {
+        "attention2d": "attention2d:METHOD",
+        "ring": "ring:RING",
+        "striped ring": "ring:STRIPED_RING",
+        "double ring": "ring:DOUBLE_RING",
+        "triangle": "triangle:METHOD",
+        "node aware": "attention2d:NODE_AWARE",
+    }
+)
+
+
+def register_method(name: str, method: Method) -> None:
+    """Add a user's method to `METHODS`, so that plans, planner and drivers find it.
+
+    Parameters
+    ----------
+    name : str
+        Words of lower-case letters and digits, with a blank between two words.
+    method : Method
+
+    Raises
+    ------
+    ValueError
+        If the name is taken or has other characters, or `method` is no `Method`.
+    """
+    if name in (*METHODS, "all", "auto"):
+        raise ValueError(f"the name {name!r} of a method is taken: choose another name")
+    if not re.fullmatch("[a-z0-9]+( [a-z0-9]+)*", name):
+        raise ValueError(f"a method's name must consist of words of a-z and 0-9, got {name!r}")
+    if not isinstance(method, Method):
+        raise ValueError(f"method {name!r} must be a Method, got {method!r}")
+    METHODS[name] = method
