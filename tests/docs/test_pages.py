@@ -14,7 +14,8 @@ from tables import made, marked
 
 import a2d_mpi
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.sizes import Layout, parse_count
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.core.sizes import parse_count
 from a2d_mpi.masks.patterns import PATTERNS, make_mask
 from a2d_mpi.planning.memory import buffers
 from a2d_mpi.planning.model import predict

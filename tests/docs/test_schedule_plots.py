@@ -8,7 +8,7 @@ from helpers import ROOT, deeper, runs_on
 
 from a2d_mpi import Causal, Full, IntervalMask
 from a2d_mpi.core.config import PHASES
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.figures import schedule_plots
 from a2d_mpi.figures.mask_plots import deepest, tiling
 from a2d_mpi.masks.patterns import PATTERNS, make_mask

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from helpers import ROOT
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning.machine import KernelModel, Link, Machine
 from a2d_mpi.planning.profile import read_machine

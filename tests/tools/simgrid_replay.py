@@ -22,7 +22,7 @@ import pytest
 from machines import RESULTS, machine, plan_of
 from test_simulate import PLANS
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments.hdf5 import read_file
 from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, summarise
 from a2d_mpi.masks.mask import Causal, Full

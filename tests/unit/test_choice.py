@@ -5,7 +5,7 @@ import pytest
 from machines import H100
 
 from a2d_mpi import Causal, Documents, SlidingWindow
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.model import predict, slowest_seconds

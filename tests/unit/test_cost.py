@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from a2d_mpi import Causal, Full, IntervalMask
 from a2d_mpi.comm import transport
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.sizes import MAX_MESSAGE, Layout, flops, misfit
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.core.sizes import MAX_MESSAGE, flops, misfit
 from a2d_mpi.planning import cost
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.writing import problem_of

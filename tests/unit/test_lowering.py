@@ -4,7 +4,7 @@ import pytest
 
 from a2d_mpi import Causal, Full
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.schedules import passes
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import (

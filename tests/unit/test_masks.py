@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from a2d_mpi import Documents, PrefixLM, SlidingWindow, check_mask, make_mask
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.arrays import IntervalMask
 from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.masks.patterns import PATTERNS

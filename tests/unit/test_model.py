@@ -17,7 +17,8 @@ from mpi4py import MPI
 
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.kernel_memory import kernel_buffers
-from a2d_mpi.core.sizes import Layout, flops
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.core.sizes import flops
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.experiments import autotune

@@ -9,7 +9,7 @@ from helpers import SAMPLE, drive_each, read_runs
 from machines import A100, RESULTS, machine
 
 from a2d_mpi import Causal, Full
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments.results import summarise
 from a2d_mpi.planning.layouts import layouts
 from a2d_mpi.planning.machine import Link

@@ -12,7 +12,7 @@ import pytest
 from helpers import SECONDS, drive, parser_of
 from machines import A100, H100, MACHINES, RESULTS
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments.plan import read_problem
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning import cost

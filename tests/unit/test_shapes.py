@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.kernels import shapes
 from a2d_mpi.kernels.graphs import Block
 from a2d_mpi.kernels.ragged import LONG, TILE, batches, is_ragged, room, sequences, size_class

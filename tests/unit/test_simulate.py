@@ -11,7 +11,7 @@ import pytest
 from helpers import parser_of
 from machines import machine
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments import plan as job
 from a2d_mpi.experiments.results import print_study
 from a2d_mpi.figures.plots import AT_SCALE, plot, read_scale

@@ -7,7 +7,7 @@ import pytest
 from helpers import ROOT
 from machines import A100, machine
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning import simulator
 from a2d_mpi.planning.machine import Link

@@ -9,7 +9,7 @@ from machines import H100
 
 from a2d_mpi import Causal
 from a2d_mpi.core.config import PHASES, AttentionConfig
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.arrays import IntervalMask
 from a2d_mpi.planning.model import predict, slowest_seconds
 from a2d_mpi.planning.planner import candidate, candidates

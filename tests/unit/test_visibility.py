@@ -11,7 +11,7 @@ from oracles import documents, heavy_tailed, node_traffic
 
 from a2d_mpi import Causal, Full
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.arrays import IntervalMask
 from a2d_mpi.masks.intervals import size
 from a2d_mpi.masks.patterns import PATTERNS, make_mask

@@ -12,7 +12,7 @@ from a2d_mpi import Causal, Full
 from a2d_mpi.core import wire
 from a2d_mpi.core.config import PHASES, WIRES, AttentionConfig
 from a2d_mpi.core.dtypes import DTYPES
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.core.wire import FORMATS, decode, encode
 from a2d_mpi.experiments.check_wire import roundings
 from a2d_mpi.experiments.files import Check

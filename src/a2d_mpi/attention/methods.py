@@ -28,7 +28,7 @@ class NodeAwareAttention(AttentionPlan):
     """Attention2D that sends each chunk to a node only once; see `a2d_mpi.schedules.line`.
 
     It has the interface of `AttentionPlan`.  The grid says which ranks share a node:
-    `a2d_mpi.core.sizes.Layout.nodes`.
+    `a2d_mpi.core.layout.Layout.nodes`.
     """
 
     method = "node aware"

@@ -19,7 +19,7 @@ from a2d_mpi.comm.agreement import Caller, Flags
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import PHASES, AttentionConfig
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.devices.clocks import Recorded
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from a2d_mpi.comm.agreement import Call, Caller, CollectiveError, PlanCall
 from a2d_mpi.comm.survival import NoFailures, ranks_in, survives
 from a2d_mpi.comm.watch import Watch
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 
 
 class ProcessGrid:
@@ -134,7 +134,7 @@ class ProcessGrid:
         ----------
         comm : Intracomm
             Communicator whose ranks fill the nodes one after the other.
-        layout : a2d_mpi.core.sizes.Layout
+        layout : a2d_mpi.core.layout.Layout
             The same on all ranks.  Its `nodes` are ignored.
         nodes : sequence of int, optional
             Node of every rank of `comm`, as of a `ProcessGrid`.

@@ -30,8 +30,8 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.atomic import check_writable, read_regular, write_whole
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.dtypes import as_dtype
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.core.merge import merge
-from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.bench_kernel import kernel_calls

@@ -21,7 +21,8 @@ from a2d_mpi.comm.agreement import Call, CollectiveError, agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.survival import survives
 from a2d_mpi.core.atomic import held
-from a2d_mpi.core.sizes import Layout, squarest
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.core.sizes import squarest
 from a2d_mpi.experiments.options import (
     BAD_INPUT,
     INTERRUPTED,

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments.hdf5 import check_output, fill, key_of, load, new_file, read_file
 from a2d_mpi.experiments.options import FAILED_CHECK, aligned
 from a2d_mpi.planning.layouts import known_as

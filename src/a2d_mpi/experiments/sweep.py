@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments.options import (
     OPTIONS,
     BadOption,

@@ -6,7 +6,7 @@ import argparse
 
 import numpy as np
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.figures.pictures import COLOURS, SETTINGS, WIDTH, check_picture, finish, pyplot, save
 from a2d_mpi.figures.schedule_plots import who_computes
 from a2d_mpi.masks.patterns import make_mask

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments.plan import read_problem
 from a2d_mpi.experiments.sweep import plans_for
 from a2d_mpi.figures.pictures import (

@@ -10,7 +10,8 @@ from functools import lru_cache
 import numpy as np
 
 from a2d_mpi.core.config import PHASES
-from a2d_mpi.core.sizes import Layout, flops, misfit
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.core.sizes import flops, misfit
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.layouts import known_as

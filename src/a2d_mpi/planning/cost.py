@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from a2d_mpi.core.config import PHASES
-from a2d_mpi.core.sizes import MAX_MESSAGE, Layout
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.core.sizes import MAX_MESSAGE
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program

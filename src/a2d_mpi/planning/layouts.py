@@ -8,7 +8,8 @@ from itertools import permutations, product
 
 import numpy as np
 
-from a2d_mpi.core.sizes import Layout, misfit
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.core.sizes import misfit
 from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules.method import METHODS
 

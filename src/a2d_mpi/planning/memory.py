@@ -10,7 +10,7 @@ import numpy as np
 
 from a2d_mpi.core.config import OF_KEYS, PHASES
 from a2d_mpi.core.kernel_memory import kernel_buffers
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.intervals import queries_per_key
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning.cost import nbytes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.network import Cables, Network
 from a2d_mpi.planning.simulator import Spans, simulate

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.planning.candidate import Candidate, Stack
 from a2d_mpi.planning.layouts import fewer_ranks, layouts
 from a2d_mpi.planning.machine import Machine

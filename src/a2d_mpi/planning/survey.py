@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from a2d_mpi.core.config import OF_KEYS, PHASES
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.planning.cost import nbytes, pairs_of
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import NOTHING, Held, held_by, held_by_slices

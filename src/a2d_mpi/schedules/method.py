@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.mask import Causal, Mask
 from a2d_mpi.schedules.program import Program
 

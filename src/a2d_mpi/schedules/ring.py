@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from functools import lru_cache
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.intervals import Runs
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.sizes import Layout, misfit
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.core.sizes import misfit
 
 # Bytes of keys and values in a slice of a shard.  Measured on 16 emulated nodes with
 # tests/tools/refinements.py: smaller slices gained nothing in the forward pass.

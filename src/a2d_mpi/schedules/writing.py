@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from itertools import chain
 
 from a2d_mpi.core.config import PHASES, AttentionConfig
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.schedules.group import Group
 from a2d_mpi.schedules.method import METHODS
