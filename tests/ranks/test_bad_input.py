@@ -200,10 +200,10 @@ def test_interrupted_plan_refuses_to_go_on(comm):
         raise RuntimeError("in the kernel")
 
     plan.forward(*x)
-    forward, plan._engine.kernel.forward = plan._engine.kernel.forward, fail
+    forward, plan._state.kernel.forward = plan._state.kernel.forward, fail
     with pytest.raises(RuntimeError, match="in the kernel"):
         plan.forward(*x)
-    plan._engine.kernel.forward = forward
+    plan._state.kernel.forward = forward
     assert_raises(comm, "make a new grid and a new plan", plan.forward, *x)
 
 

@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from a2d_mpi.attention.executor import Executor, Pipeline
+from a2d_mpi.attention.executor import CompiledPhase, Executor
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.transport import HostTransport
@@ -262,7 +262,7 @@ def partial(rank):
         first = next((x for x in sums if x.source.array in arrived), None)
         right(self, [p.with_steps(x for x in p.steps if x is not first) for p in programs])
 
-    return [around(Pipeline, "__init__", wrong)]
+    return [around(CompiledPhase, "__init__", wrong)]
 
 
 @sabotage(RESULTS)

@@ -263,8 +263,9 @@ class ProcessGrid:
             self._lock.acquire()
         try:
             with self.failures.translated(settle):
-                yield PlanCall(self, action, plan, alone)
-                plan._interrupted = False
+                call = PlanCall(self, action, plan, alone)
+                yield call
+                call.end()
         finally:
             self._lock.release()
 

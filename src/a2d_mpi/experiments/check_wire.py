@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.attention.hooks import ROUNDED
+from a2d_mpi.attention.around import ROUNDED
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.core.config import OF_KEYS, PHASES
 from a2d_mpi.core.wire import FORMATS, rounded
