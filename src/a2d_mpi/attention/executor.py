@@ -420,6 +420,7 @@ _COMPILED: dict[type, Callable[[Any, Program], tuple]] = {
     steps.Send: _posted,
     steps.Receive: _posted,
     steps.Wait: lambda step, program: (Executor._wait, step),
+    steps.Drain: lambda step, program: (Executor._wait, step),
     steps.Clear: lambda step, program: (Executor._clear, step.rows),
     steps.Attend: _called,
     steps.Differentiate: _called,

@@ -27,6 +27,7 @@ from a2d_mpi.schedules.slices import sharing
 from a2d_mpi.schedules.steps import (
     KINDS,
     Clear,
+    Drain,
     KernelCall,
     Merge,
     Message,
@@ -354,12 +355,12 @@ def _awaited_sends(program: Program) -> set[int]:
     program do not count.
     """
     awaited, calls, posted = set(), 0, {}
-    for step in program.steps[: program.body]:
+    for step in program.steps:
         if isinstance(step, KernelCall):
             calls += 1
         elif isinstance(step, Send):
             posted[step.index] = calls
-        elif isinstance(step, Wait):
+        elif isinstance(step, Wait) and not isinstance(step, Drain):
             awaited |= {x for x in step.messages if posted.get(x, -2) >= calls - 1}
     return awaited
 

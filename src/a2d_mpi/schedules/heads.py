@@ -12,7 +12,6 @@ Slices of the heads are taken and put in the same way.  A single rank only copie
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from a2d_mpi.core.sizes import next_ranks
 from a2d_mpi.schedules.program import Program
@@ -35,18 +34,19 @@ class Ulysses:
     def parcel(self, name: str, owner: int) -> Rows:
         """Declare an array with all rows of an owner, for one message; return its rows."""
         places = self.p.group.all_places(self.kind in KINDS_OF_KEYS, owner)
-        options = {"accumulated": self.accumulated, "parcel": True}
-        options["memory"] = f"parcel {name} {self._number}"
-        array = self.p.array(f"{name} {self.kind}", self.kind, [(owner, places)], **options)
-        return self.p.rows(array)
+        return self.p.rows(self.p.array(
+            f"{name} {self.kind}", self.kind, [(owner, places)], parcel=True,
+            accumulated=self.accumulated, memory=f"parcel {name} {self._number}",
+        ))  # fmt: skip
 
-    def together(self, name: str, **options: Any) -> str:
+    def together(self, name: str, accumulated: tuple, role: str = "buffer") -> str:
         """Declare an array with all rows of the Ulysses group, by token; return its name."""
         p, of_keys = self.p, self.kind in KINDS_OF_KEYS
         pieces = [(x, p.group.all_places(of_keys, x)) for x in p.channels["head"]]
-        options = {"accumulated": self.accumulated, "by_token": True, **options}
-        options["memory"] = f"{name} {self._number}"
-        return p.array(f"{name} {self.kind}", self.kind, pieces, **options)
+        return p.array(
+            f"{name} {self.kind}", self.kind, pieces, role=role, by_token=True,
+            accumulated=accumulated, memory=f"{name} {self._number}",
+        )  # fmt: skip
 
     def receive(self, owner: int | None = None) -> None:
         """Post the receives, of rows of an owner; by default each peer sends rows of its own."""
@@ -77,7 +77,10 @@ def share(p: Program, kinds: tuple[str, ...]) -> None:
     exchanges = []
     for number, kind in enumerate(_kinds(p, *kinds)):
         ulysses = Ulysses(p, kind, number)
-        own, group = p.own(f"own {kind}", kind, "given", all_heads=True), ulysses.together("group")
+        own, group = (
+            p.own(f"own {kind}", kind, "given", all_heads=True),
+            ulysses.together("group", SUMS),
+        )
         p.results[kind] = p.rows(group)
         if not ulysses.peers:
             p.add(TakeHeads(own, p.results[kind], p.rank))
@@ -100,9 +103,9 @@ def collect(p: Program, kinds: tuple[str, ...]) -> None:
     for number, kind in enumerate(_kinds(p, *kinds)):
         sums = ("dk", "dv") if kind in ("gradients", "dkv") and p.group.shares_kv else ()
         ulysses = Ulysses(p, kind, number, ("lse", *sums))
-        group = ulysses.together("group", role="given", accumulated=SUMS)
+        group = ulysses.together("group", SUMS, "given")
         if p.group.config.mixed_precision:  # results travel in the storage dtype, except sums
-            rounded = ulysses.together("rounded")
+            rounded = ulysses.together("rounded", ulysses.accumulated)
             p.copy(p.rows(group), p.rows(rounded))
             group = rounded
         own = p.own(f"own {kind}", kind, "result", accumulated=ulysses.accumulated, all_heads=True)

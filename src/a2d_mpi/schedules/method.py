@@ -19,10 +19,12 @@ class Method(NamedTuple):
     ----------
     forward, backward : callable
         Functions that write the steps of a phase into a `Program`.
-    shape : callable
+    group_shape : callable
         Takes a layout.  Returns the rows and columns of the group, see `Group`.
     distribution : str or None
         The only distribution of this method.  None: the default of the mask.
+    causal : bool
+        Whether the method is for the causal mask only.
     suits : callable
         Takes a layout of more than one rank.  Returns True if the planner should try it.  Layouts
         with equal programs are tried once.
@@ -39,20 +41,16 @@ class Method(NamedTuple):
 
     forward: Callable[[Program], None]
     backward: Callable[[Program], None]
-    shape: Callable[[Layout], tuple[int, int]] = lambda layout: (layout.rows, layout.cols)
+    group_shape: Callable[[Layout], tuple[int, int]] = lambda layout: (layout.rows, layout.cols)
     distribution: str | None = None
+    causal: bool = False
     suits: Callable[[Layout], bool] = lambda layout: True
     most_positions: Callable[[int], int] = lambda positions: positions
     knows_nodes: bool = False
     ring: bool = False
 
-    @property
-    def causal(self) -> bool:
-        """True if the method is for the causal mask only, as the triangle distribution is."""
-        return self.distribution == "triangle"
-
-    def tiles(self, layout: Layout) -> tuple[int, int]:
-        """Return the rows and columns of tiles that ranks compute, which are to be even.
+    def even_tiles(self, layout: Layout) -> tuple[int, int]:
+        """Return the rows and columns of tiles, whose areas a distribution makes even.
 
         A rank of a ring computes its queries against all keys.
         """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from a2d_mpi.core.config import AttentionConfig
@@ -13,6 +15,25 @@ from a2d_mpi.core.sizes import misfit
 SMALLEST = 1 << 17
 ALIVE = 3  # slices whose messages travel, or whose buffers hold anything, at the same time
 TAKE, ATTEND, PUT = range(3)  # programs of a slice
+
+
+class Part(NamedTuple):
+    """What a program is of a slice of the heads.
+
+    Attributes
+    ----------
+    number : int
+        `TAKE`, `ATTEND` or `PUT`.
+    first, last : bool
+        Whether the slice is the first, and the last, of those that share KV heads.
+    """
+
+    number: int = ATTEND
+    first: bool = True
+    last: bool = True
+
+
+WHOLE = Part()  # without slices
 
 
 def sharing(config: AttentionConfig, slices: int) -> int:

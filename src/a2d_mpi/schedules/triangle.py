@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 
 from a2d_mpi.masks.intervals import Runs
-from a2d_mpi.schedules.line import Line, Trees, seen_from
+from a2d_mpi.schedules.line import Line, Trees, arrivals, seen_from
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Rows
@@ -87,7 +87,7 @@ class TriangleLines:
         ordered = [*reversed(team[: place + 1]), *reversed(team[place + 1 :])]
         name = "row" if segment == self._pair[0] else "col"
         both = trees_of(there), trees_of(back)
-        return Line(p, name, own.array, ordered, required, *both, kept)
+        return Line(p, name, own.array, ordered, required, *both, kept).start()
 
     def calls(self) -> Iterator[tuple[Line | None, int, Rows, Rows, bool]]:
         """Yield line and owner of the rows that arrived last, queries and keys of each call.
@@ -98,7 +98,7 @@ class TriangleLines:
         p, low, high, (i, j) = self.p, self.low, self.high, self._pair
         members = {self.q: triangle.row_members(i), self.k: triangle.column_members(j, self._t)}
         yield None, p.rank, self.own_q, self.own_k, False
-        for line, owner, rows in self.early.arrivals(self.late):
+        for line, owner, rows in arrivals(self.early, self.late):
             late, fed = line is self.late, owner not in members[line]
             if line is self.k:
                 # Keys of A are hidden from this rank's own queries of the lower half of B.
@@ -123,8 +123,10 @@ def forward(p: Program) -> None:
             p.attend(queries, keys, result)
             if done:
                 line.give(owner, p.rows(result.array))
+        elif line is None:
+            p.attend(queries, keys, out)
         else:
-            p.attend(queries, keys, p.matching("out", queries))
+            p.attend_and_merge(queries, keys, p.matching("out", queries))
     for line in (lines.q, lines.fed_q):
         line.finish("out")
     p.results = {"out": out}
@@ -139,7 +141,7 @@ def backward(p: Program) -> None:
     sums = {lines.own_q.array: "dq", lines.own_k.array: "dkv"}
     for line, kind in ((lines.q, "dq"), (lines.k, "dkv")):
         if line.others:
-            sums[line.array] = p.sums(f"all {kind}", kind, line.array)
+            sums[line.array] = p.zeros(f"all {kind}", kind, line.array)
     p.clear(dq)
     p.clear(dkv)
     for line, owner, queries, keys, done in lines.calls():
@@ -162,8 +164,9 @@ def backward(p: Program) -> None:
 METHOD = Method(
     forward,
     backward,
-    shape=lambda layout: (1, layout.positions),
+    group_shape=lambda layout: (1, layout.positions),
     distribution="triangle",
+    causal=True,
     suits=lambda layout: layout.cols == 1 and triangle.fits(layout.positions),
     most_positions=triangle.largest,
 )

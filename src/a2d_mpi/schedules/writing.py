@@ -15,7 +15,7 @@ from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.passes import lowered
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.slices import ATTEND, PUT, TAKE, sharing
+from a2d_mpi.schedules.slices import WHOLE, Part, sharing
 from a2d_mpi.sharding.distribution import Distribution, distribute
 
 
@@ -53,7 +53,7 @@ def default_distribution(
     if leaves_open(method, layout, config, mask):
         from a2d_mpi.sharding.choice import choose
 
-        sizes = *chosen.tiles(layout), config.dtype_of("q").itemsize
+        sizes = *chosen.even_tiles(layout), config.dtype_of("q").itemsize
         return choose(mask, config.seqlen, *sizes, speed)
     if chosen.distribution:
         return chosen.distribution, f"the distribution of {method}"
@@ -101,7 +101,7 @@ def problem_of(
     name, why = distribution, "asked for"
     if name is None:
         name, why = default_distribution(method, layout, config, mask)
-    sizes = *chosen.tiles(layout), layout.heads
+    sizes = *chosen.even_tiles(layout), layout.heads
     keys = queries = distribute(name, mask if n == m else Full(), n, *sizes, why)
     if isinstance(distribution_kv, Distribution):
         keys = distribution_kv
@@ -126,9 +126,7 @@ class Draft:
         Rank in the layout of every rank of the group.  Drafts may be equal if these differ.
     overlap : bool
         Whether to compute while messages travel.
-    number : int
-        As of a `Program`.
-    first, last : bool
+    part : Part
         As of a `Program`.
     """
 
@@ -137,17 +135,14 @@ class Draft:
     rank: int
     ranks: range = field(compare=False)
     overlap: bool
-    number: int = ATTEND
-    first: bool = True
-    last: bool = True
+    part: Part = WHOLE
 
     def write(self) -> Program:
         """Write the program: the steps of the method, completed by all passes."""
-        program = Program(self.group, self.rank, self.ranks)
-        program.number, program.first, program.last = self.number, self.first, self.last
+        program = Program(self.group, self.rank, self.ranks, self.part)
         self.writer(program)
         program = lowered(program, self.overlap)
-        if self.first and self.last:
+        if program.first and program.last:
             return program
         from a2d_mpi.schedules.pipeline import with_shared_keys
 
@@ -216,8 +211,8 @@ def drafts_of(
     shared, drafts = sharing(problem.config.cp_group(u), slices), []
     for i in range(slices):
         ends = i % shared == 0, (i + 1) % shared == 0
-        three = (take, here, TAKE), (attend, across, ATTEND), (put, here, PUT)
-        drafts.append([Draft(writer, *place, number, *ends) for writer, place, number in three])
+        three = (take, here), (attend, across), (put, here)  # TAKE, ATTEND, PUT
+        drafts.append([Draft(x, *at, Part(k, *ends)) for k, (x, at) in enumerate(three)])
     return drafts
 
 
@@ -242,7 +237,7 @@ def _groups(
 
     cp_groups = [
         Group(
-            *chosen.shape(layout),
+            *chosen.group_shape(layout),
             whole,
             config,
             shares_kv,

@@ -437,7 +437,7 @@ class ContextParallel:
         total = {"contiguous": 0.0, "zigzag": 0.0}
         for kind, layers in kinds.items():
             itemsize = torch.finfo(getattr(torch, kind.dtype)).bits // 8
-            times, _ = predict_times(masks[kind], seqlen, *method.tiles(layout), itemsize)
+            times, _ = predict_times(masks[kind], seqlen, *method.even_tiles(layout), itemsize)
             for name in total:
                 total[name] += layers * kind.nheads * kind.headdim * times.get(name, 0)
         return min(total, key=total.get)
