@@ -31,7 +31,7 @@ from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.experiments.files import inspect_input
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules.method import METHODS
-from a2d_mpi.sharding import triangle
+from a2d_mpi.sharding import triangle_shards
 
 ONE = GRIDS[len(GRIDS) // 2]
 N, D = 61, 16
@@ -81,7 +81,7 @@ def test_with_mask(comm, grid_of, method):
 def test_same_plan_new_data(comm, grid_of, method):
     """Each of five calls returns results of its data, which later calls keep."""
     known = METHODS[method]
-    heads = SIZE if known.causal and not triangle.fits(SIZE) else 1
+    heads = SIZE if known.causal and not triangle_shards.fits(SIZE) else 1
     rows = 1 if heads > 1 or SIZE % 2 else 2
     grid = grid_of(rows, SIZE // rows // heads, heads)
     sizes = {"seqlen": 41, "nheads": 12, "headdim": 8, "dtype": "float64"}

@@ -17,7 +17,7 @@ from a2d_mpi.core.wire import FORMATS, rounded
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import KINDS, Encode, Merge, Message, Move, Send
 from a2d_mpi.schedules.writing import write
-from a2d_mpi.sharding.triangle import segment_begins
+from a2d_mpi.sharding.triangle_shards import segment_begins
 
 
 class WireErrors:

@@ -16,7 +16,7 @@ from a2d_mpi.masks.mask import Mask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.machine import Machine
-from a2d_mpi.planning.memory import Held, peak_memory, peak_of
+from a2d_mpi.planning.memory import Needs, peak_memory, peak_of
 from a2d_mpi.planning.model import Phase, simulated, slowest_seconds
 from a2d_mpi.planning.simulator import PARTS, WAIT
 from a2d_mpi.planning.survey import Survey, survey_of
@@ -70,7 +70,7 @@ class Candidate:
         self.memory = self.received = self.crossing = 0
         self.over_bound = math.nan
         self._phases: dict[str, Phase] = {}  # those that were simulated
-        self._held: dict[str, list[list[Held]]] = {}  # memory by phase, rank and program
+        self._needs: dict[str, list[list[Needs]]] = {}  # memory by phase, rank and program
         self._moved: dict[str, np.ndarray] = {}  # bytes by phase: received, crossing by node
         self._seconds = {x: _floor(machine, layout.size, work, x) for x in work.phases}
         self.bound = sum(self._seconds.values())
@@ -131,7 +131,7 @@ class Candidate:
             survey = self._survey(phase, self.layout, (0,))
             alone = _alone(self._machine, self.layout, survey, 0)
             self._seconds[phase] = max(self._seconds[phase], alone)
-            self._held[phase] = survey.held
+            self._needs[phase] = survey.needs
             self._sum_memory()
             self._make_room((0,))
             yield True
@@ -196,7 +196,7 @@ class Candidate:
         if max(used) == 1:
             return
         for phase in numbers:
-            self._held[phase] = self._survey(phase, self.layout).held
+            self._needs[phase] = self._survey(phase, self.layout).needs
         self._sum_memory()
         if not self.fits:  # two slices need more memory than one
             self.layout, self._phases, self.memory = whole, phases, memory
@@ -207,7 +207,7 @@ class Candidate:
         machine, layout, survey = self._machine, self.layout, self._survey(phase, self.layout)
         self._phases[phase] = simulated(machine, layout, survey)
         self._seconds[phase] = float(self._phases[phase].total.max())
-        self._held[phase] = survey.held
+        self._needs[phase] = survey.needs
         messages, node = survey.messages, machine.node_of(layout)
         far = node[messages.source] != node[messages.to]
         self._moved[phase] = np.stack([
@@ -223,7 +223,7 @@ class Candidate:
     def _sum_memory(self) -> None:
         """Set the memory of the ranks whose programs were read, in all phases so far."""
         kernel = self._machine.host_kernel(self._work.dtype)
-        phases = zip(*(self._held[x] for x in self._work.phases if x in self._held))
+        phases = zip(*(self._needs[x] for x in self._work.phases if x in self._needs))
         self.memory = max(peak_of(x, self._problem, p, kernel) for p, x in enumerate(phases))
 
 

@@ -232,9 +232,7 @@ def drained(p: Program) -> Program:
     return new
 
 
-PASSES = (
-    receives_first, merged, keys_by_token, gradients_by_token, encoded, packed, alone, drained,
-)  # fmt: skip
+PASSES = receives_first, merged, keys_by_token, gradients_by_token, encoded, packed, alone, drained
 
 
 def _partial(p: Program, rows: Rows) -> bool:

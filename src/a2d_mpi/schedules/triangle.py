@@ -2,8 +2,8 @@
 
 Each of the P = T (T-1) / 2 ranks belongs to a pair i > j of T segments.  Rank (i, j) computes the
 tile of the queries of segment i and the keys of segment j.  It also computes its share of both
-diagonal tiles, for which it has all rows (`a2d_mpi.sharding.triangle`).  The visible pairs of a
-rank, with its own slices, are::
+diagonal tiles, for which it has all rows (`a2d_mpi.sharding.triangle_shards`).  The visible pairs
+of a rank, with its own slices, are::
 
                       keys of j, A   keys of j, B   own keys of i
     own of j, B lower                  all visible
@@ -14,7 +14,7 @@ rank, with its own slices, are::
 
 The row members of a segment need its queries, and its column members need its keys.  Partial
 results go back to the owners: out and dq of queries, dk and dv of keys.  All rows travel along
-trees that spread traffic evenly (`a2d_mpi.schedules.trees`).  With as many KV heads as heads, a
+trees that spread traffic evenly (`a2d_mpi.sharding.trees`).  With as many KV heads as heads, a
 rank receives 4 (T-2) / (T (T-1)) N H D elements in a forward pass, on average.  For even T this is
 two thirds of the elements of the best grid.
 
@@ -32,8 +32,8 @@ from a2d_mpi.schedules.line import Line, Trees, arrivals, seen_from
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Rows
-from a2d_mpi.schedules.trees import trees
-from a2d_mpi.sharding import triangle
+from a2d_mpi.sharding import triangle_shards as shares
+from a2d_mpi.sharding.trees import trees
 
 
 class TriangleLines:
@@ -48,11 +48,11 @@ class TriangleLines:
     """
 
     def __init__(self, p: Program, kind: str, by_query: bool) -> None:
-        self.p, (i, j), shards = p, triangle.pair(p.rank), p.group.problem.queries
-        self._shards, self._pair, self._t = shards, (i, j), triangle.segments(shards.nshards)
+        self.p, (i, j), shards = p, shares.pair(p.rank), p.group.problem.queries
+        self._shards, self._pair, self._t = shards, (i, j), shares.segments(shards.nshards)
         # The places in an owner's shard of its tokens in [begin, end).
         self._places = cache(lambda owner, *bounds: shards.places(owner, (bounds,)))
-        self.low, self.high = (triangle.segment(shards.seqlen, self._t, s) for s in (j, i))
+        self.low, self.high = (shares.segment(shards.seqlen, self._t, s) for s in (j, i))
         self.own_q = p.own(f"own {kind}", kind, "given")
         self.own_k = p.own("own kv", "kv", "given")
         # Early rows are kept, with this rank's own rows: late rows meet all of them in one call.
@@ -67,8 +67,8 @@ class TriangleLines:
     def _line(self, of_keys: bool, segment: int, kept: Sequence[Runs] = ()) -> Line:
         """Make the line of the queries, or the keys, of a segment among the ranks that have it."""
         p, t = self.p, self._t
-        team = sorted(triangle.row_members(segment) + triangle.column_members(segment, t))
-        bounds = triangle.segment(self._shards.seqlen, t, segment)
+        team = sorted(shares.row_members(segment) + shares.column_members(segment, t))
+        bounds = shares.segment(self._shards.seqlen, t, segment)
         own = self.own_k if of_keys else self.own_q
         of = p.group.elements
         # Elements of a row of queries, and of a row of keys: there, and back.
@@ -96,7 +96,7 @@ class TriangleLines:
         early rows.  There is no line for the call with this rank's own rows.
         """
         p, low, high, (i, j) = self.p, self.low, self.high, self._pair
-        members = {self.q: triangle.row_members(i), self.k: triangle.column_members(j, self._t)}
+        members = {self.q: shares.row_members(i), self.k: shares.column_members(j, self._t)}
         yield None, p.rank, self.own_q, self.own_k, False
         for line, owner, rows in arrivals(self.early, self.late):
             late, fed = line is self.late, owner not in members[line]
@@ -167,6 +167,6 @@ METHOD = Method(
     group_shape=lambda layout: (1, layout.positions),
     distribution="triangle",
     causal=True,
-    suits=lambda layout: layout.cols == 1 and triangle.fits(layout.positions),
-    most_positions=triangle.largest,
+    suits=lambda layout: layout.cols == 1 and shares.fits(layout.positions),
+    most_positions=shares.largest,
 )

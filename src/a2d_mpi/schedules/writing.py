@@ -95,7 +95,7 @@ def problem_of(
     n, m = config.seqlen, config.seqlen_kv
     chosen, aligned = METHODS[method], mask.aligned(n, m)
     if type(aligned) not in (Causal, Full):
-        from a2d_mpi.masks.check import check_visible
+        from a2d_mpi.masks.validity import check_visible
 
         check_visible(aligned, n, m)
     name, why = distribution, "asked for"
@@ -224,8 +224,6 @@ def _groups(
 
     Programs compute the heads of one slice.
     """
-    if (shards := problem.queries.nshards) != layout.size:
-        raise ValueError(f"need a shard for each of {layout.size} ranks, got {shards}")
     chosen, u = METHODS[method], layout.heads
     whole, shares_kv = problem.cp_group(u), problem.config.nheads_kv < u
     config = whole.config.cp_group(slices)
