@@ -86,7 +86,7 @@ def test_main_job_loads_what_it_uses():
         *(f"a2d_mpi.experiments.{x}" for x in UNUSED.split()),
         *(f"a2d_mpi.comm.{x}" for x in ("failures", "gpus", "device_transport")),
         "a2d_mpi.core.wire",
-        "a2d_mpi.attention.shards",
+        "a2d_mpi.comm.shards",
         "a2d_mpi.masks.validity",
         *(f"a2d_mpi.schedules.{x}" for x in ("attention2d", "pipeline", "ring", "triangle")),
     }

@@ -19,6 +19,9 @@ from a2d_mpi.schedules.program import Program, common_rows, index_of
 from a2d_mpi.schedules.slices import ALIVE, ATTEND
 from a2d_mpi.schedules.steps import KINDS, Rows, TokenArray
 
+Channels = Mapping[str, Channel]  # by the names of the programs
+Tensors = dict[str, Array]  # by name
+
 _TENSORS = 4  # most tensors of a kind that is no parcel; each tensor has a tag of its own
 _TAGS = {kind: _TENSORS * i for i, kind in enumerate(KINDS)}
 _STRIDE = _TENSORS * len(KINDS)
@@ -114,26 +117,21 @@ class CompiledPhase:
         self._config = programs[-1].group.problem.config
 
     def run(
-        self,
-        state: DeviceState,
-        channels: Mapping[str, Channel],
-        given: dict[str, Array],
-        options: Options,
-    ) -> dict[str, Array]:
+        self, state: DeviceState, channels: Channels, given: Tensors, options: Options
+    ) -> Tensors:
         """Run all programs.
 
         Parameters
         ----------
         state : DeviceState
-        channels : mapping of str to Channel
-            By the names of the programs.
-        given : dict of str to arrays
+        channels : Channels
+        given : Tensors
             This rank's shard of the tensors that the programs read.
         options : Options
 
         Returns
         -------
-        dict of str to arrays
+        Tensors
             This rank's shard of the results, in new arrays of the caller's dtypes.
         """
         if len(self._parts) > 1:
@@ -152,16 +150,12 @@ class CompiledPhase:
         return results
 
     def _run_slices(
-        self,
-        state: DeviceState,
-        channels: Mapping[str, Channel],
-        given: dict[str, Array],
-        options: Options,
-    ) -> dict[str, Array]:
+        self, state: DeviceState, channels: Channels, given: Tensors, options: Options
+    ) -> Tensors:
         """Run programs that take heads, attend and put heads, of all slices."""
-        tensors: dict[int, dict[str, Array]] = {}  # of each slice
-        whole: dict[str, dict[str, Array]] = {}  # arrays of results, to which all slices write
-        keys: dict[str, Array] = {}  # of the KV heads that were taken last
+        tensors: dict[int, Tensors] = {}  # of each slice
+        whole: dict[str, Tensors] = {}  # arrays of results, to which all slices write
+        keys: Tensors = {}  # of the KV heads that were taken last
         for executor, ready, begins, ends in self._parts:
             i = executor.slice
             if begins:
@@ -198,10 +192,10 @@ class Executor:
     def begin(
         self,
         state: DeviceState,
-        channels: Mapping[str, Channel],
-        given: dict[str, Array],
+        channels: Channels,
+        given: Tensors,
         options: Options,
-        new: dict[str, dict[str, Array]],
+        new: dict[str, Tensors],
     ) -> None:
         """Begin a call with the caller's arrays; results are made in `new`, unless it has them."""
         self._state, self._channels, self._options = state, channels, options
@@ -219,7 +213,7 @@ class Executor:
         for do, *operands in self._state.clocks.noted(ready):
             do(self, *operands)
 
-    def end(self) -> dict[str, Array]:
+    def end(self) -> Tensors:
         """End the call, drop the caller's arrays, and return the results by name."""
         results = {
             name: x
@@ -270,7 +264,7 @@ class Executor:
         nbytes = sum(x.nbytes for x in tensors)
         return [self._state.work.get((array.memory, 0), (nbytes,), np.uint8)]
 
-    def _result(self, array: TokenArray, wide: bool) -> dict[str, Array]:
+    def _result(self, array: TokenArray, wide: bool) -> Tensors:
         """Make new arrays for results: (tokens, heads, headdim), of lse (tokens, heads).
 
         If `wide`, they have the accumulation dtype, whatever the program says.

@@ -380,7 +380,7 @@ class AttentionPlan(Caller):
             On all ranks, if `x` has the wrong number of rows, or `root` is not a rank or is not
             the same on all ranks.
         """
-        from a2d_mpi.attention.shards import scatter
+        from a2d_mpi.comm.shards import scatter
 
         return scatter(self, self.distribution, x, root)
 
@@ -403,7 +403,7 @@ class AttentionPlan(Caller):
         ValueError
             As in `scatter`.
         """
-        from a2d_mpi.attention.shards import scatter
+        from a2d_mpi.comm.shards import scatter
 
         return scatter(self, self.problem.keys, x, root)
 
@@ -428,7 +428,7 @@ class AttentionPlan(Caller):
             On all ranks, if `x` has the wrong number of rows on any rank, or ranks disagree on
             `root`, the dtype or the shape of a row.
         """
-        from a2d_mpi.attention.shards import gather
+        from a2d_mpi.comm.shards import gather
 
         return gather(self, self.distribution, x, root)
 

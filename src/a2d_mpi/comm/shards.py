@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 from mpi4py import MPI
 
+from a2d_mpi.comm.agreement import Caller
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.sharding.distribution import Distribution
 
-if TYPE_CHECKING:
-    from a2d_mpi.attention.plan import AttentionPlan
-
 ROWS = "for the rows of other ranks"
 
 
-def scatter(plan: AttentionPlan, shards: Distribution, x: Array | None, root: int) -> Array:
+def scatter(plan: Caller, shards: Distribution, x: Array | None, root: int) -> Array:
     """Do the work of `AttentionPlan.scatter` for the rows of a distribution."""
     comm = plan.grid.comm
     with plan.grid.call("scatter", plan) as call:
@@ -47,7 +44,7 @@ def scatter(plan: AttentionPlan, shards: Distribution, x: Array | None, root: in
         return Cuda.current().upload(own)
 
 
-def gather(plan: AttentionPlan, shards: Distribution, x: Array, root: int) -> Array | None:
+def gather(plan: Caller, shards: Distribution, x: Array, root: int) -> Array | None:
     """Do the work of `AttentionPlan.gather` for the rows of a distribution."""
     comm, same = plan.grid.comm, {"root": root, "tokens": shards.seqlen}
     with plan.grid.call("gather", plan) as call:
