@@ -91,10 +91,10 @@ class DeviceState:
         transport = HostTransport() if device is HOST else None
         if transport and self._polled:  # a kernel must not refer back to the state
             poll = partial(transport.poll, self._polled)
-        kind = config.dtype_of("q"), config.softmax_scale
         self.kernel = make_kernel(
-            self._name, device, *kind, poll, work, config.logit_softcap, self._widths
-        )
+            self._name, device, config.dtype_of("q"), config.softmax_scale, poll=poll, work=work,
+            logit_softcap=config.logit_softcap, widths=self._widths,
+        )  # fmt: skip
         self.device, self.work, self.transport = device, work, transport
         self.blocks.clear()
         self.clocks.use(device)

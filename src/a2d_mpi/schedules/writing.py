@@ -195,7 +195,7 @@ def drafts_of(
     Raises
     ------
     ValueError
-        If there is no method of this name, or the problem does not fit the layout.
+        If there is no method of this name, or the heads do not fit the layout.
     """
     slices, u = (layout.slices or (1, 1))[PHASES.index(phase)], layout.heads
     cp_groups, ulysses_group = _groups(method, layout, problem, slices)
