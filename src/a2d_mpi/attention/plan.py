@@ -446,22 +446,6 @@ class AttentionPlan(Caller):
         """See the attributes of the class."""
         return getattr(self._state.transport, "staged_bytes", 0)
 
-    def spans(self, phase: str) -> list[tuple[str, float, float]]:
-        """Return what this rank did when in its latest call of a phase.  Local.
-
-        Parameters
-        ----------
-        phase : {"forward", "backward"}
-
-        Returns
-        -------
-        list of (str, float, float)
-            Part ("compute", "merge" or "wait"), start and end in seconds since the phase began, in
-            the order of time.  The last entry is ("total", 0, end of the phase).  Empty if there
-            was no call.  On a GPU the waits are the gaps between the other parts.
-        """
-        return self._state.clocks.spans(phase)
-
     def recording(self) -> AbstractContextManager[list[Recorded]]:
         """Record all calls of this rank inside a ``with`` statement.  Local.
 

@@ -50,7 +50,7 @@ def gather(plan: Caller, shards: Distribution, x: Array, root: int) -> Array | N
     with plan.grid.call("gather", plan) as call:
         with call.checks():
             _check_root(root, comm)
-            _check_rows(x, shards.count(comm.rank), "this shard")
+            _check_rows(x, shards.counts[comm.rank], "this shard")
             same |= {"dtype": x.dtype, "shape of a row": x.shape[1:], "array": type(x)}
         call.agree(same)
         device = device_of(x)

@@ -324,7 +324,7 @@ class Program:
 
 
 def index_of(rows: Rows) -> np.ndarray:
-    """Return the places of rows in the memory of their array, (rows,) int64."""
+    """Return the numbers of rows in the memory of their array, (rows,) int64."""
     return concatenated(rows.runs)
 
 

@@ -1,6 +1,6 @@
 """The steps of a program: everything that one rank does in one phase, in order.
 
-A step is a plain value.  It names arrays, and rows by their places in the memory of an array.
+A step is a plain value.  It names arrays, and rows by their numbers in the memory of an array.
 What costs time, bytes or memory is a step or a declared array.
 """
 
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
     array : str
         Name of the array.
     runs : tuple of range
-        Places in the memory of the array, in order.
+        Numbers of the rows in the memory of the array, in order.
     """
 
     array: str

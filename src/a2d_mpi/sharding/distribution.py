@@ -132,10 +132,6 @@ class Distribution:
         """Return the global token indices of `shard`, sorted, (counts[shard],) int64."""
         return concatenated(self.runs(shard))
 
-    def count(self, shard: int) -> int:
-        """Return the number of tokens of `shard`."""
-        return self.counts[shard]
-
     def places(self, shard: int, tokens: Runs) -> Runs:
         """Return the places in the shard at which its tokens lie in `tokens`."""
         places, done = [], 0
