@@ -33,9 +33,7 @@ def whole_number(name: str, value: object, least: int = 1, most: int | None = No
         kind = "a positive integer" if least == 1 else f"a whole number of at least {least}"
         raise ValueError(f"{name} must be {kind}, got {value!r}")
     if most is not None and value > most:
-        digits = int(value).bit_length() * math.log10(2)
-        shown = value if digits < 30 else f"a number of {digits:.0f} digits"
-        raise ValueError(f"{name} must be at most {most}, got {shown}")
+        raise ValueError(f"{name} must be at most {most}, got {value}")
     return int(value)
 
 
