@@ -51,7 +51,7 @@ def mpi_tag(kind: str, tag: int, turn: int, slice_: int) -> int:
     Keys and values of owner 2 have the tags of one slice, and of the next slice:
 
     >>> mpi_tag("kv", 2, 0, slice_=0), mpi_tag("kv", 2, 0, slice_=1)
-    (92, 10652)
+    (88, 10648)
     """
     place = slice_ % ALIVE * _TURNS + (tag + 8 * turn) % _TURNS
     return _TAGS[kind] + _STRIDE * place
