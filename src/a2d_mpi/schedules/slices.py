@@ -17,7 +17,7 @@ ALIVE = 3  # slices whose messages travel, or whose buffers hold anything, at th
 TAKE, ATTEND, PUT = range(3)  # programs of a slice
 
 
-class Part(NamedTuple):
+class OfSlice(NamedTuple):
     """What a program is of a slice of the heads.
 
     Attributes
@@ -33,7 +33,7 @@ class Part(NamedTuple):
     last: bool = True
 
 
-WHOLE = Part()  # without slices
+WHOLE = OfSlice()  # without slices
 
 
 def sharing(config: AttentionConfig, slices: int) -> int:

@@ -15,7 +15,7 @@ from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.passes import lowered
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.slices import WHOLE, Part, sharing
+from a2d_mpi.schedules.slices import WHOLE, OfSlice, sharing
 from a2d_mpi.sharding.distribution import Distribution, distribute
 
 
@@ -126,7 +126,7 @@ class Draft:
         Rank in the layout of every rank of the group.  Drafts may be equal if these differ.
     overlap : bool
         Whether to compute while messages travel.
-    part : Part
+    of_slice : OfSlice
         As of a `Program`.
     """
 
@@ -135,11 +135,11 @@ class Draft:
     rank: int
     ranks: range = field(compare=False)
     overlap: bool
-    part: Part = WHOLE
+    of_slice: OfSlice = WHOLE
 
     def write(self) -> Program:
         """Write the program: the steps of the method, completed by all passes."""
-        program = Program(self.group, self.rank, self.ranks, self.part)
+        program = Program(self.group, self.rank, self.ranks, self.of_slice)
         self.writer(program)
         program = lowered(program, self.overlap)
         if program.first and program.last:
@@ -212,7 +212,7 @@ def drafts_of(
     for i in range(slices):
         ends = i % shared == 0, (i + 1) % shared == 0
         three = (take, here), (attend, across), (put, here)  # TAKE, ATTEND, PUT
-        drafts.append([Draft(x, *at, Part(k, *ends)) for k, (x, at) in enumerate(three)])
+        drafts.append([Draft(x, *at, OfSlice(k, *ends)) for k, (x, at) in enumerate(three)])
     return drafts
 
 
