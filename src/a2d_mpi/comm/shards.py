@@ -8,6 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import Caller
+from a2d_mpi.core.sizes import whole_number
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array
@@ -21,7 +22,7 @@ def scatter(plan: Caller, shards: Distribution, x: Array | None, root: int) -> A
     comm = plan.grid.comm
     with plan.grid.call("scatter", plan) as call:
         with call.checks():
-            _check_root(root, comm)
+            whole_number("root", root, 0, comm.size - 1)
             if comm.rank == root:
                 _check_rows(x, shards.seqlen, "the sequence")
         call.agree({"root": root, "tokens": shards.seqlen})
@@ -49,7 +50,7 @@ def gather(plan: Caller, shards: Distribution, x: Array, root: int) -> Array | N
     comm, same = plan.grid.comm, {"root": root, "tokens": shards.seqlen}
     with plan.grid.call("gather", plan) as call:
         with call.checks():
-            _check_root(root, comm)
+            whole_number("root", root, 0, comm.size - 1)
             _check_rows(x, shards.counts[comm.rank], "this shard")
             same |= {"dtype": x.dtype, "shape of a row": x.shape[1:], "array": type(x)}
         call.agree(same)
@@ -67,11 +68,6 @@ def gather(plan: Caller, shards: Distribution, x: Array, root: int) -> Array | N
         sequence = np.empty_like(packed)
         sequence[_order(shards)] = packed
         return device.upload(sequence)
-
-
-def _check_root(root: int, comm: MPI.Intracomm) -> None:
-    if not isinstance(root, (int, np.integer)) or not 0 <= root < comm.size:
-        raise ValueError(f"root must be one of {comm.size} ranks, got {root!r}")
 
 
 def _check_rows(x: Array, rows: int, what: str) -> None:
