@@ -189,7 +189,7 @@ def linear(parser: Parser) -> Callable:
     """
     from a2d_mpi.experiments.bench_linear import LINEAR, bench_linear
     from a2d_mpi.experiments.sweep import add_list
-    from a2d_mpi.schedules import METHODS
+    from a2d_mpi.schedules.method import METHODS
 
     group = parser.add_argument_group("workloads and plans")
     plans = (*LINEAR, *METHODS)

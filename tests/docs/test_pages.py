@@ -14,7 +14,8 @@ from tables import made, marked
 
 import a2d_mpi
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.sizes import Layout, parse_count
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.core.sizes import parse_count
 from a2d_mpi.experiments.sweep import parse_plan
 from a2d_mpi.masks.patterns import PATTERNS, make_mask
 from a2d_mpi.planning.memory import buffers
@@ -22,7 +23,7 @@ from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidate
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import problem_of
+from a2d_mpi.schedules.writing import problem_of
 
 pytestmark = pytest.mark.thorough
 DOCS, START = ROOT / "docs", "docs/tutorial.md"

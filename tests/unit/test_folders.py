@@ -35,7 +35,7 @@ def test_imports_run_one_way(tmp_path):
         ("planning/cost.py", "from mpi4py import MPI"),
         ("kernels/blocks.py", "from mpi4py import MPI"),
         ("comm/transport.py", "import a2d_mpi.comm.channel"),
-        ("linear/plan.py", "import torch"),
+        ("linear/linear_attention.py", "import torch"),
     ):
         with open(tmp_path / "src" / "a2d_mpi" / module, "a") as file:
             file.write(line + "\n")
@@ -86,8 +86,8 @@ def test_main_job_loads_what_it_uses():
         *(f"a2d_mpi.experiments.{x}" for x in UNUSED.split()),
         *(f"a2d_mpi.comm.{x}" for x in ("failures", "gpus", "device_transport")),
         "a2d_mpi.core.wire",
-        "a2d_mpi.attention.shards",
-        "a2d_mpi.masks.check",
+        "a2d_mpi.comm.shards",
+        "a2d_mpi.masks.validity",
         *(f"a2d_mpi.schedules.{x}" for x in ("attention2d", "pipeline", "ring", "triangle")),
     }
     assert not loaded & unused

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from a2d_mpi.comm.agreement import Call, Caller, CollectiveError, PlanCall
 from a2d_mpi.comm.survival import NoFailures, ranks_in, survives
 from a2d_mpi.comm.watch import Watch
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 
 
 class ProcessGrid:
@@ -134,7 +134,7 @@ class ProcessGrid:
         ----------
         comm : Intracomm
             Communicator whose ranks fill the nodes one after the other.
-        layout : a2d_mpi.core.sizes.Layout
+        layout : a2d_mpi.core.layout.Layout
             The same on all ranks.  Its `nodes` are ignored.
         nodes : sequence of int, optional
             Node of every rank of `comm`, as of a `ProcessGrid`.
@@ -263,8 +263,9 @@ class ProcessGrid:
             self._lock.acquire()
         try:
             with self.failures.translated(settle):
-                yield PlanCall(self, action, plan, alone)
-                plan._interrupted = False
+                call = PlanCall(self, action, plan, alone)
+                yield call
+                call.end()
         finally:
             self._lock.release()
 
@@ -279,7 +280,7 @@ class ProcessGrid:
         Parameters
         ----------
         method : str
-            One of `a2d_mpi.schedules.METHODS`.
+            One of `a2d_mpi.schedules.method.METHODS`.
 
         Returns
         -------

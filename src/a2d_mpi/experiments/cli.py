@@ -20,8 +20,9 @@ from threadpoolctl import threadpool_limits
 from a2d_mpi.comm.agreement import Call, CollectiveError, agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.survival import survives
-from a2d_mpi.core.atomic import held
-from a2d_mpi.core.sizes import Layout, squarest
+from a2d_mpi.core.atomic import locked
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.core.sizes import squarest
 from a2d_mpi.experiments.options import (
     BAD_INPUT,
     INTERRUPTED,
@@ -34,7 +35,8 @@ from a2d_mpi.experiments.options import (
     reason,
 )
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import METHODS, leaves_open, problem_of
+from a2d_mpi.schedules.method import METHODS
+from a2d_mpi.schedules.writing import leaves_open, problem_of
 
 T = TypeVar("T")
 IDLE = 0.002  # s of sleep between the polls of a rank that waits for another rank's long step
@@ -92,11 +94,11 @@ def holding(comm: MPI.Intracomm, *paths: str | os.PathLike[str]) -> Iterator[Non
     Raises
     ------
     CollectiveError
-        If another job has locked one of them; see `a2d_mpi.core.atomic.held`.
+        If another job has locked one of them; see `a2d_mpi.core.atomic.locked`.
     """
     with ExitStack() as stack:
         if paths:
-            together(comm, lambda: [stack.enter_context(held(x)) for x in paths], on=0)
+            together(comm, lambda: [stack.enter_context(locked(x)) for x in paths], on=0)
         yield
 
 

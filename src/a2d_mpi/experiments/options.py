@@ -22,7 +22,7 @@ from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import parse_count
 from a2d_mpi.kernels import KERNELS
 from a2d_mpi.masks.patterns import PATTERNS, parse_mask
-from a2d_mpi.schedules import METHODS
+from a2d_mpi.schedules.method import METHODS
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -121,7 +121,7 @@ slices = form(
 
 
 def method_name(text: str) -> str:
-    """Parse the name of a method in `a2d_mpi.schedules.METHODS`; underscores become blanks."""
+    """Parse the name of a method in `METHODS`; underscores become blanks."""
     return one_of(METHODS)(text.replace("_", " ").strip())
 
 

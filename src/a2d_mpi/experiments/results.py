@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments.hdf5 import check_output, fill, key_of, load, new_file, read_file
 from a2d_mpi.experiments.options import FAILED_CHECK, aligned
 from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.simulator import PARTS
-from a2d_mpi.schedules import METHODS
+from a2d_mpi.schedules.method import METHODS
 
 BENCHMARK_SCHEMA = ("a2d_mpi benchmark", 2)
 TRAINING_SCHEMA = ("a2d_mpi.training", 2)
@@ -157,7 +157,7 @@ class Summary:
 
     @property
     def method(self) -> str:
-        """Name of the method in `a2d_mpi.schedules.METHODS`."""
+        """Name of the method in `a2d_mpi.schedules.method.METHODS`."""
         return str(self.config["method"])
 
     @property

@@ -132,7 +132,6 @@ def make_kernel(
     ImportError
         If the kernel is given by name and CuPy, cuDNN or Numba is missing.
     """
-    options = {"poll": poll or (lambda: None), "work": work, "logit_softcap": logit_softcap}
     why: list[str] = []
     if kernel == "auto":
         *faster, kernel = _FASTEST[device is not HOST]
@@ -140,7 +139,8 @@ def make_kernel(
             if dtype not in map(as_dtype, KERNELS[name].dtypes):
                 continue
             try:
-                made = make_kernel(name, device, dtype, softmax_scale, **options, widths=widths)
+                given = dtype, softmax_scale, poll, work, logit_softcap, widths
+                made = make_kernel(name, device, *given)
                 made.why = "; ".join(why)
                 return made
             except (ImportError, ValueError) as error:  # not installed, or it cannot compute this
@@ -152,7 +152,10 @@ def make_kernel(
     if entry.gpu == (device is HOST):
         arrays = "NumPy" if device is HOST else "CuPy"
         raise ValueError(f"kernel {kernel!r} does not take {arrays} arrays")
-    made = entry.make(dtype, softmax_scale, device=device, **options)
+    made = entry.make(
+        dtype, softmax_scale, device=device, poll=poll or (lambda: None), work=work,
+        logit_softcap=logit_softcap,
+    )  # fmt: skip
     for phase in PHASES:
         if not callable(getattr(made, phase, None)):
             raise ValueError(f"kernel {kernel!r}: {type(made).__name__} has no method {phase}")

@@ -119,7 +119,7 @@ def from_here(rank: int, ranks: Sequence[int], nodes: Sequence[int]) -> list[int
 
 
 class Line:
-    """The line of a rank.  It declares the rows that the rank needs, and posts their messages.
+    """The line of a rank.  It declares the rows that the rank needs; `start` posts their messages.
 
     On a plain grid all trees are stars, no rank passes rows on, and all own rows are kept.
 
@@ -178,20 +178,26 @@ class Line:
         self._tags = {x: i for i, x in enumerate(p.channels[name])}  # of messages, by owner
         parents = self._trees.parents
         self.others = sorted((x for x in ranks if x in parents), key=lambda x: parents[x] != x)
-        self.array, self._coming, kind = own, {}, p.arrays[own].kind
-        if kept is None:
-            kept = [p.group.all_places(p.arrays[own].of_keys, p.rank)]
+        of_keys, kind = p.arrays[own].of_keys, p.arrays[own].kind
+        self.array, self._own = own, own
+        self._kept = [p.group.all_places(of_keys, p.rank)] if kept is None else kept
         if self.others:
-            mine = [(p.rank, x) for x in kept]
-            pieces = sorted([*mine[-1:], *((x, self.held(x)) for x in self.others)])
+            mine = [(p.rank, x) for x in self._kept]
+            pieces = sorted([*mine[-1:], *((x, self.needed(x)) for x in self.others)])
             self.array = p.array(f"{name} {kind}", kind, [*mine[:-1], *pieces], memory=name)
-        for x in self.others:
-            self._coming[x] = self._receive(parents[x], x, self.array, self.held(x))
-        self._send_down(p.rank, own)
-        for places in kept if self.others else ():
-            p.copy(p.rows(own, p.rank, places), p.rows(self.array, p.rank, places))
 
-    def held(self, owner: int) -> Runs:
+    def start(self) -> Line:
+        """Post the receives, send this rank's rows and copy those that it keeps; return itself."""
+        p, parents = self.p, self._trees.parents
+        self._coming = {
+            x: self._receive(parents[x], x, self.array, self.needed(x)) for x in self.others
+        }
+        self._send_down(p.rank, self._own)
+        for places in self._kept if self.others else ():
+            p.copy(p.rows(self._own, p.rank, places), p.rows(self.array, p.rank, places))
+        return self
+
+    def needed(self, owner: int) -> Runs:
         """Return the places of an owner's rows that this rank gets, for itself and below it."""
         below = chain.from_iterable(self._trees.branches.get(owner, {}).values())
         return self._required(owner, (self.p.rank, *below))
@@ -203,31 +209,12 @@ class Line:
             self._send_down(owner, self.array)
             yield message.rows
 
-    def arrivals(self, late: Line) -> Iterator[tuple[Line, int, Rows]]:
-        """Yield line, owner and rows as they arrive: this line's rows, and then the late line's.
-
-        Rows of both lines that other ranks wait for come first, in turn, and are passed on.  In
-        stars there are none, and the last two loops yield all.
-        """
-        passed = [[(y, x) for x in y.others if x in y._trees.branches] for y in (self, late)]
-        held: dict[int, list[Rows]] = {}
-        for line, owner in filter(None, chain(*zip_longest(*passed))):
-            if line is late:
-                held[owner] = list(late.arrive(owner))
-            else:
-                yield from ((self, owner, rows) for rows in self.arrive(owner))
-        for owner in (x for x in self.others if x not in self._trees.branches):
-            yield from ((self, owner, rows) for rows in self.arrive(owner))
-        for owner in late._by_result():
-            rows_of = held[owner] if owner in held else late.arrive(owner)
-            yield from ((late, owner, rows) for rows in rows_of)
-
     def result(self, kind: str, owner: int, rows: Rows) -> Rows:
         """Declare partial results for all rows of an owner; return those for the given rows."""
         # Results that others add to keep the accumulation dtype until they are sent.
-        options = {"accumulated": KINDS[kind] if owner in self._back.branches else SUMS}
-        name = self.p.array(f"{kind} to {owner}", kind, [(owner, self.held(owner))], **options)
-        return self.p.matching(name, rows)
+        accumulated = KINDS[kind] if owner in self._back.branches else SUMS
+        name, pieces = f"{kind} to {owner}", [(owner, self.needed(owner))]
+        return self.p.matching(self.p.array(name, kind, pieces, accumulated=accumulated), rows)
 
     def give(self, owner: int, rows: Rows) -> None:
         """Send a finished partial result to the parent, or hold it back if others add to it."""
@@ -239,7 +226,7 @@ class Line:
     def give_all(self, array: str) -> None:
         """Give the partial results for all other owners."""
         for owner in self._by_result():
-            for places in self._chunks(self.held(owner)):
+            for places in self._chunks(self.needed(owner)):
                 self.give(owner, self.p.rows(array, owner, places))
 
     def finish(self, array: str) -> None:
@@ -287,3 +274,23 @@ class Line:
 
     def _channel(self, peer: int) -> str:
         return f"{self.name} node" if peer in self._near else self.name
+
+
+def arrivals(early: Line, late: Line) -> Iterator[tuple[Line, int, Rows]]:
+    """Yield line, owner and rows as they arrive: rows of the early line, then of the late one.
+
+    Rows of both lines that other ranks wait for come first, in turn, and are passed on.  In stars
+    there are none, and the last two loops yield all.
+    """
+    passed = [[(y, x) for x in y.others if x in y._trees.branches] for y in (early, late)]
+    arrived: dict[int, list[Rows]] = {}
+    for line, owner in filter(None, chain(*zip_longest(*passed))):
+        if line is late:
+            arrived[owner] = list(late.arrive(owner))
+        else:
+            yield from ((early, owner, rows) for rows in early.arrive(owner))
+    for owner in (x for x in early.others if x not in early._trees.branches):
+        yield from ((early, owner, rows) for rows in early.arrive(owner))
+    for owner in late._by_result():
+        rows_of = arrived[owner] if owner in arrived else late.arrive(owner)
+        yield from ((late, owner, rows) for rows in rows_of)

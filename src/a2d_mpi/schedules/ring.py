@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from functools import lru_cache
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.intervals import Runs
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
@@ -125,8 +125,10 @@ def forward(p: Program) -> None:
     """Write the forward pass of a rank."""
     q, out = p.own("own q", "q", "given"), p.own("out", "out", "result")
     for r, t, owner, shard in Ring(p).shards():
-        if r == t == 0 or p.group.required(True, owner, (p.rank,)):
+        if r == t == 0:
             p.attend(q, shard, out)
+        elif p.group.required(True, owner, (p.rank,)):
+            p.attend_and_merge(q, shard, out)
     p.results = {"out": out}
 
 
@@ -263,9 +265,9 @@ def _suits_double(layout: Layout) -> bool:
 RING = Method(
     forward,
     backward,
-    shape=lambda layout: (1, layout.positions),
+    group_shape=lambda layout: (1, layout.positions),
     suits=lambda layout: layout.cols == 1 < layout.rows,
     ring=True,
 )
 STRIPED_RING = RING._replace(distribution="striped")
-DOUBLE_RING = RING._replace(shape=_double, suits=_suits_double)
+DOUBLE_RING = RING._replace(group_shape=_double, suits=_suits_double)

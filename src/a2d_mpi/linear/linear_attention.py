@@ -11,7 +11,7 @@ from zlib import crc32
 import numpy as np
 from numpy import ndarray
 
-from a2d_mpi.attention.checks import check_grid, check_tensors
+from a2d_mpi.attention.arguments import check_grid, check_tensors
 from a2d_mpi.comm.agreement import Caller, Flags
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
