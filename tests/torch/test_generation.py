@@ -271,16 +271,18 @@ class Stops(transformers.StoppingCriteria):
 class Prints:
     """A streamer that keeps what it gets."""
 
-    def __init__(self, fails=False):
+    def __init__(self, fails=None):
         self.put_so_far, self.ended, self.fails = [], False, fails
 
     def put(self, tokens):
-        if self.fails and self.put_so_far:
+        if self.fails == "put" and self.put_so_far:
             raise BrokenPipeError("nobody reads")
         self.put_so_far += tokens.flatten().tolist()
 
     def end(self):
         self.ended = True
+        if self.fails == "end":
+            raise BrokenPipeError("nobody reads")
 
 
 def test_what_generate_takes(comm, parallel):
@@ -321,9 +323,44 @@ def test_what_generate_takes(comm, parallel):
     stop |= {"stop_strings": [letters[found[0, 71]]], "max_new_tokens": 9}
     expected = one(comm, alone, ids, **stop, **SAMPLED)
     assert_same(comm, spread(cp, ids, **stop, **SAMPLED), expected)
-    told = "rank 0 could not choose a token: nobody reads"
-    assert_raises(comm, told, cp.generate, ids, streamer=Prints(fails=True), max_new_tokens=5)
-    assert_same(comm, spread(cp, ids, max_new_tokens=5), one(comm, alone, ids, max_new_tokens=5))
+
+
+class Fails:
+    """A user's processor or criterion, which may fail at its second call."""
+
+    def __init__(self, fails, how):
+        self.calls, self.fails, self.how = 0, fails, how
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.fails and self.calls == 2:
+            if self.how == "excludes all":
+                return scores - torch.inf
+            raise KeyError("no key")
+        return torch.zeros(len(input_ids), dtype=bool) if self.how == "stops" else scores
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_fails_on_one_rank(comm, parallel, rank):
+    """What fails on rank 0 fails on all ranks; other ranks do not call what a user passes."""
+    cp, ids, fails = parallel(made("Llama")), prompt(70), comm.rank == rank
+    expected = one(comm, made("Llama"), ids, max_new_tokens=5)
+    cases = [
+        ("'no key'", {"logits_processor": [Fails(fails, "raises")]}),
+        ("'no key'", {"stopping_criteria": [Fails(fails, "stops")]}),
+        ("probability", {"logits_processor": [Fails(fails, "excludes all")], "do_sample": True}),
+        ("nobody reads", {"streamer": Prints(fails and "put")}),
+        ("nobody reads", {"streamer": Prints(fails and "end")}),
+    ]
+    for text, options in cases:
+        options = {"max_new_tokens": 5} | options
+        if rank == 0:
+            told = f"rank 0 could not choose a token: {text}"
+            assert_raises(comm, told, cp.generate, ids, **options)
+        else:
+            found = cp.generate(ids, **options)
+            assert_all(comm, found.shape == (1, 75), f"{found.shape}")
+    assert_same(comm, cp.generate(ids, max_new_tokens=5), expected)
 
 
 def test_a_cache_for_others(comm, parallel):
@@ -366,7 +403,7 @@ def test_refused(comm, parallel):
         ({"num_beams": 2}, beams),
         ({"cache_implementation": "static"}, "cache_implementation"),
         ({"cache_implementation": "quantized"}, "cache_implementation"),
-        ({"past_key_values": dynamic}, "one of ContextParallel.prefill, got DynamicCache"),
+        ({"past_key_values": dynamic}, "be of `prefill` on 4 ranks, got DynamicCache"),
         ({"assistant_model": made("GPT-2")}, "no assisted_generation"),
         ({"prompt_lookup_num_tokens": 3}, "no assisted_generation"),
         ({"guidance_scale": 2.0}, "guidance_scale needs a second prompt"),
