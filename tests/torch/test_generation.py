@@ -5,6 +5,7 @@ Needs the extra `torch`: `bash jobs/test.sh torch`.
 
 import copy
 import string
+import weakref
 
 import numpy as np
 import pytest
@@ -17,8 +18,9 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 
-from a2d_mpi import ProcessGrid
-from a2d_mpi.torch import ContextParallel, context
+from a2d_mpi import Causal, ProcessGrid, SlidingWindow
+from a2d_mpi.torch import ContextParallel, context, layers
+from a2d_mpi.torch.cache import Kept
 
 pytestmark = pytest.mark.mpi(min_size=4)
 torch.set_num_threads(1)
@@ -199,6 +201,39 @@ def test_what_is_kept(comm, parallel):
     assert_all(comm, np.ptp(later) <= 1, f"{later} tokens are not in turn")
     held = 2 * 2 * 8 * 4 * (len(own) + 16 + len(own) // 16)  # k and v, heads, elements, bytes
     assert_all(comm, cache.nbytes <= held + 2 * 2 * 8 * 4 * 40, f"{cache.nbytes} of {held} bytes")
+
+
+def test_no_copies(comm):
+    """The cache takes the keys of a prefill as they are, or copies what later tokens see."""
+    whole = torch.randn(1, 60, 3, 8).transpose(1, 2)  # (1, KV heads, tokens, elements)
+    for mask, x, is_kept in (
+        (Causal(), whole, True),
+        (SlidingWindow(4, 0), whole, False),
+        (Causal(), torch.randn(1, 3, 60, 16)[..., :8], False),  # a part of a larger tensor
+    ):
+        kept = Kept(mask, 1)
+        kept.begin([0], [np.arange(60)], [slice(0, 60)], [60])
+        buffer, seen = kept.store(None, x)
+        assert seen.data_ptr() == x.data_ptr() and torch.equal(seen, x)
+        assert torch.equal(buffer, x[0, :, kept.positions[0]])
+        assert (buffer.data_ptr() == x.data_ptr()) == is_kept
+        assert buffer.untyped_storage().nbytes() == buffer.nbytes
+
+
+def test_trials_of_layers(comm, monkeypatch):
+    """They hold what modules give once: it may be more than the weights."""
+    alive, run = [], layers._Watch.run
+
+    def counting(*args):
+        most.append(sum(x() is not None for x in alive))
+        seen = run(*args)
+        alive.extend(weakref.ref(x) for _, x in seen[:1])
+        return seen
+
+    most: list[int] = []
+    monkeypatch.setattr(layers._Watch, "run", counting)
+    layers.layers_of(made("Llama"), 60)
+    assert len(alive) > 2 and max(most) == 1, f"{most}"
 
 
 def test_crop_and_reset(comm, parallel):
@@ -386,6 +421,14 @@ def test_a_cache_for_others(comm, parallel):
         cp.generate(ids if comm.rank == 3 else None, root=3, max_new_tokens=4),
         one(comm, made("Llama"), ids, max_new_tokens=4),
     )
+    ids, mask = padded((20, 5))  # transformers finds the mask of padding, also of a root
+    options = {"max_new_tokens": 4, "pad_token_id": 0}
+    expected = comm.bcast(one(comm, made("Llama"), ids, mask, **options))
+    assert_same(comm, cp.generate(ids if comm.rank == 3 else None, root=3, **options), expected)
+    assert_same(comm, cp.generate(ids, attention_mask=mask.bool(), **options), expected)
+    few = parallel(made("Llama"), 2).prefill(prompt(20))
+    told = "must be of `prefill` on 4 ranks, got SpreadCache on 2"
+    assert_raises(comm, told, cp.generate, prompt(20), past_key_values=few)
 
 
 def test_refused(comm, parallel):
@@ -489,8 +532,6 @@ def test_the_probe_compares_steps(comm, parallel, monkeypatch):
     monkeypatch.setattr(decoding.Steps, "_merged", everywhere)
     assert_raises(comm, told, parallel(model).generate, prompt(9), max_new_tokens=2)
     monkeypatch.undo()
-    from a2d_mpi.torch.cache import Kept
-
     begin = Kept.begin
 
     def all_of_it(self, old, new, sources, total):

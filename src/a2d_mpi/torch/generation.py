@@ -21,7 +21,6 @@ from a2d_mpi.attention.methods import Attention2D
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import Call, CollectiveError, agree, message_of
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.comm.survival import RanksLost
 from a2d_mpi.masks.documents import Documents
 from a2d_mpi.sharding.distribution import Distribution
 from a2d_mpi.torch.batches import agreed, check_padding, check_tokens, left_padded
@@ -160,16 +159,16 @@ class Generation:
         self._probe()
         self._compute_by_plans(cache, ids[:, :-1], mask[:, :-1], new * len(ids))
         criteria = _Decisions(taken.pop("stopping_criteria"), self.steps, streamer)
-        if not first:  # it takes the tokens of rank 0
+        if first:
+            taken["logits_processor"].insert(0, criteria.begin)
+        else:  # it takes the tokens of rank 0
             taken["logits_processor"] = LogitsProcessorList()
             taken["generation_config"].do_sample = False
         self._agreed = True
         try:
             found = self.cp.model._sample(stopping_criteria=criteria, **taken)
-        except (CollectiveError, RanksLost):  # of all ranks
-            raise
-        except Exception as error:  # of any kind: the other ranks wait for a token
-            if first:
+        except Exception as error:  # of any kind
+            if criteria.awaited:
                 criteria.fail(message_of(error), len(ids))
             raise
         finally:
@@ -375,6 +374,12 @@ class _Decisions(StoppingCriteriaList):
     def __init__(self, criteria: StoppingCriteriaList, steps: Steps, streamer: Any) -> None:
         super().__init__(criteria)
         self.steps, self.streamer, self.done = steps, streamer, False
+        self.awaited = False  # whether the other ranks wait for a token of this one
+
+    def begin(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Note that the model has been called: rank 0 chooses tokens now."""
+        self.awaited = True
+        return scores
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **others: Any) -> torch.Tensor:
         """Send the last tokens and whether rows are done; overwrite the tokens of other ranks."""
@@ -387,6 +392,7 @@ class _Decisions(StoppingCriteriaList):
                 self.streamer.put(input_ids[:, -1].cpu())
                 if self.done.all():
                     self.streamer.end()
+        self.awaited = False
         self.steps.choose(decided)
         if decided[0, 0] == FAILED:
             self.fail()
