@@ -268,7 +268,7 @@ class Parser(argparse.ArgumentParser):
         self._imports.add_argument(
             "--import", type=_imported, action="append", metavar="FILE", help=text
         )
-        text = "print results and errors only, neither progress nor remarks"
+        text = "print results, warnings and errors, but neither progress nor remarks"
         self._imports.add_argument("--quiet", action="store_true", help=text)
         super().__init__(
             prog=prog,
