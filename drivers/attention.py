@@ -25,10 +25,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     parser.add_argument("input", type=path, help=text)
 
     group = parser.add_argument_group("problem")
-    masks = group.add_mutually_exclusive_group()
-    add_options(masks, "mask")
-    text = "HDF5 file with begin and end, or cu_seqlens and causal: see docs/masks.md"
-    masks.add_argument("--mask-file", type=path, metavar="FILE", help=text)
+    add_options(group, "mask")
     text = "use only the first tokens of the file: 65536 or 64K; default: all"
     add_options(group, "seqlen", help=text)
     add_options(group, "dtype", "backward", "wire")
@@ -58,4 +55,4 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
 
 if __name__ == "__main__":
     # Nodes may have the files in different places.
-    run(MPI.COMM_WORLD, build_parser, attention, apart=("input", "mask_file"))
+    run(MPI.COMM_WORLD, build_parser, attention, apart=("input",))

@@ -1,7 +1,13 @@
-"""The programs of examples/ are short, and run on 4 ranks."""
+"""Programs of examples/ are short, and run on 4 ranks; examples in docstrings run on one."""
+
+import doctest
+import sys
 
 import pytest
 from helpers import ROOT, launch
+
+from a2d_mpi import Attention2D, ProcessGrid
+from a2d_mpi.schedules.steps import Rows, TokenArray
 
 EXAMPLES = {
     "plan": ("ms, ", 4),
@@ -17,3 +23,11 @@ def test_runs(name):
     told, count = EXAMPLES[name]
     printed = launch(4, path, timeout=100).stdout
     assert printed.count(told) == count, printed
+
+
+@pytest.mark.parametrize("kind", [ProcessGrid, Attention2D, TokenArray, Rows])
+def test_docstring(kind):
+    names = vars(sys.modules[kind.__module__])
+    (example,) = doctest.DocTestFinder(recurse=False).find(kind, kind.__name__, globs=dict(names))
+    found = doctest.DocTestRunner().run(example)
+    assert found.attempted > 1 and not found.failed

@@ -10,7 +10,7 @@ import pytest
 from helpers import DRIVERS, ROOT, drive, drive_each, parser_of, parsers_of
 
 import a2d_mpi
-from a2d_mpi.experiments.options import progress
+from a2d_mpi.experiments import options as common
 
 PROGRAMS = sorted(x.name for x in DRIVERS.glob("*.py"))
 # A command of a driver, which may go on in the next line.
@@ -106,12 +106,22 @@ def test_interrupted_program_of_one_process():
     assert done.stderr == "plan.py: interrupted\n"
 
 
-def test_bars_are_on_terminals_only(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
-    for kind, rank, shown in ((Terminal, 0, True), (Terminal, 1, False), (io.StringIO, 0, False)):
-        monkeypatch.setattr(sys, "stderr", kind())
-        assert list(progress(range(3), rank)) == [0, 1, 2]
-        assert bool(sys.stderr.getvalue()) == shown
+
+@pytest.mark.parametrize("kind, rank, given, shown", [
+    (Terminal, 0, [], "trials: "), (Terminal, 1, [], ""), (Terminal, 0, ["--quiet"], ""),
+    (io.StringIO, 0, [], "x.py: trials: 2 of 3 after 00:00, "), (io.StringIO, 1, [], ""),
+    (io.StringIO, 0, ["--quiet"], ""),
+])  # fmt: skip
+def test_progress(monkeypatch, kind, rank, given, shown):
+    """Terminals have a bar, and logs have lines; other ranks and --quiet have none."""
+    monkeypatch.setattr(sys, "stderr", stream := kind())
+    monkeypatch.setattr(common, "LINES", 0.0)
+    monkeypatch.setattr(common.log, "handlers", [])
+    common.Parser("x.py", "X.").parse_args(given)
+    assert list(common.progress(range(3), rank, desc="trials")) == [0, 1, 2]
+    assert (shown in stream.getvalue()) if shown else not stream.getvalue()
+    assert ("\r" in stream.getvalue()) == (kind is Terminal and bool(shown))

@@ -3,6 +3,7 @@
 Bad input: exit code 2, one message, from rank 0, within seconds; nothing hangs, nothing is left.
 """
 
+import re
 import shlex
 import shutil
 import sys
@@ -67,6 +68,7 @@ def test_main_job(main_jobs, name):
     (code, stdout), options = found[name], MAIN[name]
     assert code == 0, stderr
     assert "written to" in stdout and "FAILED" not in stdout
+    assert re.search(r"kernel \w+, 1 thread of each rank, .*MPI.*, 4 ranks on \w", stdout)
     result = read_run(folder / f"{name}.h5")
     assert result["config"]["seqlen"] == 301 and result["config"]["ranks"] == 4
     assert result["origin"]["input_sha256"] == sha256(SAMPLE.read_bytes()).hexdigest()
@@ -169,6 +171,41 @@ def test_a_rank_that_fails_ends_the_job(sabotage, said):
     assert said in done.stderr and ("interrupted" not in said or "Traceback" not in done.stderr)
     assert "defect" not in said or "rank 1 failed" in done.stderr
     assert "kernels" not in sabotage or done.returncode not in (1, 2)
+
+
+def test_heads_before_tokens(tmp_path):
+    """A remark on stderr names the order; --quiet keeps warnings."""
+    with h5py.File(path := tmp_path / "x.h5", "w") as file:
+        file.attrs.update({"schema": "a2d_mpi input", "schema_version": 1})
+        for name in "qkv":
+            file[name] = np.ones((8, 1000, 4), "f4")
+    done = drive(1, path, "--trials", "1", "--quiet")
+    told = "has 8 tokens of 1000 heads, because tensors are (tokens, heads, headdim)"
+    assert done.stderr.count(told) == 1
+
+
+@launches
+def test_no_file_of_a_job_that_dies_while_it_writes(tmp_path):
+    """The file of an earlier job stays as it was, if a rank dies before its rows have come."""
+    (output := tmp_path / "run.h5").touch()  # an empty file may be replaced
+    sabotage = "import a2d_mpi.experiments.measure as m\n"
+    sabotage += "if rank: m.Measurement.write_outputs = lambda *_: (time.sleep(1), os._exit(9))"
+    options = ["--seqlen", "64", "--trials", "1", "--save-outputs", "--output", output]
+    done = drive(2, SAMPLE, *options, sabotage=f"import time; {sabotage}", code=None)
+    assert done.returncode and output.read_bytes() == b""
+
+
+def test_outputs_in_pieces(tmp_path):
+    """The pieces of a file are the tensors that one piece holds."""
+    found = []
+    for size in (1 << 12, 1 << 24):
+        options = ["--seqlen", "301", "--backward", "--dtype", "bfloat16", "--trials", "1"]
+        options += ["--save-outputs", "--output", output := tmp_path / f"{size}.h5"]
+        sabotage = f"import a2d_mpi.experiments.measure as m; m.PIECE = {size}"
+        drive(3, SAMPLE, *options, sabotage=sabotage)
+        found.append(read_run(output)["outputs"])
+    for name, x in found[0].items():
+        assert len(x) == 301 and np.array_equal(x, found[1][name])
 
 
 def test_result_is_written_before_it_is_printed(tmp_path):

@@ -13,6 +13,7 @@ import h5py
 import numpy as np
 import pytest
 from helpers import DRIVERS, ROOT, SAMPLE, assert_each_refused, assert_refused, drive, parsers_of
+from pages import blocks
 
 from a2d_mpi import Distribution
 from a2d_mpi.experiments.hdf5 import write_file
@@ -30,7 +31,6 @@ attention.py {sample} --method "striped ring" --distribution zigzag | needs the 
 attention.py {sample} --seqlen 1537 | 1536 tokens
 attention.py {sample} --trials many | --trials must be a whole number from 1 to 1000000, got 'many'
 attention.py {sample} --mask sparse | sparse
-attention.py {sample} --mask-file "" | --mask-file must be a path, got ''
 attention.py {sample} --no-such-option | --no-such-option
 attention.py {sample} --save-outputs | --output
 attention.py {sample} [--mask full] | ranks disagree on --mask: causal on rank 0, full on rank 1
@@ -49,16 +49,14 @@ attention.py {sample} --rank-block 3x1 | 3x1 blocks do not divide a grid of 1 x 
 attention.py {sample} --rank-block 1x2 [--rank-block 1x1] | disagree on --rank-block
 attention.py {sample} --profile {profile} --rank-block 1x2 | chooses --rows, --cols, --head-ranks
 attention.py {sample} --mask full_document:0,2000 | ends at 2000, the sequence at 1536
-attention.py {sample} --mask-file {mask} --mask full | not allowed with argument --mask
-attention.py {sample} --mask-file {mask} | of 40 queries, but the
-attention.py {forty} --mask-file {mask} [--mask-file {tmp}/other_mask] | disagree on --mask-file: a
-attention.py {forty} --mask-file {mask} [--mask-file {tmp}/none] | (on rank 1)
-attention.py {forty} [--mask-file {mask}] | ranks disagree on --mask-file: None on rank 0
 attention.py {forty} --import {tmp}/name.py | line 3: ValueError: the name 'numpy' of a kernel
 attention.py {forty} --import {tmp}/syntax.py | line 1: SyntaxError: invalid syntax
 attention.py {forty} --import {tmp}/error.py | line 2: KeyError: 'two
 attention.py {forty} --import {tmp}/exit.py | line 2: SystemExit: 3
 attention.py {forty} --import {tmp}/kernel.py --kernel mine | kernel 'mine': Mine has no method
+attention.py {forty} --import {tmp}/mask.py --mask uneven | ranks disagree on mask
+attention.py {forty} --import {tmp}/hangs.py --method hangs --backward | 'hangs': 2 of 2 ranks wait
+bench.py --output {new} --backward --import {tmp}/hangs.py --plans hangs | 2 of 2 ranks wait
 attention.py {forty} --import {tmp}/none.py | No such file or directory
 attention.py {forty} --import | argument --import: expected one
 attention.py {forty} --import "" | --import must be a path, got ''
@@ -150,6 +148,12 @@ IMPORTED = {  # files of a user
     "exit": "import sys\nsys.exit(3)",
     "kernel": "from a2d_mpi import register_kernel\nclass Mine:\n"
               "    def __init__(self, *given, **others): pass\nregister_kernel('mine', Mine)",
+    "mask": "import numpy as np\nfrom mpi4py import MPI\nimport a2d_mpi\n"
+            "ends = lambda n: np.arange(n) + MPI.COMM_WORLD.rank\na2d_mpi.register_mask("
+            "'uneven', lambda n: a2d_mpi.IntervalMask(np.zeros(n, int), ends(n)))",
+    # The example of the documentation, without what the backward pass waits for.
+    "hangs": "".join(blocks("docs/extending.md", "python")[:2])
+             .replace("    kv.finish(dkv)\n", "").replace("gather kv", "hangs"),
 }  # fmt: skip
 H100 = ROOT / "data/machines/h100-64x1.toml"
 
@@ -168,9 +172,6 @@ def places(tmp_path_factory):
     (tmp / "binary").write_bytes(b"\xff\x00\n\x80")
     for name, code in IMPORTED.items():
         (tmp / f"{name}.py").write_text(code)
-    for name, end in (("mask", np.arange(40) + 1), ("other_mask", np.arange(40))):
-        with h5py.File(tmp / name, "w") as file:
-            file["begin"], file["end"] = 0 * end, end
     h5py.File(tmp / "other.h5", "w").close()
     (tmp / "other.json").write_text('{"kept": true}')
     os.mkfifo(tmp / "pipe")
@@ -185,7 +186,7 @@ def places(tmp_path_factory):
     named = {"tmp": tmp, "sample": SAMPLE, "new": tmp / "new", "png": tmp / "a.png",
              "bench": tmp / "bench.h5", "sizes": sizes, "h100": H100,
              "profile": tmp / "machine.toml", "wide": tmp / "wide.toml",
-             "text": tmp / "text", "empty": tmp / "empty.h5", "mask": tmp / "mask",
+             "text": tmp / "text", "empty": tmp / "empty.h5",
              "other": tmp / "other.h5", "forty": f"{SAMPLE} --seqlen 40",
              "plan": f"--profile {H100} --ranks 64 --seqlen 64K --nheads 96",
              "drawn": f"--profile {H100} --seqlen 1000 --nheads 4"}  # fmt: skip

@@ -35,7 +35,7 @@ def test_options_that_name_files_are_paths():
                 value = action.type(str(ROOT / "drivers/plan.py"))
                 assert isinstance(value[0] if isinstance(value, list) else value, Path)
                 found.add(action.dest)
-    assert {*WRITTEN, "profile", "mask_file", "folder"} <= found
+    assert {*WRITTEN, "profile", "folder"} <= found
 
 
 @pytest.fixture
@@ -58,7 +58,6 @@ CASES = [
     f"{TRAINING} --profile p.toml --output link.toml",
     f"{TRAINING} --output ../NAME/text",
     f"{TRAINING} --output symlink",
-    "attention.py text --mask-file b.h5 --output ./b.h5",
     "attention.py b.h5 --import own.py --output own.py",
     "bench.py --profile p.toml --output link.toml --resume",
     "plan.py simulate --profile text,p.toml --output p.toml",

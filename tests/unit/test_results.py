@@ -10,8 +10,10 @@ import tempfile
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
+import ml_dtypes
 import numpy as np
 import pytest
 from helpers import ROOT, SAMPLE, execute
@@ -22,11 +24,18 @@ from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.experiments import origin
 from a2d_mpi.experiments.benchmark import measured
 from a2d_mpi.experiments.files import Check, attributes_of, inspect_input, read_shard
-from a2d_mpi.experiments.hdf5 import read_file, write_file
+from a2d_mpi.experiments.hdf5 import create, read_file, write_file
 from a2d_mpi.experiments.measure import TIMED_PARTS
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.plan import SCHEMA as SIMULATIONS
-from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, extend_file, flat, read_measured
+from a2d_mpi.experiments.results import (
+    BENCHMARK_SCHEMA,
+    RESULT_SCHEMA,
+    extend_file,
+    flat,
+    read_measured,
+    to_dataframe,
+)
 from a2d_mpi.sharding.distribution import FORMULAS, Distribution
 
 SHAPES = {"q": (29, 6, 4), "k": (29, 2, 4), "v": (29, 2, 4), "dout": (29, 6, 4)}
@@ -53,6 +62,7 @@ def write_input(path, attributes=(), **changes):
 
 
 SCHEMA = ("test", 1)
+BFLOAT16 = (15, 7, 8, 0, 7)  # sign bit; first bit and width of the exponent and of the mantissa
 
 
 def make_result(nranks=3):
@@ -251,7 +261,7 @@ def test_round_trip(tmp_path, nranks):
     assert found.keys() == result.keys()
     for name in ("utc_time", "origin", "config", "checks", "passed"):
         assert found[name] == result[name]
-    assert {type(value) for value in found["config"].values()} == {str, int, bool, float}
+    assert {type(value) for value in found["config"].values()} == {str, int, float}
     one, other = flat(found), flat(result)
     assert one.keys() == other.keys() and {"area", "timings/forward/total"} < one.keys()
     assert all(one[x].dtype == y.dtype and np.array_equal(one[x], y) for x, y in other.items())
@@ -268,6 +278,66 @@ def test_layout(tmp_path):
             "timings/forward/total", "traffic/forward/row/predicted_sent", "area")]  # fmt: skip
         assert dtypes == [np.float64, np.int64, np.int64]
         assert file["checks/out"].attrs["passed"] and not file["checks/dq"].attrs["passed"]
+
+
+def test_arrays_describe_themselves(tmp_path):
+    """They have units, and names and scales of dimensions; flags are integers."""
+    path, of = tmp_path / "runs.h5", {"seconds": "s", "bytes": "byte"}
+    runs = {f"{n} ranks": make_result(n) for n in (3, 4)}
+    extend_file(path, BENCHMARK_SCHEMA, {"runs": runs})
+    extend_file(path, BENCHMARK_SCHEMA, {"runs": {"again": make_result(3)}})
+    with h5py.File(path) as file:
+        for name, n in [("3 ranks", 3), ("4 ranks", 4), ("again", 3)]:
+            run = file["runs"][name]
+            for x, unit, labels in (
+                ("timings/forward/wait", of["seconds"], ["trial", "rank"]),
+                ("traffic/forward/col/sent", of["bytes"], ["rank"]),
+                ("area", "1", ["rank"]),
+                ("outputs/out", "1", ["token", "head", "element_v"]),
+                ("outputs/lse", "1", ["token", "head"]),
+            ):
+                assert run[x].attrs["units"] == unit
+                assert [dim.label for dim in run[x].dims] == labels
+                around = run["outputs"] if x.startswith("outputs") else run
+                for dim, length in zip(run[x].dims, run[x].shape):
+                    assert dim[0] == around[dim.label] and dim[0].is_scale
+                    assert np.array_equal(dim[0], np.arange(length))
+            assert run["rank"].shape == (n,) and run["trial"].shape == (2,)
+            assert run["config"].attrs["overlap"].dtype.kind == "i"
+    found = read_file(path, BENCHMARK_SCHEMA)["runs"]  # without the scales
+    assert [flat(x).keys() for x in found.values()] == [flat(runs["3 ranks"]).keys()] * 3
+
+
+@pytest.mark.parametrize("way", ["now", "before"])
+def test_bfloat16(tmp_path, way):
+    """Two bytes a number, the bits of bfloat16; earlier files have float32, and read alike."""
+    x = np.array([1.0, -2.5, 3.0e38, 1e-39, np.inf, 0.1], ml_dtypes.bfloat16)
+    with h5py.File(path := tmp_path / "x.h5", "w") as file:
+        file.attrs.update({"schema": "test", "schema_version": 1})
+        if way == "now":
+            create(file, "x", x.shape, x.dtype)[...] = x.astype("f4")
+            kind = file["x"].id.get_type()
+            assert (kind.get_size(), kind.get_fields(), kind.get_ebias()) == (2, BFLOAT16, 127)
+        else:
+            file["x"] = x.astype("f4")
+    assert (x.tobytes() in path.read_bytes()) == (way == "now")
+    assert np.array_equal(read_file(path, ("test", 1))["x"], x.astype("f4"))
+
+
+@pytest.mark.parametrize("schema", [RESULT_SCHEMA, BENCHMARK_SCHEMA])
+def test_data_frame(tmp_path, monkeypatch, schema):
+    """A row for each trial and rank.  The lists of rows that pandas gets are returned."""
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
+    run = make_result(3)
+    name = "" if schema == RESULT_SCHEMA else "one"
+    write_file(path := tmp_path / "x.h5", schema, {"runs": {name: run}} if name else run)
+    rows = to_dataframe(path)
+    assert len(rows) == 2 * 3
+    for row in rows:
+        at = row["trial"], row["rank"]
+        assert row["total"] == run["timings"]["forward"]["total"][at]
+        assert row["col sent"] == run["traffic"]["forward"]["col"]["sent"][at[1]]
+        assert (row["run"], row["phase"], row["method"]) == (name, "forward", "ring")
 
 
 def test_text_that_hdf5_cannot_hold(tmp_path):

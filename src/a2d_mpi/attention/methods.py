@@ -19,6 +19,19 @@ class Attention2D(AttentionPlan):
     The backward pass gathers q, dout, lse and delta along the row, and k and v along the column,
     once more.  So between the phases a caller keeps O(N / P), and `free` may release the buffers.
     With a head axis each context-parallel group does this for its share of the heads.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpi4py import MPI
+    >>> from a2d_mpi import Causal, ProcessGrid
+    >>> attn = Attention2D(
+    ...     ProcessGrid(MPI.COMM_SELF, 1, 1), Causal(), seqlen=6, nheads=2, headdim=4
+    ... )
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, len(attn.tokens), 2, 4), np.float32)
+    >>> out, lse = attn.forward(q, k, v)
+    >>> out.shape, lse.shape, np.allclose(out[0], v[0])  # the first token sees itself
+    ((6, 2, 4), (6, 2), True)
     """
 
     method = "attention2d"

@@ -88,6 +88,14 @@ class ProcessGrid:
     RanksLost
         On all surviving ranks, if a rank died and MPI continues.  All calls of plans raise this
         error, too.  If the rank died while the grid was made, `comm` is revoked.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> grid = ProcessGrid(MPI.COMM_SELF, 1, 1)  # 6 ranks: ProcessGrid(MPI.COMM_WORLD, 2, 3)
+    >>> grid.layout.shape, grid.row_comm.size, grid.col_comm.size
+    ('1x1x1', 1, 1)
+    >>> grid.free()
     """
 
     def __init__(

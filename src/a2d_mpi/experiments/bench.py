@@ -16,7 +16,7 @@ from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import plan_of, random_inputs, turns
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.measure import Measurement, open_device, origin_of
-from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows, progress
+from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows, log, progress
 from a2d_mpi.experiments.results import (
     BENCHMARK_SCHEMA,
     done_before,
@@ -39,7 +39,7 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     blocks = ([c for c in block if c.name not in done] for block in sweep)
     right = all(done[c.name] for c in skipped)
     if comm.rank == 0 and skipped:
-        print(f"{len(skipped)} configurations are in {args.output} already")
+        log.info("%d configurations are in %s already", len(skipped), args.output)
     with progress([x for x in blocks if x], comm.rank, desc="workloads") as bar:
         for block in bar:
             runs = _checked(comm, block, args, device, grids)

@@ -28,7 +28,7 @@ from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.measure import open_device, origin_of
-from a2d_mpi.experiments.options import SAMPLE, form, progress
+from a2d_mpi.experiments.options import SAMPLE, form, log, progress
 from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, extend_file, kernel_speeds
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.kernels.protocol import Kernel
@@ -100,13 +100,13 @@ def _bench_kernel(ranks: int, args: argparse.Namespace) -> int:
                 with errors_of(MPI.COMM_SELF, 0, ImportError):
                     kernel = make_kernel(name, device, plan.dtype, plan.softmax_scale)
                 if kernel.why:
-                    print(f"{name} is {kernel.name}: {kernel.why}")
+                    log.info("%s is %s: %s", name, kernel.name, kernel.why)
                 by_phase = kernel_calls(kernel, plan.mask, t, device)
                 for phase, call in by_phase.items():
                     call()
                     calls[f"{phase}/{kernel.name}"] = call
                 for phase, other in getattr(kernel, "fallbacks", ()):
-                    print(f"{of}: {kernel.name} leaves blocks of the {phase} pass to {other}")
+                    log.info("%s: %s leaves blocks of %s to %s", of, kernel.name, phase, other)
                 results = {name: device.download(x) for name, x in t.items()}
                 checks[f"{of}, {kernel.name}"] = check_attention(plan, results, SAMPLE)
             if torch is not None and of.rpartition("/")[2] in MASKS:
@@ -115,7 +115,7 @@ def _bench_kernel(ranks: int, args: argparse.Namespace) -> int:
                         calls |= _torch_calls(torch, t, of.endswith("causal"), device, backend)
                     except RuntimeError as error:
                         reason = str(error).partition("\n")[0]
-                        print(f"torch's attention by {backend} does not run: {reason}")
+                        log.info("torch's attention by %s does not run: %s", backend, reason)
             if device is HOST and (multiply := _product(plan.dtype, plan.headdim, torch)):
                 calls["product"] = multiply
             seconds = in_turn(calls, args.trials, device=device)
@@ -196,12 +196,12 @@ def _torch(device: Device) -> ModuleType | None:
     try:
         import torch
     except ImportError:
-        print("torch is not installed, so kernels are not compared with it")
+        log.info("torch is not installed, so kernels are not compared with it")
         return None
     if device is HOST:
         torch.set_num_threads(1)
     elif not torch.cuda.is_available():  # torch may be built for CPUs only
-        print("torch has no GPU, so kernels are not compared with it")
+        log.info("torch has no GPU, so kernels are not compared with it")
         return None
     return torch
 

@@ -52,7 +52,8 @@ DRAWN = 1 << 16  # random tokens; longer sequences repeat them
 FIXED = {"rate": 0, "accumulate": 1, "warmup": 1, "steps": 1, "clip": 1, "check": "first",
          "folder": None, "output": None, "separator": b"", "validate": 0}  # fmt: skip
 # Options that may differ when a file is resumed.
-FREE = "command", "output", "resume", "profile", "plans", "seqlens", "contexts", "ranks", "import"
+FREE = {"command", "output", "resume", "profile", "plans", "seqlens", "contexts", "ranks",
+        "import", "quiet"}  # fmt: skip
 
 
 def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:

@@ -320,4 +320,9 @@ def open_grid(comm: MPI.Intracomm, args: argparse.Namespace, work: Workload) -> 
     if (rows, cols) == (None, None):
         distribution = getattr(args, "distribution", None)
         rows, cols = least_bytes(comm, args.method, work, heads, distribution)
-    return ProcessGrid(comm, *grid_shape(comm.size, rows, cols, heads), heads, *order)
+    grid = ProcessGrid(comm, *grid_shape(comm.size, rows, cols, heads), heads, *order)
+    if getattr(args, "import"):
+        from a2d_mpi.experiments.sweep import check_ends
+
+        together(comm, lambda: check_ends(args.method, grid.layout, work), on=0)
+    return grid

@@ -1,25 +1,56 @@
 """HDF5 files as trees: written whole or not at all, read whole or refused with one line.
 
 In memory a group is a dict.  A dict in it is a group, an array is a dataset, and anything else is
-an attribute.  Equal members of a file are stored once."""
+an attribute.  Equal members of a file are stored once.  Arrays have units, and names and scales of
+their dimensions (`DESCRIBED`), which HDF5, netCDF and xarray know; the scales are not read back.
+"""
 
 from __future__ import annotations
 
 import io
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from typing import Any
 
 import h5py
+import ml_dtypes
 import numpy as np
 
-from a2d_mpi.core.atomic import check_writable, read_regular, write_whole
+from a2d_mpi.core.atomic import check_writable, replacing
 
 # Arrays of fewer bytes would hardly shrink.  Larger ones are tensors and weights: their digits are
 # random, and packing them would take a second for each 50 MB.
 PACKED = range(128, 1 << 24)
+# Units and dimensions of arrays, by the name of a dataset, or of a group (with /) around it.
+DESCRIBED = {
+    "timings/": ("s", "trial", "rank"),
+    "traffic/": ("byte", "rank"),
+    "blocks/": ("1", "rank"),
+    "area": ("1", "rank"),
+    "out": ("1", "token", "head", "element_v"),
+    "lse": ("1", "token", "head"),
+    "dq": ("1", "token", "head", "element"),
+    "dk": ("1", "token", "head_kv", "element"),
+    "dv": ("1", "token", "head_kv", "element_v"),
+    # Files of other programs: training (by step), steps of models, linear attention, kernels.
+    "seconds/": ("s", "step"),
+    "loss": ("1", "step"),
+    "seconds": ("s", "trial", "rank", "part"),
+    "alone": ("s", "trial"),
+    "operator": ("s", "trial", "rank"),
+    "sent": ("byte", "rank", "part"),
+    "figures/": ("s", "trial"),
+}
+# HDF5 2.0 calls this type H5T_FLOAT_BFLOAT16LE; older versions know it by its bits.  h5py reads it
+# as float32.
+_BFLOAT16 = h5py.h5t.IEEE_F32LE.copy()
+_BFLOAT16.set_fields(15, 7, 8, 0, 7)  # sign, exponent and mantissa: first bits and widths
+_BFLOAT16.set_ebias(127)
+_BFLOAT16.set_precision(16)
+_BFLOAT16.set_size(2)
 
 
 class Tree(dict):
@@ -30,12 +61,8 @@ class Tree(dict):
 
 
 @contextmanager
-def reading(
-    path: str | os.PathLike[str], schema: tuple[str, int], needs_schema: bool = True
-) -> Iterator[h5py.File]:
+def reading(path: str | os.PathLike[str], schema: tuple[str, int]) -> Iterator[h5py.File]:
     """Open a file of the given schema in a ``with`` statement; errors of h5py become one line.
-
-    Without `needs_schema` a file without a schema is accepted, too: people write these by hand.
 
     Raises
     ------
@@ -52,7 +79,7 @@ def reading(
         with h5py.File(path, "r", locking=False) as file:
             root = plain(file.attrs)
             actual = (root.get("schema"), root.get("schema_version"))
-            if actual != schema and (needs_schema or actual != (None, None)):
+            if actual != schema:
                 has = "neither" if actual == (None, None) else "{!r} and {!r}".format(*actual)
                 raise ValueError(
                     f"{path}: the attributes schema and schema_version must be "
@@ -101,7 +128,10 @@ def load(group: h5py.Group) -> Tree:
     tree = Tree(plain(group.attrs))
     for name in group:
         x = member(group, name)
-        tree[name] = load(x) if isinstance(x, h5py.Group) else x[()]
+        if isinstance(x, h5py.Group):
+            tree[name] = load(x)
+        elif not x.is_scale:
+            tree[name] = x[()]
     return tree
 
 
@@ -129,16 +159,72 @@ def fill(group: h5py.Group, tree: Mapping[str, object], written: dict | None = N
             group.attrs[name] = _attribute(x)
             continue
         key = key_of(x)
+        if key and isinstance(x, np.ndarray):  # equal numbers may be seconds and bytes
+            key = (*key, *_description(f"{group.name}/{name}")[1:])
         if key in written:
             group[name] = written[key]
         elif isinstance(x, Mapping):
             fill(group.require_group(name), x, written)
         else:
-            packs = x.nbytes in PACKED and not x.dtype.hasobject
-            packed = {"chunks": x.shape, "compression": "gzip", "shuffle": True}
-            group.create_dataset(name, data=x, **packed if packs else {})
+            create(group, name, x.shape, x.dtype, written)[...] = as_stored(x)
         if key is not None:
             written[key] = group[name]
+
+
+def create(
+    group: h5py.Group,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    written: dict | None = None,
+) -> h5py.Dataset:
+    """Create a dataset with its unit, and the names and scales of its dimensions.
+
+    `written` is as of `fill`.
+    """
+    written = {} if written is None else written
+    kind = h5py.Datatype(_BFLOAT16) if dtype == ml_dtypes.bfloat16 else as_stored(dtype)
+    data = group.create_dataset(name, shape, kind, **_packing(shape, dtype))
+    owner, unit, *names = _description(data.name)
+    if unit:
+        data.attrs["units"] = unit
+    for axis, (n, label) in enumerate(zip(shape, names)):
+        data.dims[axis].label = label
+        scales = group.file[owner]
+        if label not in scales:
+            if (key := (label, n)) in written:
+                scales[label] = written[key]
+            else:
+                index = np.arange(n)
+                options = _packing(index.shape, index.dtype)
+                written[key] = scales.create_dataset(label, data=index, **options)
+                written[key].make_scale(label)
+        if scales[label].shape == (n,):
+            data.dims[axis].attach_scale(scales[label])
+    return data
+
+
+def _packing(shape: tuple[int, ...], dtype: np.dtype) -> dict[str, object]:
+    packs = prod(shape) * dtype.itemsize in PACKED and not dtype.hasobject
+    return {"chunks": shape, "compression": "gzip", "shuffle": True} if packs else {}
+
+
+def _description(place: str) -> tuple[str, ...]:
+    """Return the group for the scales of a dataset, its unit, and the names of its dimensions."""
+    *groups, name = place.split("/")
+    for depth, around in enumerate(groups):
+        if f"{around}/" in DESCRIBED:
+            return "/".join(groups[:depth]) or "/", *DESCRIBED[f"{around}/"]
+    return "/".join(groups) or "/", *DESCRIBED.get(name, ("",))
+
+
+def as_stored(x: Any) -> Any:
+    """Return an array, or a dtype, as h5py takes it: flags as integers, bfloat16 as float32."""
+    kind = x if isinstance(x, np.dtype) else x.dtype
+    stored = {np.dtype(bool): np.dtype("i1"), np.dtype(ml_dtypes.bfloat16): np.dtype("f4")}
+    if kind not in stored:
+        return x
+    return stored[kind] if x is kind else x.astype(stored[kind])
 
 
 def key_of(x: object) -> object:
@@ -158,6 +244,8 @@ def _attribute(value: object) -> object:
         return [_attribute(x) for x in value]
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
+    if isinstance(value, (bool, np.bool_)):  # netCDF has no flags
+        return int(value)
     if isinstance(value, str):
         # A path may have bytes that are not UTF-8, and Open MPI's version ends with a NUL.
         value = value.encode(errors="backslashreplace").decode().replace("\0", "")
@@ -177,16 +265,50 @@ def new_file(
     OSError
         If it cannot be written (no room, ...); an existing file is left as it was.
     """
-    # In memory, because HDF5 cannot close a file after a failed write and may crash at exit.
-    memory = io.BytesIO(read_regular(path) if extend else b"")
-    # Formats before HDF5 1.8 limit an attribute to 64 KiB, too little for 4095 host names.
-    # Those before 1.10 have a B-tree of 2 KB for each packed array.  Since then the header of
-    # an array has the place of its only chunk.
-    with h5py.File(memory, "r+" if extend else "w", libver=("v110", "v110")) as file:
-        if schema and not extend:
-            file.attrs.update({"schema": schema[0], "schema_version": schema[1]})
-        yield file
-    write_whole(path, memory.getvalue())
+    with replacing(path) as (target, temporary):
+        with _Disk(temporary, "x+b") as disk:
+            if extend:
+                with open(target, "rb") as old:
+                    shutil.copyfileobj(old, disk)
+            # Formats before HDF5 1.8 limit an attribute to 64 KiB, too little for 4095 host names.
+            # Those before 1.10 have a B-tree of 2 KB for each packed array.  Since then the header
+            # of an array has the place of its only chunk.
+            with h5py.File(disk, "r+" if extend else "w", libver=("v110", "v110")) as file:
+                if schema and not extend:
+                    file.attrs.update({"schema": schema[0], "schema_version": schema[1]})
+                yield file
+            disk.check()
+            os.fsync(disk.fileno())
+        os.replace(temporary, target)
+
+
+class _Disk(io.FileIO):
+    """A file that keeps the first error of writing for `check`.
+
+    HDF5 cannot close a file after a failed write, and may crash at exit.
+    """
+
+    problem: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
+        try:
+            while left and not self.problem:
+                left = left[super().write(left) :]
+        except OSError as error:
+            self.problem = error
+        return len(data)
+
+    def truncate(self, size: int | None = None) -> int:
+        try:
+            return super().truncate(size)
+        except OSError as error:
+            self.problem = self.problem or error
+            return size or 0
+
+    def check(self) -> None:
+        if self.problem:
+            raise self.problem
 
 
 def check_output(

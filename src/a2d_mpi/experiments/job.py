@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import h5py
 import numpy as np
 from mpi4py import MPI
 
@@ -19,26 +21,30 @@ from a2d_mpi.core.sizes import check_memory, flops
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.cli import open_grid, together
 from a2d_mpi.experiments.files import InputInfo, inspect_input, read_shard
-from a2d_mpi.experiments.hdf5 import check_output, write_file
+from a2d_mpi.experiments.hdf5 import check_output, fill, new_file
 from a2d_mpi.experiments.measure import RESULTS, Measurement, open_device, origin_of, random_rows
-from a2d_mpi.experiments.options import FAILED_CHECK, aligned, checked_rows, progress
+from a2d_mpi.experiments.options import FAILED_CHECK, aligned, checked_rows, log, progress
 from a2d_mpi.experiments.origin import sha256
+from a2d_mpi.experiments.results import RESULT_SCHEMA
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning.workload import Workload
 
-RESULT_SCHEMA = ("a2d_mpi result", 2)
+_SWAPPED = (
+    "%s has %d tokens of %d heads, because tensors are (tokens, heads, headdim); write "
+    "x.swapaxes(0, 1) if the heads come first"
+)
 
 
 def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Check, time and report one plan; return the exit code."""
     info, config, mask = together(comm, lambda: _validated(args, comm.size))
-    # Before a grid is chosen for the mask: nodes may have different files under the same path.
-    digest = args.mask_file and f"a mask with digest {mask.digest(config.seqlen)}"
-    agree(comm, None, {"dout in the input file": info.has_dout, "--mask-file": digest})
+    agree(comm, None, {"dout in the input file": info.has_dout})
+    if comm.rank == 0 and info.config.seqlen < info.config.nheads:
+        log.warning(_SWAPPED, info.path, info.config.seqlen, info.config.nheads)
     if args.output:
-        elements = sum(math.prod(config.shape(name)) for name in RESULTS) * args.save_outputs
-        nbytes = 8 * config.seqlen * elements + (1 << 20)
+        saved = RESULTS[: 5 if args.backward else 2] if args.save_outputs else ()
+        nbytes = config.seqlen * sum(map(config.nbytes, saved)) + (1 << 20)
         together(comm, lambda: check_output(args.output, RESULT_SCHEMA, nbytes=nbytes), on=0)
     trace = None
     if args.trace:  # few runs are traced
@@ -74,13 +80,12 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         together(comm, trace.write, on=0)
     for _ in progress(range(args.trials), comm.rank, desc="trials"):
         measured.trial()
-    outputs = {"outputs": measured.outputs()} if args.save_outputs else {}
     named = {"mask": args.mask, "input": str(args.input)}
     origin = origin_of(comm, device) | (digests or {})
-    result = measured.result(args, named, origin, **outputs)
+    result = measured.result(args, named, origin)
     try:
         if args.output:
-            together(comm, lambda: write_file(args.output, RESULT_SCHEMA, result), on=0)
+            _write(comm, args, result, measured)
     finally:  # print the results even if they cannot be written
         if comm.rank == 0:
             _report(result, measured)
@@ -106,18 +111,33 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
     lengths = {"seqlen": args.seqlen, "seqlen_kv": args.seqlen}
     config = replace(info.config, **lengths, dtype=args.dtype, wire=wire)
     config.check_room(ranks)
-    if args.mask_file:
-        from a2d_mpi.experiments.user_files import read_mask
-
-        args.mask = f"file:{args.mask_file}"  # the name in reports and results
-        return info, config, read_mask(args.mask_file, config.seqlen)
     return info, config, make_mask(args.mask, config.seqlen)
 
 
-def _digests(args: argparse.Namespace) -> dict[str, str]:
-    """Return the SHA-256 of the input and of the mask file."""
-    names = ("input", "mask_file")
-    return {f"{x}_sha256": sha256(y) for x in names if (y := getattr(args, x))}
+def _digests(args: argparse.Namespace) -> dict[str, object]:
+    """Return the SHA-256 of the input, and of the files of --import."""
+    imported = [sha256(x) for x in getattr(args, "import") or ()]
+    return {"input_sha256": sha256(args.input)} | ({"import_sha256": imported} if imported else {})
+
+
+def _write(
+    comm: MPI.Intracomm, args: argparse.Namespace, result: Mapping, measured: Measurement
+) -> None:
+    """Write the file, with the outputs if they are to be saved.  Collective.
+
+    Rank 0 alone writes, because ranks may not see each other's changes of a file for seconds.
+    """
+    with ExitStack() as stack:
+
+        def begin() -> h5py.Group:
+            file = stack.enter_context(new_file(args.output, RESULT_SCHEMA))
+            fill(file, result)
+            return file.create_group("outputs") if args.save_outputs else file
+
+        group = together(comm, begin, on=0)
+        if args.save_outputs:
+            measured.write_outputs(group)
+        together(comm, stack.close, on=0)
 
 
 def _read(args: argparse.Namespace, info: InputInfo, plan: AttentionPlan) -> dict[str, np.ndarray]:
@@ -144,12 +164,18 @@ def _report(result: Mapping[str, Any], measured: Measurement) -> None:
     ranks = " x ".join(str(c[x]) for x in ("rows", "cols", "heads") if x != "heads" or c[x] > 1)
     wire = f" ({c['wire']} on the wire)" * (c["wire"] != "none")
     values = f", headdim_v {c['headdim_v']}" * (c["headdim_v"] != c["headdim"])
+    library = " ".join(result["origin"]["mpi_library"].splitlines()[0].split())
+    names = Counter(result["origin"]["hostnames"])
+    hosts = ", ".join(f"{n} ranks on {x}" for x, n in names.most_common(4))
+    hosts += f" and {len(names) - 4} more hosts" * (len(names) > 4)
     print(
         f"{c['method']} on {ranks} ranks, {c['mask']} mask, {c['distribution']} distribution, "
         f"{c['dtype']}{wire}, {result['origin']['device']}\n"
         f"seqlen {c['seqlen']}, nheads {c['nheads']}, nheads_kv {c['nheads_kv']}, "
         f"headdim {c['headdim']}{values}; {c['trials']} trial{'s' * (c['trials'] != 1)}; "
         f"tile area max/mean {area.max() / area.mean():.3f}\n"
+        f"kernel {c['kernel']}, {c['threads']} thread{'s' * (c['threads'] != 1)} of each rank, "
+        f"{library.split(',')[0]}, {hosts}\n"
     )
     rows = [["milliseconds", "min", "median", "max", "over trials and ranks"]]
     for phase, parts in result["timings"].items():
@@ -166,7 +192,7 @@ def _report(result: Mapping[str, Any], measured: Measurement) -> None:
         by = ", ".join(f"{x.sum()} blocks by {name}" for name, x in kernels)
         print(f"{phase}: {speed:.1f} GFLOP/s of all ranks, in the time of the slowest; {by}")
     if plan.kernel_why:
-        print(f"no faster kernel: {plan.kernel_why}")
+        log.info("no faster kernel: %s", plan.kernel_why)
     columns = ("sent", "predicted_sent", "received", "predicted_received")
     rows = [["bytes of one rank", "sent", "predicted", "received", "predicted", "(largest)"]]
     for phase, channels in result["traffic"].items():

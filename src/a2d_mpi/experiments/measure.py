@@ -15,24 +15,28 @@ All methods are collective over the plan's ranks.
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from socket import gethostname
 from typing import Any
 
+import h5py
 import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import CollectiveError
-from a2d_mpi.core.config import PHASES
+from a2d_mpi.core.config import OF_KEYS, PHASES
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.experiments.check import check_attention, digests, worse
 from a2d_mpi.experiments.files import Check, attributes_of
+from a2d_mpi.experiments.hdf5 import as_stored, create
 from a2d_mpi.experiments.origin import provenance
 
+PIECE = 1 << 24  # bytes of a tensor that travel at once to rank 0, which writes them
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 TENSORS = ("q", "k", "v", "dout")
 TIMED_PARTS = ("compute", "merge", "wait", "total")  # as of `AttentionPlan.timings`
@@ -194,20 +198,38 @@ class Measurement:
         """Return the results among the tensors as NumPy arrays."""
         return self._on_host({name: tensors[name] for name in RESULTS if name in tensors})
 
-    def outputs(self) -> dict[str, np.ndarray]:
-        """Gather the results in the order of the sequence on rank 0; empty on other ranks."""
-        gathered = {x: self.plan.gather(y) for x, y in self._results(self.tensors).items()}
-        if self.plan.grid.comm.rank != 0:
-            return {}
-        # HDF5 has no bfloat16; float32 holds its numbers as they are.
-        return {x: y if y.dtype.kind == "f" else y.astype("f4") for x, y in gathered.items()}
+    def write_outputs(self, group: h5py.Group | None) -> None:
+        """Write the results in the order of the sequence into a group of rank 0.
+
+        They arrive in pieces of `PIECE` bytes, so that no rank holds a whole tensor.
+
+        Parameters
+        ----------
+        group : h5py.Group or None
+            None on the other ranks.
+        """
+        plan, comm = self.plan, self.plan.grid.comm
+        for name, x in self._results(self.tensors).items():
+            of_keys = name in OF_KEYS
+            tokens = plan.tokens_kv if of_keys else plan.tokens  # sorted
+            seqlen = plan.config.seqlen_kv if of_keys else plan.seqlen
+            data = group and create(group, name, (seqlen, *x.shape[1:]), x.dtype)
+            step = max(1, PIECE // (x.itemsize * math.prod(x.shape[1:])))
+            for begin in range(0, seqlen, step):
+                first, last = np.searchsorted(tokens, (begin, begin + step))
+                parts = comm.gather((tokens[first:last] - begin, x[first:last]))
+                if data is None:
+                    continue
+                rows = np.empty((min(step, seqlen - begin), *x.shape[1:]), x.dtype)
+                for places, part in parts:
+                    rows[places] = part
+                data[begin : begin + len(rows)] = as_stored(rows)
 
     def result(
         self,
         args: argparse.Namespace,
         config: Mapping[str, object],
         origin: Mapping[str, object],
-        **others: object,
     ) -> dict[str, Any]:
         """Check the trials, and return what stands in files on rank 0, an empty dict on others.
 
@@ -222,8 +244,6 @@ class Measurement:
             Config that is neither in the plan nor in `args`: mask, ...
         origin : mapping
             Result of `origin_of`; the hosts become those of the grid's ranks.
-        **others
-            More that stands in the file.
 
         Returns
         -------
@@ -264,7 +284,6 @@ class Measurement:
             "traffic": traffic,
             "blocks": by_kernel,
             **attributes_of(self.checks),
-            **others,
         }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import logging
+import math
 import re
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
@@ -28,9 +30,11 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 T = TypeVar("T")
+log = logging.getLogger("a2d_mpi")  # what programs say beside their results
 BAD_INPUT = 2  # exit code: nothing was computed, or nothing could be written
 SAMPLE = 16  # query rows and key rows that --check sample compares
 FAILED_CHECK = 1  # exit code: a result is wrong
+LINES = 30.0  # s between lines of progress, where stderr is no terminal
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
 
@@ -236,7 +240,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that prints on rank 0 only, and raises instead of exiting.
 
     Every program takes ``--import FILE``: it runs the user's file before it reads the other
-    options, which may name what the file registers.
+    options, which may name what the file registers.  With ``--quiet`` it says less.
 
     Parameters
     ----------
@@ -264,6 +268,8 @@ class Parser(argparse.ArgumentParser):
         self._imports.add_argument(
             "--import", type=_imported, action="append", metavar="FILE", help=text
         )
+        text = "print results, warnings and errors, but neither progress nor remarks"
+        self._imports.add_argument("--quiet", action="store_true", help=text)
         super().__init__(
             prog=prog,
             description=inspect.cleandoc(description),
@@ -279,7 +285,11 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """Run the files of --import, and parse the options."""
         namespace, others = self._imports.parse_known_args(args, namespace)
-        return super().parse_args(others, namespace)
+        common = dict(vars(namespace))
+        _open_log(self.prog, namespace.quiet or (self._comm is not None and self._comm.rank != 0))
+        parsed = super().parse_args(others, namespace)
+        vars(parsed).update(common)  # a subcommand's parser sets its own defaults
+        return parsed
 
     def _print_message(self, message: str, file=None) -> None:
         if self._comm is None or self._comm.rank == 0:
@@ -333,9 +343,35 @@ def reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
+def _open_log(prog: str, quiet: bool) -> None:
+    """Print the log on stderr, but with `quiet` only errors and, on other ranks, warnings."""
+    log.handlers = [handler := logging.StreamHandler()]
+    handler.setFormatter(logging.Formatter(f"{prog}: %(message)s"))
+    log.setLevel(logging.WARNING if quiet else logging.INFO)
+
+
+class _Lines:
+    """A stream that logs the text of progress bars, line by line."""
+
+    def write(self, text: str) -> None:
+        if line := text.strip():
+            log.info("%s", line)
+
+    def flush(self) -> None:
+        """Do nothing: the log has no buffer."""
+
+
 def progress(items: Iterable | None = None, rank: int = 0, **options: object) -> tqdm:
-    """Show a progress bar on stderr of the first rank, and only if stderr is a terminal."""
-    return tqdm(items, disable=rank != 0 or None, leave=False, **options)
+    """Show progress on the first rank: a bar if stderr is a terminal, or a line every half minute.
+
+    The lines are in the log of the package.
+    """
+    if sys.stderr is None or not sys.stderr.isatty():
+        form = "{desc}: {n_fmt} of {total_fmt} after {elapsed}, {remaining} left"
+        options |= {"file": _Lines(), "mininterval": LINES, "delay": LINES, "bar_format": form}
+        options |= {"miniters": 1, "maxinterval": math.inf}
+    quiet = rank != 0 or not log.isEnabledFor(logging.INFO)
+    return tqdm(items, disable=quiet, leave=False, **options)
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> str:

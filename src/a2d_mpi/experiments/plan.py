@@ -30,7 +30,7 @@ import numpy as np
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import misfit
 from a2d_mpi.experiments.hdf5 import check_output, read_file, write_file
-from a2d_mpi.experiments.options import Parser, add_options, aligned, progress, whole
+from a2d_mpi.experiments.options import Parser, add_options, aligned, log, progress, whole
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import Summary, flat
 from a2d_mpi.experiments.sweep import SIZES, Case, Configuration, cases_of, plans_for
@@ -229,7 +229,7 @@ def simulate_all(args: argparse.Namespace) -> int:
         done[name] = entry
         write_file(args.output, SCHEMA, {**origin, "runs": _table(done)})
     if before:
-        print(f"{before} simulations were in {args.output} already")
+        log.info("%d simulations were in %s already", before, args.output)
     print(f"written to {args.output}")
     return 0
 

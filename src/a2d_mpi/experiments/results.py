@@ -14,8 +14,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import h5py
 import numpy as np
 
 from a2d_mpi.core.layout import Layout
@@ -25,6 +26,10 @@ from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules.method import METHODS
 
+if TYPE_CHECKING:
+    import pandas
+
+RESULT_SCHEMA = ("a2d_mpi result", 2)
 BENCHMARK_SCHEMA = ("a2d_mpi benchmark", 2)
 TRAINING_SCHEMA = ("a2d_mpi.training", 2)
 TABLE = ("  plan", "phase", "ms", "ratio", "wait", "predicted", "received", "checks")
@@ -284,6 +289,41 @@ def _errors(off: Sequence[float]) -> str:
         return "no predictions"
     median, worst = 100 * np.median(size), 100 * size.max()
     return f"off by {median:.1f} % (median), {worst:.1f} % (worst of {len(size)})"
+
+
+def to_dataframe(path: str | os.PathLike[str]) -> pandas.DataFrame:
+    """Read a file of ``attention.py`` or ``bench.py`` as a table, for pandas.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row for each run, phase, trial and rank, with these columns: the seconds of the parts
+        (total, wait, ...), the bytes of a call by communicator ("row sent", "row received", ...),
+        and the config.
+
+    Raises
+    ------
+    ImportError
+        If pandas is not installed.
+    """
+    import pandas
+
+    with h5py.File(path, "r", locking=False) as file:
+        of_many = file.attrs.get("schema") == BENCHMARK_SCHEMA[0]
+    schema = BENCHMARK_SCHEMA if of_many else RESULT_SCHEMA
+    runs = read_file(path, schema, lambda tree: tree["runs"] if of_many else {"": tree})
+    rows = []
+    for name, run in runs.items():
+        for phase, parts in run["timings"].items():
+            moved = run["traffic"].get(phase, {}).items()
+            sent = {f"{x} {kind}": n for x, of in moved for kind, n in of.items()}
+            for trial, rank in np.ndindex(parts["total"].shape):
+                place = {"run": name, "phase": phase, "trial": trial, "rank": rank}
+                seconds = {x: y[trial, rank] for x, y in parts.items()}
+                rows.append(
+                    run["config"] | place | seconds | {x: y[rank] for x, y in sent.items()}
+                )
+    return pandas.DataFrame(rows)
 
 
 def step_seconds(run: Mapping[str, object]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from itertools import product
 
 import numpy as np
 
-from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments.options import (
     OPTIONS,
@@ -28,7 +28,7 @@ from a2d_mpi.experiments.options import (
 from a2d_mpi.masks.patterns import make_mask, split_masks
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.layouts import layouts
-from a2d_mpi.planning.machine import Machine
+from a2d_mpi.planning.machine import KernelModel, Link, Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidates
@@ -318,9 +318,28 @@ def plans_for(
             for place, (method, layout) in enumerate(chosen):
                 picked = place == 0 and _AUTO.fullmatch(spec) is not None
                 new = Configuration(case, method, layout, overlap, picked)
+                check_ends(method, layout, work)
                 if picked or new.name not in by_name:
                     by_name[new.name] = new
     return list(by_name.values())
+
+
+def check_ends(method: str, layout: Layout, work: Workload) -> None:
+    """Refuse a user's method whose ranks would wait for ever; the package's own are tested.
+
+    Raises
+    ------
+    ValueError
+        If ranks wait for messages that nobody sends.
+    """
+    if METHODS[method].forward.__module__.startswith("a2d_mpi."):
+        return
+    link, kernels = Link(1e9), dict.fromkeys(PHASES, KernelModel(1e9))  # of any machine
+    machine = Machine("any", link, link, {work.dtype: kernels})
+    try:
+        predict(machine, method, layout, work)
+    except ValueError as error:
+        raise ValueError(f"method {method!r}: {error}") from error
 
 
 def _chosen(

@@ -41,6 +41,12 @@ class Rows(NamedTuple):
         Name of the array.
     runs : tuple of range
         Numbers of the rows in the memory of the array, in order.
+
+    Examples
+    --------
+    >>> rows = Rows("row kv", (range(0, 4), range(6, 8)))
+    >>> rows.count
+    6
     """
 
     array: str
@@ -89,6 +95,13 @@ class TokenArray:
     memory : str
         Name of the memory, which several arrays may use at different times.  Default of
         `a2d_mpi.schedules.program.Program.array`: the name of the array.
+
+    Examples
+    --------
+    >>> of_0, of_1 = ((0, 4),), ((0, 1), (3, 4))  # runs of places in the shards of two ranks
+    >>> array = TokenArray("kv", ((0, of_0), (1, of_1)))
+    >>> array.offsets, array.length, array.of_keys
+    ([0, 4, 6], 6, True)
     """
 
     kind: str
