@@ -28,7 +28,7 @@ import numpy as np
 from a2d_mpi.attention.executor import CompiledPhase, Executor
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.channel import Channel, Traffic
-from a2d_mpi.comm.transport import HostTransport
+from a2d_mpi.comm.transport import Transport
 from a2d_mpi.devices.host import Host
 from a2d_mpi.kernels.blocks import Blocker
 from a2d_mpi.kernels.numpy import NumpyKernel
@@ -123,7 +123,7 @@ def sent(change: Callable) -> object:
         change(x, peer)
         return right(self, comm, x, peer, tag)
 
-    return around(HostTransport, "send", wrong)
+    return around(Transport, "send", wrong)
 
 
 # Kernels.
@@ -391,7 +391,7 @@ def messages_of_the_first_call(rank):
         key = comm.py2f(), peer, tag, len(x)
         return right(self, comm, first.setdefault(key, np.array(x)), peer, tag)
 
-    return [around(HostTransport, "send", wrong)]
+    return [around(Transport, "send", wrong)]
 
 
 @sabotage(RESULTS)

@@ -10,7 +10,7 @@ from helpers import ROOT, execute, launch
 
 import a2d_mpi
 from a2d_mpi.comm.device_transport import DeviceTransport
-from a2d_mpi.comm.transport import HostTransport, Transport
+from a2d_mpi.comm.transport import Transport
 from a2d_mpi.devices.host import Host
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.kernels.numpy import NumpyKernel
@@ -153,7 +153,7 @@ def test_protocols(cupy):
     from a2d_mpi.kernels.cupy import CupyKernel
 
     for protocol, kinds in {
-        Transport: (HostTransport, DeviceTransport),
+        Transport: (DeviceTransport,),
         Device: (Host, Cuda),
         Kernel: (NumpyKernel, CupyKernel, CudnnKernel),
     }.items():

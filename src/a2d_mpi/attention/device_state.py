@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.comm.transport import HostTransport
+from a2d_mpi.comm.transport import Transport
 from a2d_mpi.core.config import TRANSFERS, AttentionConfig
 from a2d_mpi.devices.clocks import Clocks
 from a2d_mpi.devices.host import HOST
@@ -88,7 +88,7 @@ class DeviceState:
             return
         config, poll = self._config, None
         work = self._works.setdefault(device, Workspace(device))
-        transport = HostTransport() if device is HOST else None
+        transport = Transport() if device is HOST else None
         if transport and self._polled:  # a kernel must not refer back to the state
             poll = partial(transport.poll, self._polled)
         self.kernel = make_kernel(

@@ -120,7 +120,10 @@ class ProcessGrid:
             # The watch must not talk: only the caller sends messages on `comm`.
             watch = Watch(comm, f"ProcessGrid({rows} x {cols} x {heads})", talks=False)
             waiting = watch.waiting("for all ranks to call it")
-        self.failures = _failures(comm)
+        kind = NoFailures
+        if survives():
+            from a2d_mpi.comm.failures import Failures as kind
+        self.failures = kind(comm, [])
         with self.failures.making():
             with waiting:
                 arguments = {"rows": rows, "cols": cols, "heads": heads, "order": order}
@@ -331,15 +334,6 @@ class ProcessGrid:
     def __repr__(self) -> str:
         shape = (self.rows, self.cols, self.heads)[: 2 + (self.heads > 1)]
         return f"ProcessGrid({' x '.join(map(str, shape))})"
-
-
-def _failures(comm: MPI.Intracomm) -> NoFailures:
-    """Return the hooks for ranks that die."""
-    if not survives():
-        return NoFailures(comm, [])
-    from a2d_mpi.comm.failures import Failures
-
-    return Failures(comm, [])
 
 
 def _integers(name: str, values: Sequence[int], length: int) -> tuple[int, ...]:

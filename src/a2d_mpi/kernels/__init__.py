@@ -37,28 +37,24 @@ class Entry(NamedTuple):
 
     make: Callable[..., Kernel]
     dtypes: tuple[str, ...]
-    gpu: bool
-    softcap: bool
-    widths: bool = False
+    gpu: bool = False
+    softcap: bool = True
+    widths: bool = True
 
 
 _ALL, _HALF = tuple(DTYPES), ("float16", "bfloat16")
 KERNELS: dict[str, Entry | None] = {
     "auto": None,
-    "numpy": Entry(_lazy("numpy", "NumpyKernel"), _ALL, gpu=False, softcap=True, widths=True),
+    "numpy": Entry(_lazy("numpy", "NumpyKernel"), _ALL),
     # The kernel "numpy" with compiled passes over logits (extra `numba`).
-    "numba": Entry(
-        _lazy("compiled", "NumbaKernel"), (*_HALF, "float32"), gpu=False, softcap=True, widths=True
-    ),
+    "numba": Entry(_lazy("compiled", "NumbaKernel"), (*_HALF, "float32")),
     # Products by oneDNN (extra `onednn`).
-    "onednn": Entry(_lazy("onednn", "OneDnnKernel"), _HALF, gpu=False, softcap=True, widths=True),
-    "cupy": Entry(_lazy("cupy", "CupyKernel"), _ALL, gpu=True, softcap=True, widths=True),
+    "onednn": Entry(_lazy("onednn", "OneDnnKernel"), _HALF),
+    "cupy": Entry(_lazy("cupy", "CupyKernel"), _ALL, gpu=True),
     # Uses "cupy" for blocks that cuDNN does not compute.  Sums of gradients are fastest without a
     # fixed order.  Gradients of "cudnn-deterministic" repeat bit for bit.
-    "cudnn": Entry(_lazy("cudnn", "make"), _HALF, gpu=True, softcap=True, widths=True),
-    "cudnn-deterministic": Entry(
-        _lazy("cudnn", "make", deterministic=True), _HALF, gpu=True, softcap=True, widths=True
-    ),
+    "cudnn": Entry(_lazy("cudnn", "make"), _HALF, gpu=True),
+    "cudnn-deterministic": Entry(_lazy("cudnn", "make", deterministic=True), _HALF, gpu=True),
 }
 # On the host (False) and on a GPU (True): the kernels from the fastest one to the one for all
 # problems.

@@ -26,7 +26,7 @@ Required = Callable[[int, Collection[int]], Runs]
 
 
 class Trees(NamedTuple):
-    """The place of one rank in the trees of all owners of a line.
+    """What one rank has to do with the trees of all owners of a line.
 
     Attributes
     ----------
@@ -84,7 +84,7 @@ def by_node(rank: int, ranks: Sequence[int], nodes: Sequence[int]) -> Trees:
 
 
 def seen_from(rank: int, parents: Mapping[int, Mapping[int, int]]) -> Trees:
-    """Return the place of a rank in trees given by the parents of all ranks, by owner.
+    """Return the trees as a rank sees them, given the parents of all ranks by owner.
 
     Rows pass through at most one rank on their way.
     """
@@ -113,8 +113,8 @@ def from_here(rank: int, ranks: Sequence[int], nodes: Sequence[int]) -> list[int
     """
     members = members_of(ranks, nodes)
     names, me = sorted(members), nodes[rank]
-    begin, place = names.index(me), members[me].index(rank)
-    turned = ((members[x], place % len(members[x])) for x in names[begin:] + names[:begin])
+    begin, index = names.index(me), members[me].index(rank)
+    turned = ((members[x], index % len(members[x])) for x in names[begin:] + names[:begin])
     return [y for x, i in turned for y in x[i:] + x[:i]]
 
 
@@ -172,7 +172,7 @@ class Line:
         self._back = back or self._trees
         self._near, self._chunks = near, chunks
         self._unsent: list[tuple[int, Rows]] = []
-        self._place = {x: i for i, x in enumerate(ranks)}
+        self._order = {x: i for i, x in enumerate(ranks)}
         for channel in (name, f"{name} node")[: 1 + bool(near)]:
             p.channels[channel] = tuple(sorted(ranks))
         self._tags = {x: i for i, x in enumerate(p.channels[name])}  # of messages, by owner
@@ -251,7 +251,7 @@ class Line:
     def _combine(self, owner: int, array: str) -> None:
         p, kind = self.p, self.p.arrays[array].kind
         branches = self._back.branches.get(owner, {})
-        for child in sorted(branches, key=self._place.__getitem__):
+        for child in sorted(branches, key=self._order.__getitem__):
             places = self._required(owner, branches[child])
             part = p.array(f"{self.name} {kind} of {owner} from {child}", kind, [(owner, places)])
             p.wait(self._receive(child, owner, part, places))
@@ -259,8 +259,8 @@ class Line:
 
     def _send_down(self, owner: int, array: str) -> None:
         # Ranks that pass the rows on come first.  In a star the previous rank needs them first.
-        branches, place = self._trees.branches.get(owner, {}), self._place
-        for child in sorted(branches, key=lambda x: (len(branches[x]) == 1, -place[x])):
+        branches, order = self._trees.branches.get(owner, {}), self._order
+        for child in sorted(branches, key=lambda x: (len(branches[x]) == 1, -order[x])):
             for places in self._chunks(self._required(owner, branches[child])):
                 self._send(child, owner, self.p.rows(array, owner, places))
 

@@ -83,8 +83,8 @@ class TriangleLines:
         def required(owner: int, members: Collection[int]) -> Runs:
             return self._places(owner, bounds.begin, bounds.end)
 
-        place = team.index(p.rank)  # the nearest previous ranks come first
-        ordered = [*reversed(team[: place + 1]), *reversed(team[place + 1 :])]
+        index = team.index(p.rank)  # the nearest previous ranks come first
+        ordered = [*reversed(team[: index + 1]), *reversed(team[index + 1 :])]
         name = "row" if segment == self._pair[0] else "col"
         both = trees_of(there), trees_of(back)
         return Line(p, name, own.array, ordered, required, *both, kept).start()

@@ -17,7 +17,7 @@ import torch
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.comm.transport import HostTransport
+from a2d_mpi.comm.transport import Transport
 from a2d_mpi.core.sizes import next_ranks
 from a2d_mpi.masks.mask import Mask
 
@@ -49,7 +49,7 @@ class Steps:
     def __init__(self, grid: ProcessGrid) -> None:
         self.comm, self.traffic = grid.comm, Traffic()
         self.cache: SpreadCache | None = None
-        self._failures, self._watch, self._transport = grid.failures, grid.watch, HostTransport()
+        self._failures, self._watch, self._transport = grid.failures, grid.watch, Transport()
         comm = grid.comm_of("all", tuple(range(grid.comm.size)))
         self._channels = {x: Channel(comm, x, self.traffic) for x in ("all", "tokens")}
         for channel in self._channels.values():
