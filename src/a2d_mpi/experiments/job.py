@@ -35,7 +35,8 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     info, config, mask = together(comm, lambda: _validated(args, comm.size))
     # Before a grid is chosen for the mask: nodes may have different files under the same path.
     digest = args.mask_file and f"a mask with digest {mask.digest(config.seqlen)}"
-    agree(comm, None, {"dout in the input file": info.has_dout, "--mask-file": digest})
+    given = {"an input file": bool(args.input), "dout in the input file": info.has_dout}
+    agree(comm, None, {**given, "--mask-file": digest})
     if args.output:
         elements = sum(math.prod(config.shape(name)) for name in RESULTS) * args.save_outputs
         nbytes = 8 * config.seqlen * elements + (1 << 20)
@@ -75,7 +76,7 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     for _ in progress(range(args.trials), comm.rank, desc="trials"):
         measured.trial()
     outputs = {"outputs": measured.outputs()} if args.save_outputs else {}
-    named = {"mask": args.mask, "input": str(args.input)}
+    named = {"mask": args.mask, "input": info.path}
     origin = origin_of(comm, device) | (digests or {})
     result = measured.result(args, named, origin, **outputs)
     try:
@@ -96,7 +97,10 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
     """Check the options that no plan checks; return the input's info, the config and the mask."""
     if args.save_outputs and not args.output:
         raise ValueError("--save-outputs needs --output")
-    info = inspect_input(args.input)
+    if args.input:
+        info = inspect_input(args.input)
+    else:
+        info = InputInfo("random", AttentionConfig(args.seqlen or 1536, 8, 64, 2), has_dout=False)
     tokens = info.config.seqlen
     if args.seqlen is None:
         args.seqlen = tokens
@@ -121,13 +125,15 @@ def _digests(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _read(args: argparse.Namespace, info: InputInfo, plan: AttentionPlan) -> dict[str, np.ndarray]:
-    """Read this rank's shard of the inputs."""
-    rank = plan.grid.comm.rank
-    names = ["q", "k", "v"] + ["dout"] * (args.backward and info.has_dout)
-    tensors = {name: read_shard(info, name, plan.distribution, rank, plan.dtype) for name in names}
-    if args.backward and not info.has_dout:
-        shape = plan.config.shape("dout")
-        tensors["dout"] = random_rows(plan.tokens.tolist(), shape, plan.dtype, args.seed)
+    """Read this rank's shard of the inputs, or draw what no file has."""
+    rank, tensors = plan.grid.comm.rank, {}
+    for name in ["q", "k", "v"] + ["dout"] * args.backward:
+        if args.input and (name != "dout" or info.has_dout):
+            tensors[name] = read_shard(info, name, plan.distribution, rank, plan.dtype)
+        else:
+            rows, shape = plan.tokens.tolist(), plan.config.shape(name)
+            stream = ("dout", "q", "k", "v").index(name)
+            tensors[name] = random_rows(rows, shape, plan.dtype, args.seed, stream)
     return tensors
 
 
@@ -143,10 +149,11 @@ def _report(result: Mapping[str, Any], measured: Measurement) -> None:
     c, plan, area = result["config"], measured.plan, result["area"]
     ranks = " x ".join(str(c[x]) for x in ("rows", "cols", "heads") if x != "heads" or c[x] > 1)
     wire = f" ({c['wire']} on the wire)" * (c["wire"] != "none")
+    drawn = ", random input" * (c["input"] == "random")
     values = f", headdim_v {c['headdim_v']}" * (c["headdim_v"] != c["headdim"])
     print(
         f"{c['method']} on {ranks} ranks, {c['mask']} mask, {c['distribution']} distribution, "
-        f"{c['dtype']}{wire}, {result['origin']['device']}\n"
+        f"{c['dtype']}{wire}{drawn}, {result['origin']['device']}\n"
         f"seqlen {c['seqlen']}, nheads {c['nheads']}, nheads_kv {c['nheads_kv']}, "
         f"headdim {c['headdim']}{values}; {c['trials']} trial{'s' * (c['trials'] != 1)}; "
         f"tile area max/mean {area.max() / area.mean():.3f}\n"
