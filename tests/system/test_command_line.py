@@ -123,7 +123,7 @@ def test_module_lists_its_commands(tmp_path):
     assert [f"{x}.py" for x in COMMANDS] == PROGRAMS
     done = module(ranks=3, cwd=tmp_path)
     assert done.stderr == "" and done.stdout.count("usage: python -m a2d_mpi [") == 1
-    assert re.findall(r"^  ([a-z]+)   ?[a-z]", done.stdout, re.MULTILINE) == [*COMMANDS]
+    assert re.findall(r"^  ([a-z]+) {2,}[a-z]", done.stdout, re.MULTILINE) == [*COMMANDS]
     for word in ("attentoin", "--output", "attention.py"):
         done = module(word, "x.h5", ranks=3, cwd=tmp_path, code=2)
         assert done.stdout == "" and done.stderr.startswith("python -m a2d_mpi: error: ")
