@@ -121,6 +121,11 @@ def module_of(program: str) -> ModuleType:
 @cache
 def parser_of(program: str) -> argparse.ArgumentParser:
     """Build the parser of a program of the repository."""
+    folder, _, name = program.partition("/")
+    if folder == "drivers":
+        from a2d_mpi.__main__ import build_parser
+
+        return build_parser(name.removesuffix(".py"))
     return module_of(program).build_parser()
 
 

@@ -32,7 +32,7 @@ def test_options_that_name_files_are_paths():
             words = f"{action.help} {action.metavar}".lower().replace(",", " ").split()
             names_file = action.nargs != 0 and {"file", "files", "dir"} & {*words}
             if names_file and action.dest not in NAMES:
-                value = action.type(str(ROOT / "drivers/plan.py"))
+                value = action.type(str(ROOT / "tests/support/helpers.py"))
                 assert isinstance(value[0] if isinstance(value, list) else value, Path)
                 found.add(action.dest)
     assert {*WRITTEN, "profile", "folder"} <= found

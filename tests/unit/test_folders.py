@@ -46,14 +46,13 @@ def test_imports_run_one_way(tmp_path):
 NO_MPI = """core.atomic core.dtypes core.merge core.reference core.sizes devices kernels
     schedules.attention2d sharding.pairs planning.calibration planning.cost planning.memory
     planning.model planning.planner experiments.options experiments.plan experiments.results
-    experiments.sweep figures.plots figures.schedule_plots"""
+    experiments.sweep figures.plots figures.schedule_plots commands.plan commands.plot __main__"""
 
 
 def test_these_need_no_mpi():
     code = f"""
-import importlib, runpy, sys
+import importlib, sys
 sys.modules["mpi4py"] = None  # importing it fails
-runpy.run_path("drivers/plan.py")
 from a2d_mpi import Causal, Distribution, Full, IntervalMask
 for name in {NO_MPI.split()}:
     importlib.import_module(f"a2d_mpi.{{name}}")
@@ -74,7 +73,7 @@ benchmark check_wire programs ranks results sweep user_files
 
 def test_main_job_loads_what_it_uses():
     """The driver imports no planner, models or figures, nor what a plain run leaves out."""
-    code = "import runpy, sys; runpy.run_path('drivers/attention.py'); print(*sys.modules)"
+    code = "import sys, a2d_mpi.__main__ as x; x.build_parser('attention'); print(*sys.modules)"
     modules = {*launch(0, "-c", code, timeout=60, cwd=ROOT).stdout.split()}
     loaded = {x for x in modules if x.startswith("a2d_mpi.")}
     assert "a2d_mpi.experiments.job" in loaded

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from importlib import import_module
 from typing import NoReturn, TypeVar
@@ -102,13 +102,11 @@ def holding(comm: MPI.Intracomm, *paths: str | os.PathLike[str]) -> Iterator[Non
         yield
 
 
-def arguments(
-    comm: MPI.Intracomm, parser: Parser, apart: Container[str] = ()
-) -> argparse.Namespace:
+def arguments(comm: MPI.Intracomm, parser: Parser) -> argparse.Namespace:
     """Parse the options of a program on all ranks, and check that they are the same.
 
-    Collective over `comm`.  Options in `apart` may differ between ranks.  Other differences would
-    make ranks take different branches.
+    Collective over `comm`.  Options in `parser.apart` may differ between ranks.  Other differences
+    would make ranks take different branches.
 
     Raises
     ------
@@ -125,7 +123,7 @@ def arguments(
             return {}
 
     given = together(comm, parse)
-    same = {f"--{name.replace('_', '-')}": x for name, x in given.items() if name not in apart}
+    same = {f"--{x.replace('_', '-')}": y for x, y in given.items() if x not in parser.apart}
     agree(comm, None, {"--help": not given, **same})
     if not given:
         raise SystemExit(0)
@@ -136,19 +134,18 @@ def run(
     comm: MPI.Intracomm,
     build_parser: Callable[[MPI.Intracomm], Parser],
     body: Callable[[MPI.Intracomm, argparse.Namespace], int] | None = None,
-    apart: Container[str] = (),
 ) -> NoReturn:
     """Run a program, or its subcommand, with its options, and exit with its code on all ranks.
 
-    BLAS gets the threads of --threads.  Options in `apart` may differ between the ranks.  A
-    CollectiveError is printed once, on rank 0, and the exit code is 2.  Any other exception, and
-    Ctrl-C, may have happened on one rank only.  Its traceback, or a line after Ctrl-C, is printed
-    and the whole job is aborted, so that no rank waits for this one.  The job is also aborted if
-    only a part of the ranks raise a CollectiveError, for example the ranks of a smaller grid.
-    If MPI continues when ranks die, a rank that dies after `body` has ended changes nothing.
+    BLAS gets the threads of --threads.  A CollectiveError is printed once, on rank 0, and the exit
+    code is 2.  Any other exception, and Ctrl-C, may have happened on one rank only.  Its
+    traceback, or a line after Ctrl-C, is printed and the whole job is aborted, so that no rank
+    waits for this one.  The job is also aborted if only a part of the ranks raise a
+    CollectiveError, for example the ranks of a smaller grid.  If MPI continues when ranks die, a
+    rank that dies after `body` has ended changes nothing.
     """
     open_streams()
-    parser = build_parser(comm)
+    parser = build_parser(comm=comm)
     prog = parser.prog
     ends, problem = comm.Dup(), None  # other ranks may still use `comm` when this rank ends
 
@@ -161,7 +158,7 @@ def run(
         os._exit(code)  # the call may return where another rank has aborted, too
 
     try:
-        args = arguments(comm, parser, apart)
+        args = arguments(comm, parser)
         together(comm, lambda: check_files(args))
         threads = threadpool_limits(getattr(args, "threads", None))  # None: no limit
         with holding(comm, *files_written(args)), threads:

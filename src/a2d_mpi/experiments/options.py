@@ -165,7 +165,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "output": {"type": path, "metavar": "FILE", "help": "HDF5 file for the results"},
     "resume": {"action": "store_true", "help": "run only what is missing in the file"},
     "profile": {"type": path, "metavar": "FILE",
-                "help": "TOML profile of a machine: see data/machines and drivers/calibrate.py"},
+                "help": "TOML profile of a machine: see data/machines and calibrate"},
     # The problem.
     "seqlen": {"type": tokens(), "metavar": "TOKENS", "help": "sequence length: 65536 or 64K"},
     "mask": {"type": mask_text, "metavar": "MASK", "default": "causal", "help": MASK_HELP},
@@ -255,7 +255,8 @@ class Parser(argparse.ArgumentParser):
         Of `argparse.ArgumentParser`.
     """
 
-    body: Callable[..., int] | None = None  # what the chosen subcommand runs
+    body: Callable[..., int] | None = None  # of the program, or of the chosen subcommand
+    apart: Container[str] = ()  # options that may differ between ranks
     commands: Mapping[str, Parser] = MappingProxyType({})  # the parsers of its subcommands
 
     def __init__(
