@@ -88,7 +88,7 @@ def test_reading_a_result(tmp_path):
         "--output", tmp_path / "results" / "local.h5",
     )  # fmt: skip
     printed = run_code("\n".join(blocks("docs/benchmarks.md", "python")), tmp_path)
-    assert len(re.findall("True$", printed, re.MULTILINE)) == 8
+    assert len(re.findall(" 1$", printed, re.MULTILINE)) == 8
 
 
 # What pages show is what runs print.

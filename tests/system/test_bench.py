@@ -82,7 +82,7 @@ def test_nothing_is_done_twice(finished, results, tmp_path):
     options += ["--plans", "ring,attention2d:2x1", "--seqlens", "61", "--nheads-kv", "2"]
     before = {name: flat(x["timings"]) for name, x in results.items()}
     done = bench(2, *options, "--resume")
-    assert "2 configurations are in" in done.stdout
+    assert "2 configurations are in" in done.stderr
     after = read_runs(output)
     assert after.keys() == before.keys()
     for name, timings in before.items():

@@ -7,15 +7,13 @@ profile to the measured seconds.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import operator
 import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from hashlib import sha256
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -27,7 +25,7 @@ from a2d_mpi.attention.methods import Attention2D, RingAttention, make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import CollectiveError, agree
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.atomic import check_writable, read_regular, write_whole
+from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.dtypes import as_dtype
 from a2d_mpi.core.layout import Layout
@@ -401,7 +399,6 @@ def autotune(
     *,
     methods: Sequence[str] | None = None,
     device: str = "cpu",
-    cache: str | os.PathLike[str] | None = None,
     **options: object,
 ) -> Tuned:
     """Run the planner's first plans on the real machine, and return the fastest on all ranks.
@@ -422,10 +419,6 @@ def autotune(
         Default: all of `a2d_mpi.schedules.method.METHODS`.
     device : {"cpu", "gpu"}
         Where the plans compute.
-    cache : path, optional
-        File with the tables of earlier calls, which rank 0 reads and writes.  A call with the same
-        arguments on as many ranks takes its answer from there, and measures nothing.  Without
-        `machine` the file is for one machine.
     **options
         Arguments of the plans, such as `kernel`, `transfers` and `threads`.
 
@@ -436,47 +429,25 @@ def autotune(
     Raises
     ------
     ValueError
-        On all ranks, if no plan fits, all plans fail, arguments differ between ranks, or the file
-        of the cache is no such file.
+        On all ranks, if no plan fits, all plans fail, or arguments differ between ranks.
     """
-    arguments = together(comm, lambda: _arguments(comm, work, machine, top, trials))
-    arguments |= {"methods": methods, "device": device, **options}
-    agree(comm, None, arguments)
-    used, key = open_device(comm, device), json.dumps(arguments, default=str)
-    table = comm.bcast(together(comm, lambda: _read(cache).get(key), on=0))
-    if table is None:
-        machine = machine or measure(comm, [work.dtype], CALIBRATION)[0]
-        picks = together(
-            comm, lambda: best_candidates(machine, comm.size, work, top, methods=methods), on=0
-        )
-        picks = comm.bcast(picks and [(x.method, x.layout, x.seconds) for x in picks])
-        table = [Tried(*x, *_tried(comm, *x[:2], work, trials, used, options)) for x in picks]
-        table.sort(key=lambda x: x.seconds)
-        if table[0].problem:
-            raise CollectiveError(f"no plan runs; the first one fails: {table[0].problem}")
-        if cache is not None:
-            together(comm, lambda: _write(cache, {**_read(cache), key: table}), on=0)
+    wrong = f"top and trials must be at least 1, got {top} and {trials}"
+    lengths, name = (work.seqlen, work.seqlen_kv), machine and machine.name
+    given = {"mask": work.mask.aligned(*lengths).digest(*lengths), "backward": work.backward}
+    given |= {"overlap": work.overlap, "machine": name, "top": top, "trials": trials}
+    given |= {"methods": methods, "device": device, **work.arguments, **options}
+    agree(comm, wrong if min(top, trials) < 1 else None, given)
+    used = open_device(comm, device)
+    machine = machine or measure(comm, [work.dtype], CALIBRATION)[0]
+    picks = together(
+        comm, lambda: best_candidates(machine, comm.size, work, top, methods=methods), on=0
+    )
+    picks = comm.bcast(picks and [(x.method, x.layout, x.seconds) for x in picks])
+    table = [Tried(*x, *_tried(comm, *x[:2], work, trials, used, options)) for x in picks]
+    table.sort(key=lambda x: x.seconds)
+    if table[0].problem:
+        raise CollectiveError(f"no plan runs; the first one fails: {table[0].problem}")
     return Tuned(ProcessGrid.from_layout(comm, table[0].layout), table[0].method, table)
-
-
-def _arguments(
-    comm: MPI.Intracomm, work: Workload, machine: Machine | None, top: int, trials: int
-) -> dict[str, object]:
-    """Check the arguments, and return what the answer depends on."""
-    if top < 1 or trials < 1:
-        raise ValueError(f"top and trials must be at least 1, got {top} and {trials}")
-    lengths = work.seqlen, work.seqlen_kv
-    return {
-        "ranks": comm.size,
-        **work.arguments,
-        "mask": work.mask.aligned(*lengths).digest(*lengths),
-        "backward": work.backward,
-        "overlap": work.overlap,
-        "machine": machine
-        and f"{machine.name} ({sha256(repr(machine).encode()).hexdigest()[:8]})",
-        "top": top,
-        "trials": trials,
-    }
 
 
 def _tried(
@@ -507,23 +478,3 @@ def _seconds(plan: AttentionPlan, backward: bool, trials: int, device: Device) -
     run = Measurement(plan, inputs, backward, device, checked=False)
     taken = in_turn({"": run.call}, trials, plan.grid.comm, device=device)
     return float(np.median(taken[""]))
-
-
-def _read(path: str | os.PathLike[str] | None) -> dict[str, list[Tried]]:
-    """Read the file of a cache; without a file it is empty."""
-    if path is None or not os.path.exists(path):
-        return {}
-    try:
-        found = json.loads(read_regular(path))
-        return {key: [_entry(*x) for x in table] for key, table in found.items()}
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise ValueError(f"{path} is no cache of autotune: {error}") from None
-
-
-def _entry(method: str, layout: dict, *others: object) -> Tried:
-    values = {name: tuple(x) if isinstance(x, list) else x for name, x in layout.items()}
-    return Tried(method, Layout(**values), *others)
-
-
-def _write(path: str | os.PathLike[str], tables: dict[str, list[Tried]]) -> None:
-    write_whole(path, json.dumps(tables, indent=1, default=asdict).encode())

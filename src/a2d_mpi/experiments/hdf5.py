@@ -1,8 +1,8 @@
 """HDF5 files as trees: written whole or not at all, read whole or refused with one line.
 
 In memory a group is a dict.  A dict in it is a group, an array is a dataset, and anything else is
-an attribute.  Equal members of a file are stored once.  Arrays have units, and names and scales of
-their dimensions (`DESCRIBED`), which HDF5, netCDF and xarray know; the scales are not read back.
+an attribute.  Arrays have units, and names and scales of their dimensions (`DESCRIBED`), which
+HDF5, netCDF and xarray know; the scales are not read back.
 """
 
 from __future__ import annotations
@@ -147,58 +147,31 @@ def write_file(path: str | os.PathLike[str], schema: tuple[str, int], tree: Mapp
         fill(file, tree)
 
 
-def fill(group: h5py.Group, tree: Mapping[str, object], written: dict | None = None) -> None:
-    """Write a tree into a group; names of groups and arrays may be paths.
-
-    `written` has the groups and arrays written so far.  Equal ones become links: runs have one
-    origin, and most ranks move as many bytes as their formula says.
-    """
-    written = {} if written is None else written
+def fill(group: h5py.Group, tree: Mapping[str, object]) -> None:
+    """Write a tree into a group; names of groups and arrays may be paths."""
     for name, x in tree.items():
-        if not isinstance(x, (Mapping, np.ndarray)):
-            group.attrs[name] = _attribute(x)
-            continue
-        key = key_of(x)
-        if key and isinstance(x, np.ndarray):  # equal numbers may be seconds and bytes
-            key = (*key, *_description(f"{group.name}/{name}")[1:])
-        if key in written:
-            group[name] = written[key]
-        elif isinstance(x, Mapping):
-            fill(group.require_group(name), x, written)
+        if isinstance(x, Mapping):
+            fill(group.require_group(name), x)
+        elif isinstance(x, np.ndarray):
+            create(group, name, x.shape, x.dtype)[...] = as_stored(x)
         else:
-            create(group, name, x.shape, x.dtype, written)[...] = as_stored(x)
-        if key is not None:
-            written[key] = group[name]
+            group.attrs[name] = _attribute(x)
 
 
-def create(
-    group: h5py.Group,
-    name: str,
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    written: dict | None = None,
-) -> h5py.Dataset:
-    """Create a dataset with its unit, and the names and scales of its dimensions.
-
-    `written` is as of `fill`.
-    """
-    written = {} if written is None else written
+def create(group: h5py.Group, name: str, shape: tuple[int, ...], dtype: np.dtype) -> h5py.Dataset:
+    """Create a dataset with its unit, and the names and scales of its dimensions."""
     kind = h5py.Datatype(_BFLOAT16) if dtype == ml_dtypes.bfloat16 else as_stored(dtype)
     data = group.create_dataset(name, shape, kind, **_packing(shape, dtype))
     owner, unit, *names = _description(data.name)
     if unit:
         data.attrs["units"] = unit
+    scales = group.file[owner]
     for axis, (n, label) in enumerate(zip(shape, names)):
         data.dims[axis].label = label
-        scales = group.file[owner]
         if label not in scales:
-            if (key := (label, n)) in written:
-                scales[label] = written[key]
-            else:
-                index = np.arange(n)
-                options = _packing(index.shape, index.dtype)
-                written[key] = scales.create_dataset(label, data=index, **options)
-                written[key].make_scale(label)
+            index = np.arange(n)
+            options = _packing(index.shape, index.dtype)
+            scales.create_dataset(label, data=index, **options).make_scale(label)
         if scales[label].shape == (n,):
             data.dims[axis].attach_scale(scales[label])
     return data
@@ -225,17 +198,6 @@ def as_stored(x: Any) -> Any:
     if kind not in stored:
         return x
     return stored[kind] if x is kind else x.astype(stored[kind])
-
-
-def key_of(x: object) -> object:
-    """Return what is the same for equal groups, arrays and attributes; None: write it anew."""
-    if isinstance(x, Mapping):
-        keys = [(name, key_of(y)) for name, y in sorted(x.items())]
-        return None if not keys or None in dict(keys).values() else tuple(keys)
-    if isinstance(x, np.ndarray):
-        is_small = x.nbytes < PACKED.stop and not x.dtype.hasobject
-        return (x.dtype.str, x.shape, x.tobytes()) if is_small else None
-    return repr(_attribute(x))
 
 
 def _attribute(value: object) -> object:

@@ -120,8 +120,10 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
 
 def _digests(args: argparse.Namespace) -> dict[str, object]:
     """Return the SHA-256 of the input, and of the files of --import."""
-    read = {"input": [args.input] if args.input else [], "import": getattr(args, "import") or []}
-    return {f"{x}_sha256": [*map(sha256, files)] for x, files in read.items() if files}
+    found: dict[str, object] = {"input_sha256": sha256(args.input)} if args.input else {}
+    if imported := getattr(args, "import"):
+        found["import_sha256"] = [sha256(x) for x in imported]
+    return found
 
 
 def _write(

@@ -2,9 +2,6 @@
 
 Every function raises OSError if a file cannot be read or written, and ValueError if its contents
 are wrong.  The message is one line that names the file, for the user to read.
-
-The group ``origins`` of a file has the different origins of its runs, and the group ``origin`` of
-a run is a link.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import h5py
 import numpy as np
 
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.experiments.hdf5 import check_output, fill, key_of, load, new_file, read_file
+from a2d_mpi.experiments.hdf5 import check_output, fill, new_file, read_file
 from a2d_mpi.experiments.options import FAILED_CHECK, aligned
 from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.simulator import PARTS
@@ -98,8 +95,8 @@ def flat(tree: Mapping[str, object]) -> dict[str, np.ndarray]:
 def extend_file(path: str | os.PathLike[str], schema: tuple[str, int], tree: Mapping) -> None:
     """Add what is in the groups of a tree to a file, or make the file.
 
-    Members of the file's groups that have the same names are replaced.  A run may have a group
-    "origin", which is stored once.  If writing fails, nothing changes.
+    Members of the file's groups that have the same names are replaced.  If writing fails, nothing
+    changes.
 
     Raises
     ------
@@ -110,13 +107,7 @@ def extend_file(path: str | os.PathLike[str], schema: tuple[str, int], tree: Map
         for name, members in tree.items():
             for run in members.keys() & file.require_group(name).keys():
                 del file[name][run]
-        origins = file.require_group("origins")
-        written = {key_of(load(x)): x for x in origins.values()}
-        runs = [x for members in tree.values() for x in members.values()]
-        for origin in (x["origin"] for x in runs if isinstance(x, Mapping) and "origin" in x):
-            if key_of(origin) not in written:
-                fill(origins, {f"{len(origins)}": origin}, written)
-        fill(file, tree, written)
+        fill(file, tree)
 
 
 @dataclass(frozen=True)
