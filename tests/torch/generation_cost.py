@@ -12,7 +12,7 @@ with one process, medians.  The caches of one process are filled with random num
 data each: RLIMIT_DATA, which counts what a process allocates, but no program text and no memory
 that ranks share.  `fits` generates a few tokens after a context in such processes, on one rank by
 transformers alone, and fails if they need more.  Nearly all that the model needs is its cache,
-3.1 MB a token: 96 layers of 64 KV heads of 64, and 16 hidden elements.
+3.1 MB a token: 96 layers of 16 KV heads of 256, and 16 hidden elements.
 """
 
 import resource
@@ -89,7 +89,7 @@ def data():
 def fits(comm, context, limit=2):
     """Generate tokens after a context in processes of so many gigabytes."""
     torch.set_num_threads(1)
-    before, heads = data(), {"num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 64}
+    before, heads = data(), {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256}
     model = llama(hidden_size=16, intermediate_size=16, num_hidden_layers=96, **heads)
     resource.setrlimit(resource.RLIMIT_DATA, (limit * 10**9, limit * 10**9))
     ids = torch.randint(1, 256, (1, context), generator=torch.Generator().manual_seed(0))

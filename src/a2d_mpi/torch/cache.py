@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -83,13 +84,13 @@ class Kept:
             places = [x.stop + np.arange(len(y)) for x, y in zip(slots, new)]
             self._to, self._from = (torch.from_numpy(np.concatenate(x)) for x in (places, sources))
             return
-        # A sixteenth more than it needs, so that a step seldom moves a row.
-        self._free = [0 if total else len(x) // 16 + 16 for x in self.positions]
-        self._parts = [*zip(slots, sources, self._free)]
-        self._place()
+        self._parts = [*zip(slots, sources)]
         if total is not None:
+            self._place([0] * len(old))
             self._tails = self._drop(total)
-            self._place()
+        # A sixteenth more than it needs, so that a step seldom moves a row.
+        self._free = [len(x) // 16 + 16 for x in self.positions]
+        self._place(self._free)
 
     def _drop(self, lengths: Sequence[int]) -> list[slice]:
         """Drop tokens that tokens from `lengths` on do not see; return the slots of the others."""
@@ -100,9 +101,9 @@ class Kept:
             self.first[row] += dropped
         return [slice(x, x + len(y)) for x, y in zip(self.first, self.positions)]
 
-    def _place(self) -> None:
-        """Let the rows follow each other in a new buffer."""
-        sizes = [len(x) + y for x, y in zip(self.positions, self._free)]
+    def _place(self, free: Sequence[int]) -> None:
+        """Let the rows follow each other in a new buffer, with some free slots behind each."""
+        sizes = [len(x) + y for x, y in zip(self.positions, free)]
         self.first = [0, *np.cumsum(sizes[:-1]).tolist()]
 
     def store(
@@ -126,17 +127,20 @@ class Kept:
         if self._parts is None:
             buffer[:, self._to] = x[:, self._from]
             return buffer, buffer[None]
-        if buffer is None and self._tails:  # the first call is one of plans
-            seen = x
+
+        def joined(rows: list[list[torch.Tensor]]) -> torch.Tensor:
+            free = [x.new_empty(len(x), y, x.shape[2]) for y in self._free]
+            return torch.cat([z for row, y in zip(rows, free) for z in (*row, y)], 1)
+
+        # If there is nothing before a prefill, its attention takes what the model passes.
+        whole = x[:, :0] if buffer is None else buffer
+        parts = [[whole[:, old], x[:, new]] for old, new in self._parts]
+        if self._tails is None:
+            kept = seen = joined(parts)
         else:
-            buffer, pieces = x[:, :0] if buffer is None else buffer, []
-            for old, new, free in self._parts:
-                pieces += [buffer[:, old], x[:, new], x.new_empty(len(x), free, x.shape[2])]
-            seen = torch.cat(pieces, 1)
-        tails = [seen[:, y] for y in self._tails or ()]
-        # A tensor may be a part of one that holds queries, too.
-        whole = not tails or seen.untyped_storage().nbytes() == sum(y.nbytes for y in tails)
-        return (seen if whole else torch.cat(tails, 1)), seen[None]
+            seen = x if buffer is None else torch.cat([*chain(*parts)], 1)
+            kept = joined([[seen[:, y]] for y in self._tails])
+        return kept, seen[None]
 
 
 class SpreadLayer(DynamicLayer):

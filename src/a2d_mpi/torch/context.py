@@ -549,7 +549,7 @@ class ContextParallel:
         **options
             Of ``model.generate``, the same on all ranks.  ``past_key_values`` (or ``cache``) is
             the cache of `prefill` or of an earlier result, whose tokens begin the prompts: only
-            what is new is computed.  Only rank 0 calls ``streamer``.
+            what is new is computed.  Only rank 0 calls ``streamer``, processors and criteria.
 
         Returns
         -------
@@ -561,7 +561,8 @@ class ContextParallel:
         ValueError
             On all ranks, before anything is computed: if an argument is wrong, the tokens do not
             fit in the room, or an option is none of greedy search and sampling.  Also if the
-            model cannot generate, or the first decoded steps are not those of one process.
+            model cannot generate, or the first decoded steps are not those of one process.  Later,
+            if a processor, a criterion or ``streamer`` fails on rank 0.
         """
         with self.grid.failures.translated():
             return self._generator.generate(input_ids, attention_mask, root, room, options)

@@ -20,7 +20,6 @@ from transformers.generation import GenerationMode, StopStringCriteria
 from a2d_mpi.attention.methods import Attention2D
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import Call, CollectiveError, agree, message_of
-from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.masks.documents import Documents
 from a2d_mpi.sharding.distribution import Distribution
 from a2d_mpi.torch.batches import agreed, check_padding, check_tokens, left_padded
@@ -59,7 +58,7 @@ class Generation:
     def __init__(self, cp: ContextParallel) -> None:
         self.cp, self.comm, self.steps = proxy(cp), cp.grid.comm, Steps(cp.grid)
         self.numbers = self.step, self.prompt = next(cp.numbering), next(cp.numbering)
-        self._line: ProcessGrid | None = None
+        self._line = cp.grid.in_one_row()
         self._plans: dict[tuple[int, ...], dict[Kind, AttentionPlan]] = {}
         self._probed = False
         self._agreed = False  # whether all ranks are known to have the same tokens
@@ -275,11 +274,9 @@ class Generation:
         if not plans:
             return
         cache.begin(ids, counts, owners)
-        positions, own = (
-            np.concatenate([*map(np.arange, old, old + counts)]),
-            owners == self.comm.rank,
-        )
-        given = self._tensors(input_ids=ids[shown][own][None], position_ids=positions[own][None])
+        own, positions = owners == self.comm.rank, [*map(np.arange, old, old + counts)]
+        given = {"input_ids": ids[shown], "position_ids": np.concatenate(positions)}
+        given = self._tensors(**{x: y[own][None] for x, y in given.items()})
         self.cp._sets[self.prompt] = plans
         with self.cp._within(self.prompt):
             self._call(cache, given)
@@ -326,7 +323,6 @@ class Generation:
         On a grid of one row queries are gathered, and keys are not.
         """
         comm, plans, total = self.comm, {}, int(bounds[-1])
-        self._line = self._line or self.cp.grid.in_one_row()
         new = np.split(_owners(Distribution("zigzag", total, comm.size)), bounds[1:-1])
         for kind in dict.fromkeys(self.layers.values()):
             kept = cache.kept[kind.mask]
@@ -431,10 +427,9 @@ def _check_old(cache: SpreadCache, ids: np.ndarray, mask: np.ndarray) -> None:
 
 def _owners(distribution: Distribution) -> np.ndarray:
     """Return the rank of each token."""
-    owners = np.empty(distribution.seqlen, np.int64)
-    for rank in range(distribution.nshards):
-        owners[distribution.tokens(rank)] = rank
-    return owners
+    ranks = range(distribution.nshards)
+    order = np.argsort(np.concatenate([*map(distribution.tokens, ranks)]))
+    return np.repeat(ranks, distribution.counts)[order]
 
 
 def _dealt(owners: np.ndarray, ranks: int) -> Distribution:
