@@ -12,7 +12,7 @@ from pathlib import Path
 
 import h5py
 import pytest
-from helpers import ROOT, SECONDS, execute, module_of, options_of, parser_of
+from helpers import MPIEXEC, ROOT, SECONDS, execute, module_of, options_of, parser_of
 from mpi4py import MPI
 
 
@@ -190,6 +190,8 @@ def test_batch_job_runs_a_command(submit):
 def test_jobs_take_the_active_environment(tmp_path):
     """Jobs use the Python and MPI of this run, and install nothing."""
     copy, broken = tmp_path / "copy", tmp_path / "broken"
+    mpich = MPI.get_vendor()[0] != "Open MPI"
+    other = "openmpi" if mpich else "mpich"
     for folder in (copy, broken):
         folder.mkdir()
         for name in ("data", "drivers", "jobs", "pyproject.toml", "setup.cfg", "src", "tests"):
@@ -210,15 +212,16 @@ def test_jobs_take_the_active_environment(tmp_path):
         done = run(folder, *command, code=2, **more)
         assert text in done.stderr and done.stderr.count("\n") == 1
 
-    run(copy, "jobs/local.sh", "--seqlen", "64", "--trials", "1")
+    given = " ".join([*MPIEXEC, "-prepend-rank" if mpich else "--tag-output"])
+    done = run(copy, "jobs/local.sh", "--seqlen", "64", "--trials", "1", MPIEXEC=given)
+    assert re.search(r"^\[.*0.*\].* checked ", done.stdout, re.MULTILINE), done.stdout
     with h5py.File(copy / "results/local.h5") as result:
         library = result["origin"].attrs["mpi_library"]
         assert library.startswith(MPI.Get_library_version().strip("\0")[:20])
-    other = "mpich" if MPI.get_vendor()[0] == "Open MPI" else "openmpi"
     refused(f"this job needs {other}, but mpi4py has", copy, "jobs/test.sh", other)
     lacks = f"lacks no-such-package, h5py>=99 (has {h5py.__version__})"
     refused(lacks, broken, "jobs/local.sh")
-    refused("found no srun -n; MPIEXEC must be", copy, "jobs/local.sh", MPIEXEC="srun -n")
+    refused("found no no-srun; MPIEXEC must be", copy, "jobs/local.sh", MPIEXEC="no-srun -n")
     refused("must be active or unset, got on", copy, "jobs/local.sh", A2D_MPI_ENV="on")
     assert not [*copy.glob(".venv*"), *broken.glob(".venv*")]
 
