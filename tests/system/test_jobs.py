@@ -226,6 +226,50 @@ def test_jobs_take_the_active_environment(tmp_path):
     assert not [*copy.glob(".venv*"), *broken.glob(".venv*")]
 
 
+def test_marks_are_the_jobs_own():
+    for option in ("-m", "-mcausal"):
+        done = execute("bash", "jobs/test.sh", "openmpi", option, cwd=ROOT, timeout=60, code=2)
+        assert done.stdout == "" and done.stderr.startswith(f"test.sh: {option} would replace")
+
+
+HANGS = """
+import time
+import pytest
+
+@pytest.mark.parametrize("i", range(3))
+def test_good(i):
+    pass
+
+def test_bad():
+    raise ValueError
+
+def test_hangs():
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.thorough
+def test_a_run_out_of_time_keeps_its_counts(tmp_path):
+    """It names the tests that failed, and those that did not end."""
+    for name in ("jobs", "tests"):
+        (tmp_path / name).mkdir()
+    for name in ("setup.cfg", "pyproject.toml", "src", "jobs/env.sh", "jobs/gpu.sh",
+                 "jobs/active.py", "tests/conftest.py"):  # fmt: skip
+        (tmp_path / name).symlink_to(ROOT / name)
+    text = (ROOT / "jobs/test.sh").read_text()
+    short = text.replace("most=900", "most=15").replace("rank_counts=(1 4 6)", "rank_counts=()")
+    (tmp_path / "jobs/test.sh").write_text(short)
+    for name in ("a", "b"):
+        (tmp_path / f"tests/test_{name}.py").write_text(HANGS)
+    env = {"A2D_MPI_ENV": "active", "PATH": PATH}
+    done = execute("bash", "jobs/test.sh", "mpich", cwd=tmp_path, env=env, timeout=100, code=1)
+    for name in ("a", "b"):
+        assert f"\nfailed: tests/test_{name}.py::test_bad\n" in done.stdout
+        assert f"\nnot ended: tests/test_{name}.py::test_hangs\n" in done.stdout
+    assert "mpich, serial: 6 passed, 2 failed, " in done.stdout and ", out of time" in done.stdout
+    assert done.stdout.endswith("\n6 passed, 2 failed\n")
+
+
 SHM, TOPOLOGY = "/dev/shm/mpich_shm", "/tmp/hydra_hwloc_xmlfile"
 # Makes an environment whose python and pip are itself; says when pip begins and ends.
 SLOW_PYTHON = """#!/bin/bash
