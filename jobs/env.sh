@@ -9,7 +9,7 @@
 # Environment variables, for clusters with their own Python and MPI:
 #
 #   A2D_MPI_ENV=active         use python and mpiexec on PATH, and install nothing
-#   MPIEXEC=srun               with A2D_MPI_ENV: the launcher, a command that takes -n RANKS COMMAND...
+#   MPIEXEC='srun --mpi=pmix'  with A2D_MPI_ENV: the launcher, which then takes -n RANKS COMMAND...
 #   A2D_MPI_WHEELS=FOLDER      with A2D_MPI_ENV: install all wheels of a folder in .venv-active, an
 #                              environment on top of the active one
 
@@ -134,7 +134,7 @@ _make_venv() {
 
 # _use_active MPI NEEDS: use the active environment; set active_mpi to the name of its MPI.
 _use_active() {
-  local found
+  local found launcher
   if ! command -v python >/dev/null; then
     if ! found=$(command -v python3); then
       echo "A2D_MPI_ENV=active: found no command python or python3" >&2
@@ -151,13 +151,14 @@ _use_active() {
   fi
   # shellcheck disable=SC2086
   active_mpi=$(python jobs/active.py "$1" ${2//,/ }) || return 2
-  if ! command -v "${MPIEXEC:=mpiexec}" >/dev/null; then
-    echo "A2D_MPI_ENV=active: found no $MPIEXEC; MPIEXEC must be one command that takes" \
-      "-n RANKS COMMAND, as srun does" >&2
+  find_launcher
+  if ! command -v "${launcher[0]}" >/dev/null; then
+    echo "A2D_MPI_ENV=active: found no ${launcher[0]}; MPIEXEC must be a command that takes" \
+      "-n RANKS COMMAND, as srun does, and may have options" >&2
     return 2
   fi
-  MPIEXEC=$(command -v "$MPIEXEC")
-  export MPIEXEC
+  launcher[0]=$(command -v "${launcher[0]}")
+  export MPIEXEC=${launcher[*]}
   # Jobs that this job starts may have put the package of another folder in front.
   [[ :${PYTHONPATH:-}: == *":$(pwd -P)/src:"* ]] ||
     export PYTHONPATH="$(pwd -P)/src${PYTHONPATH:+:$PYTHONPATH}"
@@ -248,13 +249,20 @@ sweep_mpi() {
   comm -23 <(sort -u <<<"$left") <(sort -u <<<"$used") | tr '\n' '\0' | xargs -0 -r rm -f || true
 }
 
+# find_launcher: set the array `launcher` to the words of MPIEXEC, which may be a path with blanks.
+find_launcher() {
+  launcher=("${MPIEXEC:=mpiexec}")
+  [[ -e $MPIEXEC ]] || read -ra launcher <<<"$MPIEXEC"
+}
+
 # run_mpi RANKS SECONDS COMMAND...: run a command on ranks of this machine for at most SECONDS.
 run_mpi() {
-  local ranks=$1 seconds=$2
+  local ranks=$1 seconds=$2 launcher
   shift 2
   sweep_mpi
+  find_launcher
   (
     share_cores "$ranks"
-    limited "$seconds" "$MPIEXEC" -n "$ranks" "$@"
+    limited "$seconds" "${launcher[@]}" -n "$ranks" "$@"
   )
 }

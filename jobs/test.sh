@@ -36,10 +36,17 @@ if [[ ${mpis[*]} == gpu ]]; then
   tests=(tests/gpu/test_gpu_kernels.py tests/gpu/test_cudnn.py tests/gpu/test_device.py -k real)
   export A2D_TEST_GPU=1 # a GPU that is not found is a failure
 fi
+for option in "$@"; do
+  if [[ $option == -m* ]]; then
+    echo "test.sh: $option would replace the marks that choose the tests of each run: use -k" >&2
+    exit 2
+  fi
+done
 narrowed=$#
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 trap 'exit 143' TERM # by way of EXIT
+export A2D_TEST_RECORD=$folder/record # each test that begins, its outcome and its end
 export A2D_TEST_RESULTS=$folder/results # float64 results, which all numbers of ranks need
 mkdir "$A2D_TEST_RESULTS"
 unset PYTHONDONTWRITEBYTECODE # every rank would compile every module anew
@@ -52,11 +59,17 @@ count() {
     grep -aoE "[0-9]+ $1" | cut -d ' ' -f 1 || echo 0
 }
 
+# recorded OUTCOME: print the tests of the present run with an outcome, in the order of their names.
+recorded() {
+  sed -n "s/^$1 //p" "$A2D_TEST_RECORD" | LC_ALL=C sort -u
+}
+
 # record NAME COMMAND...: run pytest and add its numbers to the totals.
 record() {
   local name=$1 start=$SECONDS status=0
   shift
   echo "=== $name"
+  : >"$A2D_TEST_RECORD"
   "$@" 2>&1 | tee "$folder/log" || status=$?
   add "$name" "$start" "$status" "$folder/log"
 }
@@ -77,7 +90,12 @@ add() {
   if ((status == 5 && narrowed > 0)); then status=0; fi
   case $status in
     0) ;;
-    124 | 137) note=", out of time" ;;
+    124 | 137) # pytest may not have come to its report
+      note=", out of time"
+      p=$(recorded passed | wc -l) f=$(recorded failed | wc -l)
+      recorded failed | sed 's/^/failed: /'
+      comm -23 <(recorded began) <(recorded ended) | sed 's/^/not ended: /'
+      ;;
     *) note=", exit code $status" ;;
   esac
   if ((s > 0)); then note+=", $s skipped (no GPU)"; fi

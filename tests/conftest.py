@@ -137,6 +137,9 @@ def pytest_configure(config):
     files = [path for path in HERE.rglob("test_*.py") if not _is_of_no_rank(path, config)]
     if any("hypothesis" in path.read_text() for path in files):
         _same_examples()
+    path = os.environ.pop("A2D_TEST_RECORD", None)  # other runs, which tests start, have none
+    if path and MPI.COMM_WORLD.rank == 0:
+        config.pluginmanager.register(Record(path))
     if config.getoption("--with-mpi"):
         config.stash[LOCKSTEP] = Lockstep(MPI.COMM_WORLD.Dup())
         config.pluginmanager.register(config.stash[LOCKSTEP])
@@ -231,6 +234,27 @@ def _refuse_skip(report):
         if not reason.startswith("no GPU") or os.environ.get("A2D_TEST_GPU"):
             report.outcome = "failed"
             report.longrepr = f"skipped, which counts as a failure: {reason}"
+
+
+class Record:
+    """Adds each test that begins, its outcome and its end to a file, for runs that are killed."""
+
+    def __init__(self, path):
+        self._path = path
+
+    def _add(self, what, nodeid):
+        with open(self._path, "a") as file:
+            file.write(f"{what} {nodeid}\n")
+
+    def pytest_runtest_logstart(self, nodeid):
+        self._add("began", nodeid)
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.failed:
+            self._add(report.outcome, report.nodeid)
+
+    def pytest_runtest_logfinish(self, nodeid):
+        self._add("ended", nodeid)
 
 
 class Lockstep:

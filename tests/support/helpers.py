@@ -61,7 +61,8 @@ for driver, options, more in json.loads(sys.argv[1]):
     if rank == 0:
         print("exit code", code, flush=True)
 """
-MPIEXEC = os.environ.get("MPIEXEC") or Path(sys.executable).with_name("mpiexec")
+MPIEXEC = os.environ.get("MPIEXEC") or str(Path(sys.executable).with_name("mpiexec"))
+MPIEXEC = [MPIEXEC] if Path(MPIEXEC).exists() else MPIEXEC.split()  # it may have options
 # Let Open MPI run as root and with more ranks than cores; see jobs/env.sh.
 ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -230,7 +231,7 @@ def launch(
 
     `options`: of mpiexec.  `others`: of `execute`.
     """
-    start = [MPIEXEC, *options, "-n", ranks] if ranks else []
+    start = [*MPIEXEC, *options, "-n", ranks] if ranks else []
     return execute(*start, sys.executable, *command, env=ENVIRONMENT | (env or {}), **others)
 
 

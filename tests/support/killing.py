@@ -30,7 +30,7 @@ WAIT = 30  # most seconds until a job goes on, on a busy machine
 def start(ranks, *options, program="bench.py"):
     """Start a driver, and do not wait for it."""
     driver, *command = program.split()
-    words = MPIEXEC, "-n", ranks, sys.executable, DRIVERS / driver, *command, *options
+    words = *MPIEXEC, "-n", ranks, sys.executable, DRIVERS / driver, *command, *options
     return subprocess.Popen(
         [str(x) for x in words],
         env=os.environ | ENVIRONMENT,

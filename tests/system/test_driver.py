@@ -220,7 +220,7 @@ def test_result_is_written_before_it_is_printed(tmp_path):
 def test_head_is_no_error(tmp_path):
     """A reader that stops, such as `| head -1`, is no error."""
     output = tmp_path / "run.h5"
-    command = shlex.join(map(str, [MPIEXEC, "-n", 2, sys.executable, DRIVERS / "attention.py"]))
+    command = shlex.join(map(str, [*MPIEXEC, "-n", 2, sys.executable, DRIVERS / "attention.py"]))
     command += f" {SAMPLE} --seqlen 64 --trials 2 --output {output} | head -1"
     done = execute("/bin/sh", "-c", command, timeout=60, env=ENVIRONMENT)
     assert done.stdout.startswith("attention2d on") and done.stdout.count("\n") == 1

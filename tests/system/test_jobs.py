@@ -12,7 +12,7 @@ from pathlib import Path
 
 import h5py
 import pytest
-from helpers import ROOT, SECONDS, execute, module_of, options_of, parser_of
+from helpers import MPIEXEC, ROOT, SECONDS, execute, module_of, options_of, parser_of
 from mpi4py import MPI
 
 
@@ -190,6 +190,8 @@ def test_batch_job_runs_a_command(submit):
 def test_jobs_take_the_active_environment(tmp_path):
     """Jobs use the Python and MPI of this run, and install nothing."""
     copy, broken = tmp_path / "copy", tmp_path / "broken"
+    mpich = MPI.get_vendor()[0] != "Open MPI"
+    other = "openmpi" if mpich else "mpich"
     for folder in (copy, broken):
         folder.mkdir()
         for name in ("data", "drivers", "jobs", "pyproject.toml", "setup.cfg", "src", "tests"):
@@ -210,17 +212,62 @@ def test_jobs_take_the_active_environment(tmp_path):
         done = run(folder, *command, code=2, **more)
         assert text in done.stderr and done.stderr.count("\n") == 1
 
-    run(copy, "jobs/local.sh", "--seqlen", "64", "--trials", "1")
+    given = " ".join([*MPIEXEC, "-prepend-rank" if mpich else "--tag-output"])
+    done = run(copy, "jobs/local.sh", "--seqlen", "64", "--trials", "1", MPIEXEC=given)
+    assert re.search(r"^\[.*0.*\].* checked ", done.stdout, re.MULTILINE), done.stdout
     with h5py.File(copy / "results/local.h5") as result:
         library = result["origin"].attrs["mpi_library"]
         assert library.startswith(MPI.Get_library_version().strip("\0")[:20])
-    other = "mpich" if MPI.get_vendor()[0] == "Open MPI" else "openmpi"
     refused(f"this job needs {other}, but mpi4py has", copy, "jobs/test.sh", other)
     lacks = f"lacks no-such-package, h5py>=99 (has {h5py.__version__})"
     refused(lacks, broken, "jobs/local.sh")
-    refused("found no srun -n; MPIEXEC must be", copy, "jobs/local.sh", MPIEXEC="srun -n")
+    refused("found no no-srun; MPIEXEC must be", copy, "jobs/local.sh", MPIEXEC="no-srun -n")
     refused("must be active or unset, got on", copy, "jobs/local.sh", A2D_MPI_ENV="on")
     assert not [*copy.glob(".venv*"), *broken.glob(".venv*")]
+
+
+def test_marks_are_the_jobs_own():
+    for option in ("-m", "-mcausal"):
+        done = execute("bash", "jobs/test.sh", "openmpi", option, cwd=ROOT, timeout=60, code=2)
+        assert done.stdout == "" and done.stderr.startswith(f"test.sh: {option} would replace")
+
+
+HANGS = """
+import time
+import pytest
+
+@pytest.mark.parametrize("i", range(3))
+def test_good(i):
+    pass
+
+def test_bad():
+    raise ValueError
+
+def test_hangs():
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.thorough
+def test_a_run_out_of_time_keeps_its_counts(tmp_path):
+    """It names the tests that failed, and those that did not end."""
+    for name in ("jobs", "tests"):
+        (tmp_path / name).mkdir()
+    for name in ("setup.cfg", "pyproject.toml", "src", "jobs/env.sh", "jobs/gpu.sh",
+                 "jobs/active.py", "tests/conftest.py"):  # fmt: skip
+        (tmp_path / name).symlink_to(ROOT / name)
+    text = (ROOT / "jobs/test.sh").read_text()
+    short = text.replace("most=900", "most=15").replace("rank_counts=(1 4 6)", "rank_counts=()")
+    (tmp_path / "jobs/test.sh").write_text(short)
+    for name in ("a", "b"):
+        (tmp_path / f"tests/test_{name}.py").write_text(HANGS)
+    env = {"A2D_MPI_ENV": "active", "PATH": PATH}
+    done = execute("bash", "jobs/test.sh", "mpich", cwd=tmp_path, env=env, timeout=100, code=1)
+    for name in ("a", "b"):
+        assert f"\nfailed: tests/test_{name}.py::test_bad\n" in done.stdout
+        assert f"\nnot ended: tests/test_{name}.py::test_hangs\n" in done.stdout
+    assert "mpich, serial: 6 passed, 2 failed, " in done.stdout and ", out of time" in done.stdout
+    assert done.stdout.endswith("\n6 passed, 2 failed\n")
 
 
 SHM, TOPOLOGY = "/dev/shm/mpich_shm", "/tmp/hydra_hwloc_xmlfile"
