@@ -1,6 +1,5 @@
 """Settings of Sphinx for `python jobs/run.py docs`; the pages are those of this folder."""
 
-import importlib.util
 import os
 import re
 from pathlib import Path
@@ -9,8 +8,9 @@ from docutils import nodes
 from docutils.parsers.rst import Directive
 
 import a2d_mpi
+from a2d_mpi.__main__ import build_parser
 
-DRIVERS = Path(__file__).parent.parent / "drivers"
+COMMANDS = Path(a2d_mpi.__file__).parent / "commands"
 os.environ["COLUMNS"] = "90"  # the width of help texts
 
 project = "a2d_mpi"
@@ -31,18 +31,15 @@ html_title = f"a2d_mpi {release}"
 
 
 class DriverHelp(Directive):
-    """Help of a driver and of its subcommands: ``.. driver-help:: plan``."""
+    """Help of a command and of its subcommands: ``.. driver-help:: plan``."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
         """Make the nodes of the page."""
-        path = DRIVERS / f"{self.arguments[0]}.py"
-        self.state.document.settings.record_dependencies.add(str(path))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        parser = module.build_parser()
+        name = self.arguments[0]
+        self.state.document.settings.record_dependencies.add(f"{COMMANDS}/{name}.py")
+        parser = build_parser(name, f"python -m a2d_mpi {name}")
         texts = [x.format_help().strip() for x in (parser, *parser.commands.values())]
         return [nodes.literal_block(text, text, language="none") for text in texts]
 

@@ -1,55 +1,5 @@
-r"""Generate text with a model of transformers, with the KV cache spread over the ranks.
+"""Generate text with a model of transformers, with the KV cache spread over the ranks."""
 
-    mpiexec -n 4 python drivers/generate.py results/tiny --prompt "To be" --prompt "The " \
-        --tokens 200 --temperature 0.8
+from a2d_mpi.__main__ import start
 
-MODEL is a folder of transformers, with config, weights and tokenizer; a folder of checkpoints of
-train.py, of which the latest whole one is taken; or the name of a small random model.  Without a
-tokenizer, tokens are bytes.  Prompts are answered one after the other, and their tokens are
-printed as they come.  --room limits the tokens that each rank keeps.
-
-It needs PyTorch and transformers: pip install -e '.[torch]'.
-
-Exit code 0: all prompts were answered.  2: bad input.
-"""
-
-if __name__ == "__main__":
-    from a2d_mpi.experiments import end_job_on_errors
-
-    end_job_on_errors()
-
-from functools import partial
-
-from mpi4py import MPI
-
-from a2d_mpi.experiments.cli import Parser, run, run_torch
-from a2d_mpi.experiments.models import NAMES, model_name
-from a2d_mpi.experiments.options import add_engine, add_options, listed, path, real, tokens, whole
-
-
-def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
-    """Build the parser of this driver's options."""
-    parser = Parser("generate.py", __doc__, comm)
-    text = f"folder of transformers, folder of checkpoints, or {', '.join(NAMES)}"
-    parser.add_argument("model", metavar="MODEL", type=model_name, help=text)
-    group = parser.add_argument_group("requests")
-    add = group.add_argument
-    text = "beginning of a text; may be repeated"
-    add("--prompt", metavar="TEXT", action="append", default=[], help=text)
-    text = "file with the beginning of a text; may be repeated; these come first"
-    add("--prompt-file", metavar="FILE", type=path, action="append", default=[], help=text)
-    text = "new tokens per prompt"
-    add("--tokens", type=tokens(), metavar="TOKENS", default=100, help=text)
-    text = "softmax temperature; 0: take the likeliest token"
-    add("--temperature", type=real(0, 1e6), metavar="X", default=0.0, help=text)
-    add_options(group, "seed")
-    group = parser.add_argument_group("cache and ranks")
-    text = "most tokens that each rank keeps: 900,900,400; default: no limit"
-    group.add_argument("--room", type=listed(whole(0)), metavar="N,...", help=text)
-    add_options(group, "method", "rows", "cols", "head-ranks", "survive")
-    add_engine(parser)
-    return parser
-
-
-if __name__ == "__main__":
-    run(MPI.COMM_WORLD, build_parser, partial(run_torch, "generate.generate"))
+start("generate")

@@ -26,9 +26,9 @@ _PUBLIC = {
     "a2d_mpi.devices.merging": ["merge"],
     "a2d_mpi.experiments.autotune": ["autotune"],
     "a2d_mpi.kernels.protocol": ["register_kernel"],
-    "a2d_mpi.linear.plan": ["LinearAttention"],
+    "a2d_mpi.linear.linear_attention": ["LinearAttention"],
     "a2d_mpi.masks.arrays": ["IntervalMask"],
-    "a2d_mpi.masks.check": ["check_mask"],
+    "a2d_mpi.masks.validity": ["check_mask"],
     "a2d_mpi.masks.documents": [
         "BlockCausalDocuments",
         "CausalBlockwise",
@@ -39,7 +39,7 @@ _PUBLIC = {
     "a2d_mpi.masks.mask": ["Causal", "Full", "Intersection", "Mask"],
     "a2d_mpi.masks.patterns": ["make_mask", "register_mask"],
     "a2d_mpi.masks.windows": ["BlockCausal", "GlobalSlidingWindow", "PrefixLM", "SlidingWindow"],
-    "a2d_mpi.schedules": ["register_method"],
+    "a2d_mpi.schedules.method": ["register_method"],
     "a2d_mpi.sharding.distribution": ["Distribution"],
 }
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}

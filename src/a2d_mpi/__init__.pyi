@@ -12,9 +12,8 @@ from a2d_mpi.comm.survival import RanksLost
 from a2d_mpi.devices.merging import merge
 from a2d_mpi.experiments.autotune import autotune
 from a2d_mpi.kernels.protocol import register_kernel
-from a2d_mpi.linear.plan import LinearAttention
+from a2d_mpi.linear.linear_attention import LinearAttention
 from a2d_mpi.masks.arrays import IntervalMask
-from a2d_mpi.masks.check import check_mask
 from a2d_mpi.masks.documents import (
     BlockCausalDocuments,
     CausalBlockwise,
@@ -24,8 +23,9 @@ from a2d_mpi.masks.documents import (
 )
 from a2d_mpi.masks.mask import Causal, Full, Intersection, Mask
 from a2d_mpi.masks.patterns import make_mask, register_mask
+from a2d_mpi.masks.validity import check_mask
 from a2d_mpi.masks.windows import BlockCausal, GlobalSlidingWindow, PrefixLM, SlidingWindow
-from a2d_mpi.schedules import register_method
+from a2d_mpi.schedules.method import register_method
 from a2d_mpi.sharding.distribution import Distribution
 
 __version__: str

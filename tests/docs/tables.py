@@ -164,11 +164,12 @@ def picks(*paths):
                *(ratio(x, pick.seconds) for x in others)]  # fmt: skip
 
 
-def tiles(path, model):
+def tiles(path, model, dtype):
     """Shape, phase and seconds by kernel of the tiles of a CPU."""
+    kind = "" if dtype == "float32" else f", {dtype}"
     with h5py.File(ROOT / path) as file:
         for size in ("large", "small"):
-            group = file[f"figures/AMD EPYC (family 25, model {model}), {size} tiles"]
+            group = file[f"figures/AMD EPYC (family 25, model {model}), {size} tiles{kind}"]
             shapes = sorted(group.keys() - {"origin"}, key=lambda x: int(x.split("x")[0]))
             for shape, mask, phase in product(shapes, ("full", "causal"), BOTH):
                 trials = group[f"{shape}/{mask}/{phase}"]
@@ -177,16 +178,21 @@ def tiles(path, model):
 
 def kernel_ranges(path):
     """Torch's seconds over ours, by kernel and CPU: large tiles both ways, then small ones."""
-    for cpu, kernel, models in (
-        ("Zen 3", "numba", (1,)), ("Zen 4", "numba", (17,)), ("Zen 3 and 4", "numpy", (1, 17)),
+    for cpu, kernel, dtype, models in (
+        ("Zen 3", "numba", "float32", (1,)), ("Zen 4", "numba", "float32", (17,)),
+        ("Zen 3 and 4", "numpy", "float32", (1, 17)), ("Zen 4", "onednn", "bfloat16", (17,)),
     ):  # fmt: skip
         ratios = {}
-        for shape, phase, trials in (x for model in models for x in tiles(path, model)):
+        for shape, phase, trials in (x for model in models for x in tiles(path, model, dtype)):
             is_small = int(shape.split("x")[0]) < 4096
             over_torch = np.median(trials["torch"] / trials[kernel])
             ratios.setdefault((is_small, phase), []).append(over_torch)
         cells = (ratios[x] for x in product((False, True), BOTH))
-        yield [f"AMD {cpu}", f"`{kernel}`", *(f"{min(x):.2f} to {max(x):.2f}" for x in cells)]
+        yield [
+            f"AMD {cpu}",
+            f"`{kernel}`, {dtype}",
+            *(f"{min(x):.2f} to {max(x):.2f}" for x in cells),
+        ]
 
 
 def triangles(folder):

@@ -14,7 +14,7 @@ from PIL import Image
 from a2d_mpi.experiments.hdf5 import write_file
 from a2d_mpi.experiments.results import TRAINING_SCHEMA
 from a2d_mpi.figures.pictures import METHOD_STYLES, digest, finish, pyplot
-from a2d_mpi.schedules import METHODS
+from a2d_mpi.schedules.method import METHODS
 
 FIGURES = ROOT / "data" / "figures"
 

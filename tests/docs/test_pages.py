@@ -14,14 +14,16 @@ from tables import made, marked
 
 import a2d_mpi
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.sizes import Layout, parse_count
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.core.sizes import parse_count
+from a2d_mpi.experiments.sweep import parse_plan
 from a2d_mpi.masks.patterns import PATTERNS, make_mask
 from a2d_mpi.planning.memory import buffers
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidate
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import problem_of
+from a2d_mpi.schedules.writing import problem_of
 
 pytestmark = pytest.mark.thorough
 DOCS, START = ROOT / "docs", "docs/tutorial.md"
@@ -169,6 +171,12 @@ def test_which_method():
         plan, *others = predicted(*example[:6], (("attention2d",), RINGS))
         assert [plan, *others] == example[6:], name
         assert f"`{plan.rpartition(' ')[0]}`" in advice[name], name
+
+
+def test_plans_of_others():
+    """The plans that stand beside the names of other packages are plans of eight ranks."""
+    plans = [x.strip("`") for *_, x in table("docs/coming_from.md", "there") if x]
+    assert len(plans) == 8 and all(parse_plan(x, 8) for x in plans)
 
 
 COMMON = [

@@ -8,7 +8,7 @@ from helpers import ROOT, deeper, runs_on
 
 from a2d_mpi import Causal, Full, IntervalMask
 from a2d_mpi.core.config import PHASES
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.figures import schedule_plots
 from a2d_mpi.figures.mask_plots import deepest, tiling
 from a2d_mpi.masks.patterns import PATTERNS, make_mask
@@ -16,7 +16,8 @@ from a2d_mpi.planning import cost
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import METHODS, problem_of
+from a2d_mpi.schedules.method import METHODS
+from a2d_mpi.schedules.writing import problem_of
 from a2d_mpi.sharding.choice import CHOICES
 from a2d_mpi.sharding.distribution import distribute
 

@@ -12,7 +12,7 @@ from refused import GOOD, assert_raises, message_of
 from a2d_mpi import Attention2D, Causal, Full, IntervalMask, LinearAttention, ProcessGrid
 from a2d_mpi.attention.methods import make_plan, plan_class
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.schedules import METHODS, Method
+from a2d_mpi.schedules.method import METHODS, Method
 from a2d_mpi.schedules.steps import Rows
 
 pytestmark = pytest.mark.mpi
@@ -200,10 +200,10 @@ def test_interrupted_plan_refuses_to_go_on(comm):
         raise RuntimeError("in the kernel")
 
     plan.forward(*x)
-    forward, plan._engine.kernel.forward = plan._engine.kernel.forward, fail
+    forward, plan._state.kernel.forward = plan._state.kernel.forward, fail
     with pytest.raises(RuntimeError, match="in the kernel"):
         plan.forward(*x)
-    plan._engine.kernel.forward = forward
+    plan._state.kernel.forward = forward
     assert_raises(comm, "make a new grid and a new plan", plan.forward, *x)
 
 

@@ -30,8 +30,8 @@ from a2d_mpi.attention.plan import KEPT
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.experiments.files import inspect_input
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.schedules import METHODS
-from a2d_mpi.sharding import triangle
+from a2d_mpi.schedules.method import METHODS
+from a2d_mpi.sharding import triangle_shards
 
 ONE = GRIDS[len(GRIDS) // 2]
 N, D = 61, 16
@@ -81,7 +81,7 @@ def test_with_mask(comm, grid_of, method):
 def test_same_plan_new_data(comm, grid_of, method):
     """Each of five calls returns results of its data, which later calls keep."""
     known = METHODS[method]
-    heads = SIZE if known.causal and not triangle.fits(SIZE) else 1
+    heads = SIZE if known.causal and not triangle_shards.fits(SIZE) else 1
     rows = 1 if heads > 1 or SIZE % 2 else 2
     grid = grid_of(rows, SIZE // rows // heads, heads)
     sizes = {"seqlen": 41, "nheads": 12, "headdim": 8, "dtype": "float64"}
@@ -283,9 +283,9 @@ def told(monkeypatch):
     """Note the arguments that kernels get from plans beside arrays."""
     begin, found = Executor.begin, []
 
-    def noted(self, engine, channels, given, options, *others):
+    def noted(self, state, channels, given, options, *others):
         found.append(options)
-        begin(self, engine, channels, given, options, *others)
+        begin(self, state, channels, given, options, *others)
 
     monkeypatch.setattr(Executor, "begin", noted)
     return found
@@ -304,7 +304,7 @@ def test_plans_on_a_gpu(comm, grid_of, gpus, told):
         plan = case.plan(kind, grid)
         given = case.given(plan)
         bad += wrong_with(plan, given, given.dlse, **gpus)
-        bad += ["cuDNN would compute"] * (case.dlse and not told[-1]["any_delta"])
+        bad += ["cuDNN would compute"] * (case.dlse and not told[-1].any_delta)
     assert_all(comm, not bad, "; ".join(bad))
 
 
@@ -365,7 +365,7 @@ def test_bad_arguments(comm, grid, told, where):
     results = checking.forward(x, x, x)
     dlse = np.where(np.isneginf(results[1]), np.float32(np.nan), 0)  # ignored
     checking.backward(x, x, x, x, *results, dlse=dlse)
-    assert_all(comm, told[-1]["careful"] is False, "a careful kernel is slower")
+    assert_all(comm, told[-1].careful is False, "a careful kernel is slower")
 
 
 # NaN and infinite elements reach the results that depend on them, and no others.

@@ -80,7 +80,7 @@ def test_two_threads(comm, grid_of):
     x = inputs(plans[0])
     expected = [plan.forward(*x)[0] for plan in plans]
     for plan in plans:
-        kernel = plan._engine.kernel
+        kernel = plan._state.kernel
         kernel.forward = _slow(kernel.forward)
     found = [None, None]
 
@@ -161,7 +161,7 @@ if comm.rank == 2: time.sleep(1.3)  # it has not waited for long when the others
 if comm.rank == 1:
     time.sleep({"nobody": 60, "call": 4, "silent": 4}.get(where, 0))
     if where == "kernel":
-        kernel, naps = plan._engine.kernel, [4]
+        kernel, naps = plan._state.kernel, [4]
         forward = kernel.forward
         kernel.forward = lambda *x, **y: (time.sleep(naps.pop() if naps else 0), forward(*x, **y))
 plan.forward(*x)
@@ -232,8 +232,8 @@ def test_blas_threads(comm, grid, monkeypatch, threads, chosen):
     plan = Attention2D(grid, Causal(), kernel="numpy", threads=threads, **GOOD)
     x, before, inside = inputs(plan), blas(), []
     plan.forward(*x)  # makes the kernel
-    forward = plan._engine.kernel.forward
-    plan._engine.kernel.forward = lambda *x, **y: (forward(*x, **y), inside.append(blas()))
+    forward = plan._state.kernel.forward
+    plan._state.kernel.forward = lambda *x, **y: (forward(*x, **y), inside.append(blas()))
     plan.forward(*x)
     share = max(1, len(os.sched_getaffinity(0)) // comm.size)
     assert_all(comm, grid.cores == share, f"{grid.cores} cores, not {share}")

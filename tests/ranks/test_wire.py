@@ -9,7 +9,7 @@ from dense import problem_for, results_of
 from helpers import SAMPLE, assert_all, drive, read_run
 
 from a2d_mpi import Attention2D, Causal, Full, IntervalMask
-from a2d_mpi.attention import hooks
+from a2d_mpi.attention import around
 from a2d_mpi.core import wire
 from a2d_mpi.core.wire import FORMATS
 from a2d_mpi.experiments.check import check_attention
@@ -118,7 +118,7 @@ def test_a_wrong_scale(comm, grid_of, monkeypatch, what):
         return x if what == "all" else wire.rounded(x, name)
 
     monkeypatch.setattr(wire, "encode", wrong)
-    monkeypatch.setattr(hooks, "as_sent", half_rounded)
+    monkeypatch.setattr(around, "as_sent", half_rounded)
     for name in ("mxfp8", "mxfp4"):
         plan = Attention2D(grid, Full(), seqlen=61, nheads=2, headdim=64, wire=name)
         given = problem_for(plan)

@@ -38,8 +38,9 @@ from a2d_mpi.attention.executor import Executor
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm import failures
-from a2d_mpi.core.sizes import Layout, squarest
-from a2d_mpi.schedules import METHODS
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.core.sizes import squarest
+from a2d_mpi.schedules.method import METHODS
 
 ERRORS = {x.__name__: x for x in (MemoryError, KeyboardInterrupt, ValueError, RuntimeError)}
 

@@ -20,7 +20,7 @@ from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
 from a2d_mpi.core.sizes import misfit
 from a2d_mpi.core.wire import FORMATS, rounded
-from a2d_mpi.sharding import triangle
+from a2d_mpi.sharding import triangle_shards
 
 METHODS = (
     "attention2d", "attention2d", "node aware", "triangle",
@@ -110,7 +110,7 @@ def draw(seed: int, ranks: int, wire: str | None = None, only: str | None = None
     shape = pick(*((r, c, ranks // r // c) for r in divisors for c in divisors
                    if ranks % (r * c) == 0))  # fmt: skip
     cells = shape[0] * shape[1]
-    method = pick(*(x for x in METHODS if x != "triangle" or triangle.fits(cells)))
+    method = pick(*(x for x in METHODS if x != "triangle" or triangle_shards.fits(cells)))
     dtype = pick("float32", "float32", "float64", "float16", "bfloat16")
     dtype = only or dtype
     nheads = shape[2] * pick(1, 1, 2, 3, 4 if shape[2] < 4 else 1)

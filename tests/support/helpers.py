@@ -121,6 +121,11 @@ def module_of(program: str) -> ModuleType:
 @cache
 def parser_of(program: str) -> argparse.ArgumentParser:
     """Build the parser of a program of the repository."""
+    folder, _, name = program.partition("/")
+    if folder == "drivers":
+        from a2d_mpi.__main__ import build_parser
+
+        return build_parser(name.removesuffix(".py"))
     return module_of(program).build_parser()
 
 
@@ -313,13 +318,13 @@ def drive_each(
 def runs_on(method: str, layout: object, mask: object) -> bool:
     """Return True if a method can run on a layout with a mask."""
     from a2d_mpi.masks.mask import Causal
-    from a2d_mpi.schedules import METHODS
-    from a2d_mpi.sharding import triangle
+    from a2d_mpi.schedules.method import METHODS
+    from a2d_mpi.sharding import triangle_shards
 
     if not METHODS[method].causal:
         return True
     ranks = layout.positions
-    return isinstance(mask, Causal) and (ranks == 1 or triangle.fits(ranks))
+    return isinstance(mask, Causal) and (ranks == 1 or triangle_shards.fits(ranks))
 
 
 def assert_refused(done: subprocess.CompletedProcess, text: str) -> None:

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 from helpers import ROOT
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning.machine import KernelModel, Link, Machine
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import METHODS
+from a2d_mpi.schedules.method import METHODS
 
 KERNEL = KernelModel(1e11, call=1e-5)
 SLOW, FAST = Link(1e6, latency=1e-3, overhead=1e-5), Link(1e9, latency=1e-5)

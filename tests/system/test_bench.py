@@ -13,7 +13,7 @@ import pytest
 from helpers import ROOT, read_runs
 
 from a2d_mpi.core.config import PHASES
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments.hdf5 import read_file
 from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, flat
 from a2d_mpi.experiments.sweep import Case, parse_plan, plans_for

@@ -2,19 +2,33 @@
 
 import argparse
 import io
+import pkgutil
 import re
 import shlex
 import sys
+from configparser import ConfigParser
 
+import numpy as np
 import pytest
-from helpers import DRIVERS, ROOT, drive, drive_each, parser_of, parsers_of
+from helpers import (
+    DRIVERS,
+    ROOT,
+    SAMPLE,
+    drive,
+    drive_each,
+    launch,
+    parser_of,
+    parsers_of,
+    read_run,
+)
 
 import a2d_mpi
+from a2d_mpi.__main__ import COMMANDS, main
 from a2d_mpi.experiments import options as common
 
 PROGRAMS = sorted(x.name for x in DRIVERS.glob("*.py"))
 # A command of a driver, which may go on in the next line.
-EXAMPLE = re.compile(r"^ {4}((?:mpiexec -n \d+ )?python drivers/(?:.*\\\n)*.*)$", re.MULTILINE)
+EXAMPLE = re.compile(r"^ {4}((?:mpiexec -n \d+ )?python -m a2d_mpi (?:.*\\\n)*.*)$", re.MULTILINE)
 PARSERS = [(name, x) for name in PROGRAMS for x in parsers_of(f"drivers/{name}")]
 # Appended to the examples that run: what makes them short.
 SMALL = {
@@ -40,8 +54,8 @@ def examples(text):
     for found in EXAMPLE.findall(text):
         words = shlex.split(found.replace("\\\n", " "), comments=True)
         ranks = int(words[2]) if words[0] == "mpiexec" else 0
-        _, driver, *options = words[3 * (ranks > 0) :]
-        yield ranks, driver.removeprefix("drivers/"), options
+        _, _, _, command, *options = words[3 * (ranks > 0) :]
+        yield ranks, f"{command}.py", options
 
 
 @pytest.mark.parametrize("program, parser", PARSERS, ids=[x.prog for _, x in PARSERS])
@@ -97,6 +111,76 @@ def test_version():
     done, found = drive_each(cases, 0)
     version = f"of a2d_mpi {a2d_mpi.__version__}\n"
     assert found == [(0, f"{name} {version}") for name in PROGRAMS] and done.stderr == ""
+
+
+def module(*options, ranks=0, **others):
+    """Run ``python -m a2d_mpi`` outside of the repository."""
+    return launch(ranks, "-m", "a2d_mpi", *options, timeout=100, **others)
+
+
+def test_module_lists_its_commands(tmp_path):
+    """The list is printed once, and a word that is no command is refused once."""
+    assert [f"{x}.py" for x in COMMANDS] == PROGRAMS
+    done = module(ranks=3, cwd=tmp_path)
+    assert done.stderr == "" and done.stdout.count("usage: python -m a2d_mpi [") == 1
+    assert re.findall(r"^  ([a-z]+) {2,}[a-z]", done.stdout, re.MULTILINE) == [*COMMANDS]
+    for word in ("attentoin", "--output", "attention.py"):
+        done = module(word, "x.h5", ranks=3, cwd=tmp_path, code=2)
+        assert done.stdout == "" and done.stderr.startswith("python -m a2d_mpi: error: ")
+        assert done.stderr.count("\n") == 1 and " COMMAND" in done.stderr
+
+
+NAMED = """
+import a2d_mpi.__main__ as x, sys
+for argv0, typed in (("/x/a2d_mpi/__main__.py", "python -m a2d_mpi"), ("/bin/a2d-mpi", "a2d-mpi")):
+    for name in x.COMMANDS:
+        sys.argv = [argv0, name, "--version"]
+        try:
+            x.main()
+        except SystemExit as end:
+            print(typed, name, end.code)
+"""
+
+
+def test_messages_name_what_was_typed():
+    lines = launch(0, "-c", NAMED, timeout=60).stdout.splitlines()
+    version = f" of a2d_mpi {a2d_mpi.__version__}"
+    assert lines[::2] == [x.removesuffix(" 0") + version for x in lines[1::2]]
+    assert len(lines) == 4 * len(COMMANDS) and {x[-2:] for x in lines[1::2]} == {" 0"}
+    script = ConfigParser()
+    script.read(ROOT / "setup.cfg")
+    (line,) = script["options.entry_points"]["console_scripts"].split("\n")[1:]
+    assert pkgutil.resolve_name(line.removeprefix("a2d-mpi = ")) is main
+
+
+def test_module_without_a_file(tmp_path):
+    """Random tensors, the same on all grids; the result names the command, and no input file."""
+    outs = []
+    for ranks, grid in ((2, ()), (3, ("--cols", 3))):
+        options = "--backward", "--seqlen", 65, "--trials", 1, "--save-outputs", "--output", "x.h5"
+        done = module("attention", *options, *grid, ranks=ranks, cwd=tmp_path)
+        assert "FAILED" not in done.stdout and ", random input" in done.stdout
+        found = read_run(tmp_path / "x.h5")
+        line = found["origin"]["command_line"]
+        assert line.startswith("python -m a2d_mpi attention --backward --seqlen 65 ")
+        assert found["passed"] and "input_sha256" not in found["origin"]
+        outs.append(found["outputs"]["out"])
+    assert np.abs(outs[0] - outs[1]).max() < 1e-5 and np.abs(outs[0]).max() > 1
+
+
+def test_rank_without_the_input_file():
+    sabotage = "sys.argv[1:2] = [] if rank == 1 else sys.argv[1:2]"
+    done = drive("attention.py", 2, SAMPLE, sabotage=sabotage, code=2)
+    assert "an input file" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["attention", "plan", "--help"])
+def test_module_without_mpi(command):
+    """The message says how to get an MPI, or which variable names it."""
+    code = 0 if command == "--help" else 2
+    done = module(command, env={"MPI4PY_LIBMPI": "/none/libmpi.so"}, code=code)
+    assert ("MPI4PY_LIBMPI" in done.stderr) == (command == "attention")
+    assert done.stderr.count("\n") == (code == 2)
 
 
 def test_interrupted_program_of_one_process():

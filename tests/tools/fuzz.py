@@ -136,7 +136,9 @@ def _run(case: Case) -> dict[str, object]:
     with (
         patch.object(NumpyKernel.__init__, "__defaults__", defaults),
         patch("a2d_mpi.kernels.blocks.ALIGN", align),
-        patch("a2d_mpi.kernels.onednn.FEWEST", align) if BFLOAT16 == "onednn" else nullcontext(),
+        patch.multiple("a2d_mpi.kernels.onednn", FEWEST=align, LEAST=0)
+        if BFLOAT16 == "onednn"
+        else nullcontext(),
         patch("a2d_mpi.schedules.attention2d.GRAIN", grain),
         np.errstate(all="ignore"),
     ):

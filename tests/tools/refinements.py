@@ -22,7 +22,7 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.planning import survey
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.profile import read_machine

@@ -25,17 +25,17 @@ from unittest.mock import patch
 
 import numpy as np
 
-from a2d_mpi.attention.executor import Executor, Pipeline
+from a2d_mpi.attention.executor import CompiledPhase, Executor
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.channel import Channel, Traffic
-from a2d_mpi.comm.transport import HostTransport
+from a2d_mpi.comm.transport import Transport
 from a2d_mpi.devices.host import Host
 from a2d_mpi.kernels.blocks import Blocker
 from a2d_mpi.kernels.numpy import NumpyKernel
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules import passes, pipeline
 from a2d_mpi.schedules.line import Line
-from a2d_mpi.schedules.steps import Add, Copy, Merge, Receive
+from a2d_mpi.schedules.steps import Add, Attend, AttendAndMerge, Copy, Merge, Receive
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = ROOT / "drivers" / "attention.py"
@@ -123,7 +123,7 @@ def sent(change: Callable) -> object:
         change(x, peer)
         return right(self, comm, x, peer, tag)
 
-    return around(HostTransport, "send", wrong)
+    return around(Transport, "send", wrong)
 
 
 # Kernels.
@@ -262,13 +262,19 @@ def partial(rank):
         first = next((x for x in sums if x.source.array in arrived), None)
         right(self, [p.with_steps(x for x in p.steps if x is not first) for p in programs])
 
-    return [around(Pipeline, "__init__", wrong)]
+    return [around(CompiledPhase, "__init__", wrong)]
 
 
 @sabotage(RESULTS)
 def partial_results_overwrite(rank):
-    """The pass that merges partial results is left out: each one overwrites the one before."""
-    return [patch.object(passes, "PASSES", tuple(x for x in passes.PASSES if x != passes.merged))]
+    """No partial result is merged: each one overwrites the one before."""
+
+    def wrong(program):
+        kinds = {AttendAndMerge: Attend}
+        return program.with_steps(kinds.get(type(x), type(x))(*x) for x in program.steps)
+
+    changed = (wrong if x == passes.merged else x for x in passes.PASSES)
+    return [patch.object(passes, "PASSES", tuple(changed))]
 
 
 @sabotage(RESULTS)
@@ -385,7 +391,7 @@ def messages_of_the_first_call(rank):
         key = comm.py2f(), peer, tag, len(x)
         return right(self, comm, first.setdefault(key, np.array(x)), peer, tag)
 
-    return [around(HostTransport, "send", wrong)]
+    return [around(Transport, "send", wrong)]
 
 
 @sabotage(RESULTS)

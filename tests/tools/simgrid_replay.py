@@ -22,7 +22,7 @@ import pytest
 from machines import RESULTS, machine, plan_of
 from test_simulate import PLANS
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments.hdf5 import read_file
 from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, summarise
 from a2d_mpi.masks.mask import Causal, Full
@@ -34,7 +34,8 @@ from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.simgrid import simulate
 from a2d_mpi.planning.survey import survey_of
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import METHODS, problem_of
+from a2d_mpi.schedules.method import METHODS
+from a2d_mpi.schedules.writing import problem_of
 
 LINK = Link(1e6, latency=1e-3, overhead=1e-5)
 

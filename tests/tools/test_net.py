@@ -10,9 +10,9 @@ import pytest
 from helpers import ROOT
 
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.planning import cost
-from a2d_mpi.schedules import problem_of
+from a2d_mpi.schedules.writing import problem_of
 
 
 @pytest.mark.thorough

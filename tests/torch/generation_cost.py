@@ -1,20 +1,23 @@
 """Seconds of generation over ranks beside one process.
 
     mpiexec -n 2 python tests/torch/generation_cost.py [PREFILL [CONTEXT ...]]
-    mpiexec -n 4 python -m mpi4py tests/torch/generation_cost.py memory CONTEXT [GB]
+    python tests/torch/generation_cost.py memory [GB]
+    mpiexec -n 4 python -m mpi4py tests/torch/generation_cost.py fits CONTEXT [GB]
 
 A Llama of 8 layers with 8 heads of 64, float32, one thread a rank.  Prints the prefill of a prompt
 of PREFILL tokens (16384), and the time of a token after CONTEXT tokens (100 and 32768), in turn
 with one process, medians.  The caches of one process are filled with random numbers.
 
-`memory` generates a few tokens after CONTEXT tokens, on one rank with transformers' own cache, and
-fails if a process needs more than GB gigabytes (2) of data: RLIMIT_DATA, which counts what it
-allocates, but no program text and no memory that ranks share.  The cache of the model is large
-against its work: 96 layers of 64 KV heads of 64, and 64 hidden elements.
+`memory` finds the largest contexts on 1 and 4 ranks whose processes may have GB gigabytes (2) of
+data each: RLIMIT_DATA, which counts what a process allocates, but no program text and no memory
+that ranks share.  `fits` generates a few tokens after a context in such processes, on one rank by
+transformers alone, and fails if they need more.  Nearly all that the model needs is its cache,
+3.1 MB a token: 96 layers of 64 KV heads of 64, and 16 hidden elements.
 """
 
 import resource
 import statistics
+import subprocess
 import sys
 import time
 
@@ -77,26 +80,56 @@ def filled(config, n):
     return cache
 
 
-def memory(comm, context, limit=2):
+def data():
+    """Return the bytes that RLIMIT_DATA counts."""
+    with open("/proc/self/status") as status:
+        return next(int(x.split()[1]) * 1024 for x in status if x.startswith("VmData"))
+
+
+def fits(comm, context, limit=2):
     """Generate tokens after a context in processes of so many gigabytes."""
     torch.set_num_threads(1)
-    heads = {"num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 64}
-    model = llama(hidden_size=64, intermediate_size=64, num_hidden_layers=96, **heads)
+    before, heads = data(), {"num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 64}
+    model = llama(hidden_size=16, intermediate_size=16, num_hidden_layers=96, **heads)
     resource.setrlimit(resource.RLIMIT_DATA, (limit * 10**9, limit * 10**9))
     ids = torch.randint(1, 256, (1, context), generator=torch.Generator().manual_seed(0))
+    options, weights = {"max_new_tokens": 4, "return_dict_in_generate": True}, data() - before
     if comm.size == 1:
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4)
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     else:
         grid = ProcessGrid(comm, 2, comm.size // 2)
-        ContextParallel(grid, model, seqlen=64, probe=False).generate(ids, max_new_tokens=4)
+        found = ContextParallel(grid, model, seqlen=64, probe=False).generate(ids, **options)
+    cache = sum(x.keys.nbytes + x.values.nbytes for x in found.past_key_values.layers)
+    sizes = before, weights, cache, data() - before - weights - cache
+    most = [max(comm.allgather(x)) // 10**6 for x in sizes]
     if comm.rank == 0:
-        print(f"{context} tokens fit in {limit} GB each on {comm.size} ranks")
+        print(f"{context} | {comm.size} | {' | '.join(map(str, most))}")
+
+
+def memory(limit=2):
+    """Print the largest contexts that fit, within a twentieth."""
+    print("tokens | ranks | MB of a rank: program | weights | cache | else")
+    for ranks in (1, 4):
+        low, high, found = 0, 0, ""
+        while not high or high - low > low // 20:
+            n = (low + high) // 2 if high else 2 * low or 100 * ranks
+            command = f"mpiexec -n {ranks} {sys.executable} -m mpi4py {__file__} fits {n} {limit}"
+            done = subprocess.run(command.split(), capture_output=True, text=True, timeout=600)
+            if done.returncode and "memory" not in done.stderr.lower():
+                sys.exit(done.stderr)
+            if done.returncode:
+                high = n
+            else:
+                low, found = n, done.stdout
+        print(found, end="", flush=True)
 
 
 def main(comm):
     """Print the table."""
     if sys.argv[1:2] == ["memory"]:
-        return memory(comm, *map(int, sys.argv[2:]))
+        return memory(*map(int, sys.argv[2:]))
+    if sys.argv[1:2] == ["fits"]:
+        return fits(comm, *map(int, sys.argv[2:]))
     lengths = [int(x) for x in sys.argv[1:]]
     prefill, contexts = (lengths or [16384])[0], lengths[1:] or [100, 32768]
     torch.set_num_threads(1)

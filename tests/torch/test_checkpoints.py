@@ -13,7 +13,7 @@ import torch
 import transformers
 from helpers import ROOT, drive, drive_each, launch
 
-from a2d_mpi.core.atomic import held
+from a2d_mpi.core.atomic import locked
 from a2d_mpi.experiments import checkpoint
 from a2d_mpi.experiments.checkpoint import RUN, State, latest, load, resumed, save
 from a2d_mpi.experiments.hdf5 import read_file
@@ -160,7 +160,7 @@ def test_killed_while_writing(tmp_path, call):
 import os, shutil, sys
 sys.path[:0] = {[str(ROOT / "tests" / "torch"), str(ROOT / "tests" / "support")]!r}
 from pathlib import Path
-from a2d_mpi.core.atomic import held
+from a2d_mpi.core.atomic import locked
 from a2d_mpi.experiments.checkpoint import State, save
 calls = 0
 def counted(real):
@@ -175,7 +175,7 @@ for owner, name in ((os, "mkdir"), (os, "fsync"), (os, "rename"), (shutil, "rmtr
     setattr(owner, name, counted(getattr(owner, name)))
 state = State({{"seed": "0"}})
 folder = Path({str(tmp_path)!r})
-with held(folder):
+with locked(folder):
     for step in (3, 4):
         while state.step < step:
             state.add_step(1.0, [0.0], {{}})
@@ -185,7 +185,7 @@ with held(folder):
     _, history, refused = latest(tmp_path)
     assert not refused and history.step == (2 if call < 5 else 3 if call < 12 else 4)
     keep(tmp_path, 5)
-    with held(tmp_path):
+    with locked(tmp_path):
         pass
     assert not [x for x in names(tmp_path) if x.startswith(".")], names(tmp_path)
 

@@ -12,9 +12,11 @@ import torch
 import transformers
 from helpers import SECONDS, assert_each_refused, drive
 from killing import family, kill, start
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+
+from a2d_mpi.experiments.models import Tokenizer
 
 PROMPT = "To be, or not to be"
 
@@ -24,8 +26,9 @@ def save(folder, vocab=256, **options):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=400,
-        eos_token_id=None, bos_token_id=None, pad_token_id=0, **options,
+        num_attention_heads=4, num_key_value_heads=2,
+        eos_token_id=None, bos_token_id=None, pad_token_id=0,
+        **{"max_position_embeddings": 400} | options,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).eval()
     model.save_pretrained(folder)
@@ -68,7 +71,7 @@ def test_refused(folder, tmp_path):
     (tmp_path / "none" / "config.json").write_text("{}")
     (tmp_path / "empty").touch()
     save(tmp_path / "few", 100)
-    words = Tokenizer(WordLevel({"<unk>": 0, "a": 1, "far": 100}, "<unk>"))
+    words = FastTokenizer(WordLevel({"<unk>": 0, "a": 1, "far": 100}, "<unk>"))
     words.pre_tokenizer = Whitespace()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
     fast.save_pretrained(tmp_path / "few")
@@ -86,6 +89,16 @@ def test_refused(folder, tmp_path):
         ("generate.py", [tmp_path / "none", *mine], [], "none"),
         ("generate.py", [tmp_path / "few", "--prompt", "a far"], [], "0 to 99, got 100"),
     ], 2)  # fmt: skip
+
+
+def test_bytes_are_streamed(capsys):
+    """Bytes are printed as they come, with new lines."""
+    streamer = transformers.TextStreamer(Tokenizer())
+    text = "A line\n\né and 中.\n"
+    for x in text.encode():
+        streamer.put(torch.tensor([x]))
+    streamer.end()
+    assert capsys.readouterr().out == text + "\n"
 
 
 @pytest.mark.launches
@@ -115,9 +128,12 @@ decoding.Steps.attend = counted
 
 
 @pytest.mark.launches
-def test_ctrl_c(folder):
-    """Ctrl-C ends all ranks."""
-    job = start(3, folder, "--prompt", PROMPT, "--tokens", 380, program="generate.py")
+def test_ctrl_c(tmp_path):
+    """Ctrl-C ends all ranks in the middle of the text, which would take minutes."""
+    save(tmp_path, max_position_embeddings=100_000)
+    # Sampled bytes have spaces: a streamer prints words.
+    options = ["--prompt", PROMPT, "--tokens", 90_000, "--temperature", 1]
+    job = start(3, tmp_path, *options, program="generate.py")
     try:
         assert job.stdout.read(1)  # the text has begun
         processes, ranks = family(job)

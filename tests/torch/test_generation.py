@@ -5,6 +5,7 @@ Needs the extra `torch`: `bash jobs/test.sh torch`.
 
 import copy
 import string
+import weakref
 
 import numpy as np
 import pytest
@@ -17,8 +18,9 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 
-from a2d_mpi import ProcessGrid
-from a2d_mpi.torch import ContextParallel, context
+from a2d_mpi import Causal, ProcessGrid, SlidingWindow
+from a2d_mpi.torch import ContextParallel, context, layers
+from a2d_mpi.torch.cache import Kept
 
 pytestmark = pytest.mark.mpi(min_size=4)
 torch.set_num_threads(1)
@@ -201,6 +203,39 @@ def test_what_is_kept(comm, parallel):
     assert_all(comm, cache.nbytes <= held + 2 * 2 * 8 * 4 * 40, f"{cache.nbytes} of {held} bytes")
 
 
+def test_no_copies(comm):
+    """The cache takes the keys of a prefill as they are, or copies what later tokens see."""
+    whole = torch.randn(1, 60, 3, 8).transpose(1, 2)  # (1, KV heads, tokens, elements)
+    for mask, x, is_kept in (
+        (Causal(), whole, True),
+        (SlidingWindow(4, 0), whole, False),
+        (Causal(), torch.randn(1, 3, 60, 16)[..., :8], False),  # a part of a larger tensor
+    ):
+        kept = Kept(mask, 1)
+        kept.begin([0], [np.arange(60)], [slice(0, 60)], [60])
+        buffer, seen = kept.store(None, x)
+        assert seen.data_ptr() == x.data_ptr() and torch.equal(seen, x)
+        assert torch.equal(buffer, x[0, :, kept.positions[0]])
+        assert (buffer.data_ptr() == x.data_ptr()) == is_kept
+        assert buffer.untyped_storage().nbytes() == buffer.nbytes
+
+
+def test_trials_of_layers(comm, monkeypatch):
+    """They hold what modules give once: it may be more than the weights."""
+    alive, run = [], layers._Watch.run
+
+    def counting(*args):
+        most.append(sum(x() is not None for x in alive))
+        seen = run(*args)
+        alive.extend(weakref.ref(x) for _, x in seen[:1])
+        return seen
+
+    most: list[int] = []
+    monkeypatch.setattr(layers._Watch, "run", counting)
+    layers.layers_of(made("Llama"), 60)
+    assert len(alive) > 2 and max(most) == 1, f"{most}"
+
+
 def test_crop_and_reset(comm, parallel):
     """A cache goes back, and forward again; a window cannot go back past what it has dropped."""
     options, ids = SAMPLED | {"max_new_tokens": 12, "return_dict_in_generate": True}, prompt(90)
@@ -271,16 +306,18 @@ class Stops(transformers.StoppingCriteria):
 class Prints:
     """A streamer that keeps what it gets."""
 
-    def __init__(self, fails=False):
+    def __init__(self, fails=None):
         self.put_so_far, self.ended, self.fails = [], False, fails
 
     def put(self, tokens):
-        if self.fails and self.put_so_far:
+        if self.fails == "put" and self.put_so_far:
             raise BrokenPipeError("nobody reads")
         self.put_so_far += tokens.flatten().tolist()
 
     def end(self):
         self.ended = True
+        if self.fails == "end":
+            raise BrokenPipeError("nobody reads")
 
 
 def test_what_generate_takes(comm, parallel):
@@ -321,9 +358,44 @@ def test_what_generate_takes(comm, parallel):
     stop |= {"stop_strings": [letters[found[0, 71]]], "max_new_tokens": 9}
     expected = one(comm, alone, ids, **stop, **SAMPLED)
     assert_same(comm, spread(cp, ids, **stop, **SAMPLED), expected)
-    told = "rank 0 could not choose a token: nobody reads"
-    assert_raises(comm, told, cp.generate, ids, streamer=Prints(fails=True), max_new_tokens=5)
-    assert_same(comm, spread(cp, ids, max_new_tokens=5), one(comm, alone, ids, max_new_tokens=5))
+
+
+class Fails:
+    """A user's processor or criterion, which may fail at its second call."""
+
+    def __init__(self, fails, how):
+        self.calls, self.fails, self.how = 0, fails, how
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.fails and self.calls == 2:
+            if self.how == "excludes all":
+                return scores - torch.inf
+            raise KeyError("no key")
+        return torch.zeros(len(input_ids), dtype=bool) if self.how == "stops" else scores
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_fails_on_one_rank(comm, parallel, rank):
+    """What fails on rank 0 fails on all ranks; other ranks do not call what a user passes."""
+    cp, ids, fails = parallel(made("Llama")), prompt(70), comm.rank == rank
+    expected = one(comm, made("Llama"), ids, max_new_tokens=5)
+    cases = [
+        ("'no key'", {"logits_processor": [Fails(fails, "raises")]}),
+        ("'no key'", {"stopping_criteria": [Fails(fails, "stops")]}),
+        ("probability", {"logits_processor": [Fails(fails, "excludes all")], "do_sample": True}),
+        ("nobody reads", {"streamer": Prints(fails and "put")}),
+        ("nobody reads", {"streamer": Prints(fails and "end")}),
+    ]
+    for text, options in cases:
+        options = {"max_new_tokens": 5} | options
+        if rank == 0:
+            told = f"rank 0 could not choose a token: {text}"
+            assert_raises(comm, told, cp.generate, ids, **options)
+        else:
+            found = cp.generate(ids, **options)
+            assert_all(comm, found.shape == (1, 75), f"{found.shape}")
+    assert_same(comm, cp.generate(ids, max_new_tokens=5), expected)
 
 
 def test_a_cache_for_others(comm, parallel):
@@ -349,6 +421,14 @@ def test_a_cache_for_others(comm, parallel):
         cp.generate(ids if comm.rank == 3 else None, root=3, max_new_tokens=4),
         one(comm, made("Llama"), ids, max_new_tokens=4),
     )
+    ids, mask = padded((20, 5))  # transformers finds the mask of padding, also of a root
+    options = {"max_new_tokens": 4, "pad_token_id": 0}
+    expected = comm.bcast(one(comm, made("Llama"), ids, mask, **options))
+    assert_same(comm, cp.generate(ids if comm.rank == 3 else None, root=3, **options), expected)
+    assert_same(comm, cp.generate(ids, attention_mask=mask.bool(), **options), expected)
+    few = parallel(made("Llama"), 2).prefill(prompt(20))
+    told = "must be of `prefill` on 4 ranks, got SpreadCache on 2"
+    assert_raises(comm, told, cp.generate, prompt(20), past_key_values=few)
 
 
 def test_refused(comm, parallel):
@@ -366,7 +446,7 @@ def test_refused(comm, parallel):
         ({"num_beams": 2}, beams),
         ({"cache_implementation": "static"}, "cache_implementation"),
         ({"cache_implementation": "quantized"}, "cache_implementation"),
-        ({"past_key_values": dynamic}, "one of ContextParallel.prefill, got DynamicCache"),
+        ({"past_key_values": dynamic}, "be of `prefill` on 4 ranks, got DynamicCache"),
         ({"assistant_model": made("GPT-2")}, "no assisted_generation"),
         ({"prompt_lookup_num_tokens": 3}, "no assisted_generation"),
         ({"guidance_scale": 2.0}, "guidance_scale needs a second prompt"),
@@ -452,8 +532,6 @@ def test_the_probe_compares_steps(comm, parallel, monkeypatch):
     monkeypatch.setattr(decoding.Steps, "_merged", everywhere)
     assert_raises(comm, told, parallel(model).generate, prompt(9), max_new_tokens=2)
     monkeypatch.undo()
-    from a2d_mpi.torch.cache import Kept
-
     begin = Kept.begin
 
     def all_of_it(self, old, new, sources, total):

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from a2d_mpi import Causal, Full, IntervalMask
 from a2d_mpi.comm import transport
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.sizes import MAX_MESSAGE, Layout, flops, misfit
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.core.sizes import MAX_MESSAGE, flops, misfit
 from a2d_mpi.planning import cost
-from a2d_mpi.schedules import problem_of
 from a2d_mpi.schedules.problem import Problem
+from a2d_mpi.schedules.writing import problem_of
 from a2d_mpi.sharding.distribution import FORMULAS, Distribution
 from a2d_mpi.sharding.pairs import pairs_of_runs
 
@@ -40,10 +41,9 @@ def test_config():
 @pytest.mark.parametrize("bad, told", [
     ({"seqlen": 0}, "seqlen must be a positive integer, got 0"),
     ({"seqlen": 4.0}, "got 4.0"),
-    ({"seqlen": 10**5000}, "got a number of 5000 digits"),
     ({"seqlen_kv": 0}, "seqlen_kv must be a positive integer"),
     ({"nheads": True}, "nheads must be a positive integer, got True"),
-    ({"headdim": 10**40}, "headdim must be at most 65536, got a number of 40 digits"),
+    ({"headdim": 10**20}, "headdim must be at most 65536, got 100000000000000000000"),
     ({"nheads_kv": 4}, "nheads_kv must divide nheads, got 4 and 6"),
     *[({"dtype": x}, "dtype must be one of") for x in ("int8", "no such", None, "f4,(")],
     ({"softmax_scale": np.inf}, "softmax_scale must be finite, got inf"),
@@ -241,11 +241,9 @@ def test_messages():
     assert MAX_MESSAGE == transport.MAX_MESSAGE
 
 
-def test_what_does_not_fit_is_refused():
+def test_no_such_method():
     with pytest.raises(ValueError, match="method must be one of"):
         cost.traffic("ulysses", Layout(1, 1), with_counts((N,)), 0)
-    with pytest.raises(ValueError, match="each of 6 ranks, got 4"):
-        cost.traffic("ring", Layout(6, 1), with_counts((N,) * 4), 0)
 
 
 def test_flops():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from helpers import DRIVERS, ROOT, launch, parser_of, parsers_of
 
-from a2d_mpi.core.atomic import check_writable, held, replacing
+from a2d_mpi.core.atomic import check_writable, locked, replacing
 from a2d_mpi.experiments.files import INPUT_SCHEMA, inspect_input
 from a2d_mpi.experiments.hdf5 import check_output, read_file, write_file
 from a2d_mpi.experiments.options import WRITTEN, check_files
@@ -32,7 +32,7 @@ def test_options_that_name_files_are_paths():
             words = f"{action.help} {action.metavar}".lower().replace(",", " ").split()
             names_file = action.nargs != 0 and {"file", "files", "dir"} & {*words}
             if names_file and action.dest not in NAMES:
-                value = action.type(str(ROOT / "drivers/plan.py"))
+                value = action.type(str(ROOT / "tests/support/helpers.py"))
                 assert isinstance(value[0] if isinstance(value, list) else value, Path)
                 found.add(action.dest)
     assert {*WRITTEN, "profile", "folder"} <= found
@@ -87,8 +87,8 @@ def test_own_and_empty_files_are_replaced(tmp_path):
 
 HOLD = """
 import sys, time
-from a2d_mpi.core.atomic import held, replacing
-with held(sys.argv[1]), replacing(sys.argv[2]) as (_, temporary):
+from a2d_mpi.core.atomic import locked, replacing
+with locked(sys.argv[1]), replacing(sys.argv[2]) as (_, temporary):
     open(temporary, "w").close()
     print(temporary, flush=True)
     time.sleep(100)
@@ -105,7 +105,7 @@ def test_jobs_keep_apart(tmp_path, what):
     try:
         temporary = job.stdout.readline().strip()
         told = f"cannot write {path}: PID {job.pid} on {socket.gethostname()} is writing it"
-        with pytest.raises(OSError) as error, held(path):
+        with pytest.raises(OSError) as error, locked(path):
             pass
         assert str(error.value) == told
         with replacing(inside) as (_, mine):
@@ -116,9 +116,9 @@ def test_jobs_keep_apart(tmp_path, what):
         job.communicate()
     assert len(os.listdir(tmp_path)) == 2  # the lock file, the temporary one
     (other := tmp_path / ".mine.h5.tmp").write_text("kept")
-    with held(path):
+    with locked(path):
         assert not os.path.exists(temporary)
-        with pytest.raises(OSError, match=f"PID {os.getpid()} on "), held(path):
+        with pytest.raises(OSError, match=f"PID {os.getpid()} on "), locked(path):
             pass
     assert os.listdir(tmp_path) == [other.name]
 
@@ -132,7 +132,7 @@ def test_without_locks(tmp_path, monkeypatch):
 
     (left := tmp_path / ".run.h5.12-0a.tmp").touch()
     monkeypatch.setattr("fcntl.flock", flock)
-    with held(tmp_path / "run.h5"), held(tmp_path / "run.h5"):
+    with locked(tmp_path / "run.h5"), locked(tmp_path / "run.h5"):
         check_writable(tmp_path / "run.h5")
     assert os.listdir(tmp_path) == [left.name]
 
@@ -146,7 +146,7 @@ def test_a_full_disk_leaves_no_lock(tmp_path, monkeypatch):
     opened = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     monkeypatch.setattr("os.pwrite", pwrite)
     path = tmp_path / "run.h5"
-    with pytest.raises(OSError, match=f"cannot write {path}: No space left"), held(path):
+    with pytest.raises(OSError, match=f"cannot write {path}: No space left"), locked(path):
         pass
     assert os.listdir(tmp_path) == []
     assert not opened or len(os.listdir("/proc/self/fd")) == opened

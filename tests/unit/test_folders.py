@@ -10,7 +10,7 @@ from helpers import ROOT, execute, launch
 
 import a2d_mpi
 from a2d_mpi.comm.device_transport import DeviceTransport
-from a2d_mpi.comm.transport import HostTransport, Transport
+from a2d_mpi.comm.transport import Transport
 from a2d_mpi.devices.host import Host
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.kernels.numpy import NumpyKernel
@@ -35,7 +35,7 @@ def test_imports_run_one_way(tmp_path):
         ("planning/cost.py", "from mpi4py import MPI"),
         ("kernels/blocks.py", "from mpi4py import MPI"),
         ("comm/transport.py", "import a2d_mpi.comm.channel"),
-        ("linear/plan.py", "import torch"),
+        ("linear/linear_attention.py", "import torch"),
     ):
         with open(tmp_path / "src" / "a2d_mpi" / module, "a") as file:
             file.write(line + "\n")
@@ -46,14 +46,13 @@ def test_imports_run_one_way(tmp_path):
 NO_MPI = """core.atomic core.dtypes core.merge core.reference core.sizes devices kernels
     schedules.attention2d sharding.pairs planning.calibration planning.cost planning.memory
     planning.model planning.planner experiments.options experiments.plan experiments.results
-    experiments.sweep figures.plots figures.schedule_plots"""
+    experiments.sweep figures.plots figures.schedule_plots commands.plan commands.plot __main__"""
 
 
 def test_these_need_no_mpi():
     code = f"""
-import importlib, runpy, sys
+import importlib, sys
 sys.modules["mpi4py"] = None  # importing it fails
-runpy.run_path("drivers/plan.py")
 from a2d_mpi import Causal, Distribution, Full, IntervalMask
 for name in {NO_MPI.split()}:
     importlib.import_module(f"a2d_mpi.{{name}}")
@@ -74,7 +73,7 @@ benchmark check_wire programs ranks results sweep user_files
 
 def test_main_job_loads_what_it_uses():
     """The driver imports no planner, models or figures, nor what a plain run leaves out."""
-    code = "import runpy, sys; runpy.run_path('drivers/attention.py'); print(*sys.modules)"
+    code = "import sys, a2d_mpi.__main__ as x; x.build_parser('attention'); print(*sys.modules)"
     modules = {*launch(0, "-c", code, timeout=60, cwd=ROOT).stdout.split()}
     loaded = {x for x in modules if x.startswith("a2d_mpi.")}
     assert "a2d_mpi.experiments.job" in loaded
@@ -86,8 +85,8 @@ def test_main_job_loads_what_it_uses():
         *(f"a2d_mpi.experiments.{x}" for x in UNUSED.split()),
         *(f"a2d_mpi.comm.{x}" for x in ("failures", "gpus", "device_transport")),
         "a2d_mpi.core.wire",
-        "a2d_mpi.attention.shards",
-        "a2d_mpi.masks.check",
+        "a2d_mpi.comm.shards",
+        "a2d_mpi.masks.validity",
         *(f"a2d_mpi.schedules.{x}" for x in ("attention2d", "pipeline", "ring", "triangle")),
     }
     assert not loaded & unused
@@ -153,7 +152,7 @@ def test_protocols(cupy):
     from a2d_mpi.kernels.cupy import CupyKernel
 
     for protocol, kinds in {
-        Transport: (HostTransport, DeviceTransport),
+        Transport: (DeviceTransport,),
         Device: (Host, Cuda),
         Kernel: (NumpyKernel, CupyKernel, CudnnKernel),
     }.items():

@@ -13,7 +13,7 @@ from a2d_mpi import Mask, make_mask, register_kernel, register_mask, register_me
 from a2d_mpi.kernels import KERNELS, check_kernel
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.masks.patterns import PATTERNS, split_masks
-from a2d_mpi.schedules import METHODS, Method
+from a2d_mpi.schedules.method import METHODS, Method
 
 FILES = {"mask": "sinks.py", "method": "gather.py", "kernel": "plain.py"}
 GUIDE = "docs/extending.md"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from a2d_mpi import Full, IntervalMask
-from a2d_mpi.comm.transport import HostTransport
+from a2d_mpi.comm.transport import Transport
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.kernel_memory import BLOCK_K, BLOCK_Q
 from a2d_mpi.devices.host import HOST
@@ -114,7 +114,7 @@ def test_polls_that_take_long_are_rare(monkeypatch):
 
     takes = []
     for seconds, after in ((1e-6, 11e-6), (4e-3, 5e-3)):  # the rest is at most 1 ms
-        transport, start = HostTransport(), now[0]
+        transport, start = Transport(), now[0]
         takes.append(seconds), began.clear()
         for _ in range(3):
             transport.poll(Comm())

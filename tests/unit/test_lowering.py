@@ -4,12 +4,13 @@ import pytest
 
 from a2d_mpi import Causal, Full
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.sizes import Layout
-from a2d_mpi.schedules import drafts_of, passes, problem_of
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.schedules import passes
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import (
     PARTIALS,
     Attend,
+    AttendAndMerge,
     Copy,
     KernelCall,
     Message,
@@ -17,6 +18,7 @@ from a2d_mpi.schedules.steps import (
     Send,
     Wait,
 )
+from a2d_mpi.schedules.writing import drafts_of, problem_of
 
 GRID, RING = ("attention2d", Layout(2, 3)), ("ring", Layout(5, 1))
 AWARE = ("node aware", Layout(2, 4, nodes=(0, 0, 1, 1, 0, 0, 1, 1)))
@@ -92,6 +94,26 @@ def test_in_turn(plan, phase, mask):
             elif isinstance(step, Send) and plan != RING:
                 assert calls == 0
         assert not travelling
+
+
+@every
+def test_merged(plan):
+    """Each row of a result is written once, before others are merged into it."""
+    for p in written(plan, "forward"):
+        rows = set()
+        for step in (x for x in p.steps if isinstance(x, Attend)):
+            target = {(step.target.array, i) for run in step.target.runs for i in run}
+            merges = isinstance(step, AttendAndMerge)
+            assert target <= rows if merges else not target & rows
+            rows |= target
+        assert {x for x in rows if x[0] == "out"} == {("out", i) for i in range(rows_of(p))}
+        q = passes.merged(p)
+        assert not any(isinstance(x, AttendAndMerge) for x in q.steps)
+
+
+def rows_of(p):
+    (own,) = p.results["out"].runs
+    return len(own)
 
 
 @both

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from a2d_mpi import Documents, PrefixLM, SlidingWindow, check_mask, make_mask
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.arrays import IntervalMask
 from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.masks.patterns import PATTERNS
 from a2d_mpi.masks.stairs import stairs_of
-from a2d_mpi.schedules import problem_of
+from a2d_mpi.schedules.writing import problem_of
 
 
 class TwoIntervals(Mask):
@@ -175,18 +175,18 @@ def raising(self, q):
     return ((first, q.max() + first),)
 
 
-# Methods `visible` that a plan refuses; what it says, and on which of their lines.
+# Methods `visible` that a plan refuses; what it says, and on which of their lines they raise.
 WRONG = [
-    (overlapping, "intervals [0, 71] and [50, 60] of query 70 overlap", 0),
-    (lambda self, q: ((0 * q, q + 1), (q, q + 1)), " overlap", 0),
-    (generator, "must return a tuple of pairs (begin, end), got a generator", 0),
+    (overlapping, "intervals [0, 71] and [50, 60] of query 70 overlap", None),
+    (lambda self, q: ((0 * q, q + 1), (q, q + 1)), " overlap", None),
+    (generator, "must return a tuple of pairs (begin, end), got a generator", None),
     (raising, "ValueError: zero-size array to reduction operation maximum", 2),
-    (lambda self, q: None, "got a NoneType", 0),
-    (lambda self, q: (), "got an empty tuple", 0),
-    (lambda self, q: (0 * q, q + 1), "item 0 must be a pair (begin, end), got a ndarray", 0),
-    (lambda self, q: ((0 * q, q / 2),), "signed integers, got float64", 0),
-    (lambda self, q: ((0, q + 1),), "begin of pair 0 must be (80,) signed", 0),
-    (lambda self, q: ((0 * q, q[:3]),), "got int64 of shape (3,)", 0),
+    (lambda self, q: None, "got a NoneType", None),
+    (lambda self, q: (), "got an empty tuple", None),
+    (lambda self, q: (0 * q, q + 1), "item 0 must be a pair (begin, end), got a ndarray", None),
+    (lambda self, q: ((0 * q, q / 2),), "signed integers, got float64", None),
+    (lambda self, q: ((0, q + 1),), "begin of pair 0 must be (80,) signed", None),
+    (lambda self, q: ((0 * q, q[:3]),), "got int64 of shape (3,)", None),
     (lambda self, q: ((0 * q, q.__iadd__(1)),), "ValueError: output array is read-only", 0),
     (lambda self, q: ((0 * q, np.arange(len(q))),), "in a call with other queries", None),
     (lambda self, q: ((0 * q, 0 * q + len(q)),), "in a call with other queries", None),
@@ -195,7 +195,7 @@ WRONG = [
 
 @pytest.mark.parametrize("visible, text, line", WRONG)
 def test_wrong_answers_of_a_users_mask(visible, text, line):
-    """Plans and predictions refuse a wrong `visible`, with the user's line."""
+    """Plans and predictions refuse a wrong `visible`, with the user's line if it raises."""
     mask, config = own(visible, positional=True), AttentionConfig(80, 2, 8)
     place = f"({__file__}, line {inspect.getsourcelines(visible)[1] + (line or 0)})"
     for action in (

@@ -17,7 +17,8 @@ from mpi4py import MPI
 
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.kernel_memory import kernel_buffers
-from a2d_mpi.core.sizes import Layout, flops
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.core.sizes import flops
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.experiments import autotune
@@ -32,7 +33,8 @@ from a2d_mpi.planning.planner import best_candidate
 from a2d_mpi.planning.profile import parse_size, read_machine, to_toml, write_machine
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import METHODS, problem_of
+from a2d_mpi.schedules.method import METHODS
+from a2d_mpi.schedules.writing import problem_of
 
 PROFILES = sorted(MACHINES.glob("*.toml"))
 

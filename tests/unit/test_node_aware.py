@@ -9,7 +9,7 @@ from helpers import SAMPLE, drive_each, read_runs
 from machines import A100, RESULTS, machine
 
 from a2d_mpi import Causal, Full
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments.results import summarise
 from a2d_mpi.planning.layouts import layouts
 from a2d_mpi.planning.machine import Link
@@ -18,7 +18,8 @@ from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidate
 from a2d_mpi.planning.profile import read_machine, write_machine
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import METHODS, problem_of
+from a2d_mpi.schedules.method import METHODS
+from a2d_mpi.schedules.writing import problem_of
 
 
 def on_nodes(layout, ranks_per_node):

@@ -12,13 +12,14 @@ import sys
 
 import numpy as np
 import pytest
-from blocks import BFLOAT16, Block
+from blocks import BFLOAT16, Block, all_blocks, random_intervals
 from helpers import distance
 from numba import njit
 
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.kernels import make_kernel, onednn, onednn_calls
+from a2d_mpi.masks.intervals import Intervals
 
 KIND = DTYPES["bfloat16"]
 HERE = BFLOAT16 == "onednn"
@@ -182,6 +183,17 @@ def test_products_of_float16():
         make_kernel("onednn", HOST, DTYPES["float16"], 0.3)
 
 
+def test_small_blocks(dtype):
+    """Another kernel computes them: no product is made."""
+    kernel = make_kernel("onednn", HOST, DTYPES[dtype], 0.3)
+    for tokens, made in ((128, 0), (256, 2)):
+        q, k, v = np.ones((3, tokens, 2, 64), DTYPES[dtype])
+        seen = Intervals.of(random_intervals(tokens, tokens, "full"))
+        out, lse = np.empty(q.shape, np.float32), np.empty((tokens, 2), np.float32)
+        kernel.forward(q, k, v, seen, out, lse)
+        assert np.allclose(out, 1) and sum(map(len, kernel._made.values())) == made
+
+
 def test_few_shapes_of_products(dtype):
     """Blocks of any size need few products, because each one takes as long as a small block."""
     kernel = make_kernel("onednn", HOST, DTYPES[dtype], 0.3)
@@ -203,7 +215,8 @@ def test_what_a_call_returns(cap, dtype):
     q, k, v, _ = block.inputs
     largest, lse = np.full(4, -np.inf, np.float32), np.empty((70, 4), np.float32)
     out = np.empty(q.shape, np.float32)
-    kernel.forward(q, k, v, block.intervals, out, lse, largest=largest)
+    with all_blocks(kernel):
+        kernel.forward(q, k, v, block.intervals, out, lse, largest=largest)
     s = 0.3 * np.einsum("qhd,khd->hqk", q.astype(float), np.repeat(k, 2, 1).astype(float))
     expected = np.where(block.visible, s, -np.inf).max((1, 2))
     assert np.allclose(largest, expected, rtol=1e-5)

@@ -12,7 +12,7 @@ import pytest
 from helpers import SECONDS, drive, parser_of
 from machines import A100, H100, MACHINES, RESULTS
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments.plan import read_problem
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning import cost
@@ -24,7 +24,8 @@ from a2d_mpi.planning.planner import best_candidate, candidate, candidates, why_
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.survey import essence
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import METHODS, problem_of
+from a2d_mpi.schedules.method import METHODS
+from a2d_mpi.schedules.writing import problem_of
 
 CAUSAL = Causal()
 

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.kernels import shapes
 from a2d_mpi.kernels.graphs import Block
 from a2d_mpi.kernels.ragged import LONG, TILE, batches, is_ragged, room, sequences, size_class
 from a2d_mpi.kernels.shapes import runs
 from a2d_mpi.masks.patterns import make_mask
-from a2d_mpi.schedules import problem_of, write
 from a2d_mpi.schedules.steps import Attend
+from a2d_mpi.schedules.writing import problem_of, write
 
 SHORTEST = 64  # as a2d_mpi.kernels.cudnn, which needs a GPU
 

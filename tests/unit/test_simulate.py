@@ -11,7 +11,7 @@ import pytest
 from helpers import parser_of
 from machines import machine
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments import plan as job
 from a2d_mpi.experiments.results import print_study
 from a2d_mpi.figures.plots import AT_SCALE, plot, read_scale
@@ -24,7 +24,7 @@ from a2d_mpi.planning.profile import write_machine
 from a2d_mpi.planning.simulator import POST, WAIT
 from a2d_mpi.planning.survey import survey_of
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import problem_of
+from a2d_mpi.schedules.writing import problem_of
 
 # At once, with heads, rank by rank, on uneven nodes.
 PLANS = [

@@ -7,7 +7,7 @@ import pytest
 from helpers import ROOT
 from machines import A100, machine
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning import simulator
 from a2d_mpi.planning.machine import Link
@@ -15,7 +15,7 @@ from a2d_mpi.planning.network import Cables, Network
 from a2d_mpi.planning.simulator import PARTS, POST, WAIT, Messages, Operations, simulate
 from a2d_mpi.planning.survey import survey_of
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import problem_of
+from a2d_mpi.schedules.writing import problem_of
 
 MB = 10**6
 # Plans on 16 ranks of four A100 a node, seconds of each phase by SimGrid 3.32:

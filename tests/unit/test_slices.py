@@ -1,23 +1,26 @@
 """Slices of the heads: memory, the order of execution, and the choice."""
 
+import doctest
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 from machines import H100
 
 from a2d_mpi import Causal
+from a2d_mpi.attention import executor
 from a2d_mpi.core.config import PHASES, AttentionConfig
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.arrays import IntervalMask
 from a2d_mpi.planning.model import predict, slowest_seconds
 from a2d_mpi.planning.planner import candidate, candidates
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import problem_of, write
-from a2d_mpi.schedules.slices import SMALLEST, TAKE, default
+from a2d_mpi.schedules.slices import ALIVE, SMALLEST, TAKE, default
 from a2d_mpi.schedules.steps import KINDS as TENSORS_OF
 from a2d_mpi.schedules.steps import Clear, KernelCall, Message, Receive, Rows, Send, Wait
+from a2d_mpi.schedules.writing import problem_of, write
 
 CAUSAL = Causal()
 EVERY = [  # layouts for which programs are written, without MPI
@@ -222,3 +225,12 @@ def test_the_planner_tries_slices():
     limit = int(0.8 * found.memory)
     tight = candidate(H100, "attention2d", Layout(4, 4), work, limit)
     assert tight.fits and tight.layout.slices[0] > 2 and tight.memory < limit
+
+
+def test_tags():
+    """Messages that may travel at once have tags of their own, of those that MPI guarantees."""
+    found = doctest.testmod(executor)
+    assert found.failed == 0 < found.attempted
+    owners, turns = range(8), range(20)
+    every = [executor.mpi_tag(*x) for x in product(TENSORS_OF, owners, turns, range(ALIVE))]
+    assert len(set(every)) == len(every) and max(every) + 3 < 1 << 15

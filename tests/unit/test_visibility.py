@@ -11,12 +11,13 @@ from oracles import documents, heavy_tailed, node_traffic
 
 from a2d_mpi import Causal, Full
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.arrays import IntervalMask
 from a2d_mpi.masks.intervals import size
 from a2d_mpi.masks.patterns import PATTERNS, make_mask
-from a2d_mpi.schedules import METHODS, problem_of, write
+from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.steps import Receive, Send
+from a2d_mpi.schedules.writing import problem_of, write
 from a2d_mpi.sharding.visibility import Visibility
 
 SEQLEN, RANKS = 2048, 6

@@ -12,12 +12,12 @@ from a2d_mpi import Causal, Full
 from a2d_mpi.core import wire
 from a2d_mpi.core.config import PHASES, WIRES, AttentionConfig
 from a2d_mpi.core.dtypes import DTYPES
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.core.wire import FORMATS, decode, encode
 from a2d_mpi.experiments.check_wire import roundings
 from a2d_mpi.experiments.files import Check
-from a2d_mpi.schedules import problem_of, write
 from a2d_mpi.schedules.steps import Decode, Encode
+from a2d_mpi.schedules.writing import problem_of, write
 
 MX = {"mxfp8": ml_dtypes.float8_e4m3fn, "mxfp4": ml_dtypes.float4_e2m1fn}
 

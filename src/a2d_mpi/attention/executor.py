@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from a2d_mpi.attention.engine import Engine
+from a2d_mpi.attention.device_state import DeviceState
 from a2d_mpi.comm.channel import Channel
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.devices.protocol import Array
@@ -19,19 +19,76 @@ from a2d_mpi.schedules.program import Program, common_rows, index_of
 from a2d_mpi.schedules.slices import ALIVE, ATTEND
 from a2d_mpi.schedules.steps import KINDS, Rows, TokenArray
 
+Channels = Mapping[str, Channel]  # by the names of the programs
+Tensors = dict[str, Array]  # by name
+
 _TENSORS = 4  # most tensors of a kind that is no parcel; each tensor has a tag of its own
 _TAGS = {kind: _TENSORS * i for i, kind in enumerate(KINDS)}
 _STRIDE = _TENSORS * len(KINDS)
 _TURNS = 32000 // _STRIDE // ALIVE // 8 * 8  # MPI guarantees tags up to 32767
 
 
-class Pipeline:
+def mpi_tag(kind: str, tag: int, turn: int, slice_: int) -> int:
+    """Return MPI's tag for the first tensor of a message; its other tensors have the next tags.
+
+    Parameters
+    ----------
+    kind : str
+        One of `KINDS`.
+    tag, turn : int
+        As of a `a2d_mpi.schedules.steps.Message`.
+    slice_ : int
+        Slice of the heads.
+
+    Notes
+    -----
+    Messages with other arguments may overtake this one.  `ALIVE` slices travel at once.  Sums of
+    different tags and turns do not clash: several turns have only rings, with one tag, and lines
+    of two ranks, where a rank sends rows of one owner.
+
+    Examples
+    --------
+    Keys and values of owner 2 have the tags of one slice, and of the next slice:
+
+    >>> mpi_tag("kv", 2, 0, slice_=0), mpi_tag("kv", 2, 0, slice_=1)
+    (88, 10648)
+    """
+    place = slice_ % ALIVE * _TURNS + (tag + 8 * turn) % _TURNS
+    return _TAGS[kind] + _STRIDE * place
+
+
+class Options(NamedTuple):
+    """Options of a call of this rank.
+
+    Attributes
+    ----------
+    careful, any_delta : bool
+        See `a2d_mpi.kernels.protocol.Kernel`.
+    sink : (heads,) array or None
+        Added to the results of attention, which then have the accumulation dtype.
+    largest : (heads,) array or None
+        Receives the largest logits.
+    """
+
+    careful: bool
+    any_delta: bool
+    sink: Array | None = None
+    largest: np.ndarray | None = None
+
+    def of_slice(self, number: int, slices: int) -> Options:
+        """Return the options of one slice of the heads."""
+        each = (x if x is None else x.reshape(slices, -1)[number] for x in self[2:])
+        return Options(*self[:2], *each)
+
+
+class CompiledPhase:
     """The programs of a phase on one rank, compiled when it is made.
 
     Parameters
     ----------
     programs : sequence of Program
-        Programs, or parts of programs, in the order of execution: see `a2d_mpi.schedules.write`.
+        Programs, or parts of programs, in the order of execution, of
+        `a2d_mpi.schedules.writing.write`.
 
     Attributes
     ----------
@@ -41,7 +98,7 @@ class Pipeline:
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self.channels = {name: x for p in programs for name, x in p.channels.items()}
-        self.slices = 1 + max(p.slice for p in programs)
+        self._slices = 1 + max(p.slice for p in programs)
         executors: dict[tuple[int, int], Executor] = {}
         # Each part: executor, compiled steps, and whether its program begins and ends with it.
         self._parts: list[tuple[Executor, list[tuple], bool, bool]] = []
@@ -50,7 +107,7 @@ class Pipeline:
         for i, p in enumerate(programs):
             key = p.slice, p.number
             if begins := key not in executors:
-                executors[key] = Executor(p, self.slices)
+                executors[key] = Executor(p, self._slices)
             for step in p.steps:
                 if id(step) not in compiled:
                     compiled[id(step)] = _COMPILED[type(step)](step, p)
@@ -60,58 +117,56 @@ class Pipeline:
         self._config = programs[-1].group.problem.config
 
     def run(
-        self,
-        engine: Engine,
-        channels: Mapping[str, Channel],
-        given: dict[str, Array],
-        options: Sequence[Mapping[str, Any]],
-        sink: Array | None = None,
-    ) -> dict[str, Array]:
+        self, state: DeviceState, channels: Channels, given: Tensors, options: Options
+    ) -> Tensors:
         """Run all programs.
 
         Parameters
         ----------
-        engine : Engine
-        channels : mapping of str to Channel
-            By the names of the programs.
-        given : dict of str to arrays
+        state : DeviceState
+        channels : Channels
+        given : Tensors
             This rank's shard of the tensors that the programs read.
-        options : sequence of mapping
-            Arguments of the kernel, such as `careful`, by slice.
-        sink : (slices, heads) array, optional
-            Added to the results of attention, which then have the accumulation dtype.
+        options : Options
 
         Returns
         -------
-        dict of str to arrays
+        Tensors
             This rank's shard of the results, in new arrays of the caller's dtypes.
         """
-        tensors: dict[int, dict[str, Array]] = {}  # of each slice
-        whole: dict[str, dict[str, Array]] = {}  # arrays of results, to which all slices write
-        keys: dict[str, Array] = {}  # of the KV heads that were taken last
-        # A plan without head axis and slices has one part: begin, run, end.
-        for executor, ready, begins, ends in self._parts:
-            slice_, attends = executor.slice, executor.number == ATTEND
-            if begins:
-                read = keys | tensors.pop(slice_, given)
-                new = whole if executor.number == self._last else {}
-                rounds = sink is None or not attends
-                executor.begin(engine, channels, read, options[slice_], new, rounds)
+        if len(self._parts) > 1:
+            results = self._run_slices(state, channels, given, options)
+        else:  # neither a head axis nor slices
+            ((executor, ready, _, _),) = self._parts
+            executor.begin(state, channels, given, options, {})
             executor.run(ready)
-            if ends:
-                tensors[slice_] = executor.end()
-                if attends and sink is not None:
-                    with engine.clocks.span("merge"):
-                        engine.device.add_sink(sink=sink[slice_], **tensors[slice_])
-                keys |= {x: y for x, y in tensors[slice_].items() if x in ("k", "v")}
-        results = {name: x for of_slice in tensors.values() for name, x in of_slice.items()}
+            results = executor.end()
         for name, x in results.items():
             dtype = self._config.dtype_of(name)
             if x.dtype != dtype or self._in_buffers:
-                results[name] = engine.device.empty(x.shape, dtype)  # (n, heads, headdim)
-                with engine.clocks.span("merge"):
-                    engine.device.put(results[name], x)
+                results[name] = state.device.empty(x.shape, dtype)  # (n, heads, headdim)
+                with state.clocks.span("merge"):
+                    state.device.put(results[name], x)
         return results
+
+    def _run_slices(
+        self, state: DeviceState, channels: Channels, given: Tensors, options: Options
+    ) -> Tensors:
+        """Run programs that take heads, attend and put heads, of all slices."""
+        tensors: dict[int, Tensors] = {}  # of each slice
+        whole: dict[str, Tensors] = {}  # arrays of results, to which all slices write
+        keys: Tensors = {}  # of the KV heads that were taken last
+        for executor, ready, begins, ends in self._parts:
+            i = executor.slice
+            if begins:
+                read = keys | tensors.pop(i, given)
+                new = whole if executor.number == self._last else {}
+                executor.begin(state, channels, read, options.of_slice(i, self._slices), new)
+            executor.run(ready)
+            if ends:
+                tensors[i] = executor.end()
+                keys |= {x: y for x, y in tensors[i].items() if x in ("k", "v")}
+        return {name: x for of_slice in tensors.values() for name, x in of_slice.items()}
 
 
 class Executor:
@@ -131,45 +186,43 @@ class Executor:
         self._arrays, self._results = program.arrays, program.results
         # Sizes with all heads of the problem, and with the heads that this rank computes.
         self._config, self._group = program.group.problem.config, program.group.config
-        self._tags = program.slice % ALIVE * _TURNS * _STRIDE  # first tag of this slice
         self._pending: list[list[Any]] = [[]] * program.messages  # requests of each message
         self._work: Workspace | None = None
 
     def begin(
         self,
-        engine: Engine,
-        channels: Mapping[str, Channel],
-        given: dict[str, Array],
-        options: Mapping[str, Any],
-        new: dict[str, dict[str, Array]],
-        rounds: bool,
+        state: DeviceState,
+        channels: Channels,
+        given: Tensors,
+        options: Options,
+        new: dict[str, Tensors],
     ) -> None:
-        """Begin a call with the caller's arrays; `options` are arguments of the kernel.
-
-        Results are made in `new`, unless it has them.  If `rounds` is false, they have the
-        accumulation dtype, whatever the program says.
-        """
-        self._engine, self._channels, self._options = engine, channels, options
+        """Begin a call with the caller's arrays; results are made in `new`, unless it has them."""
+        self._state, self._channels, self._options = state, channels, options
         self._given, self._new = given, new
-        if self._work is not engine.work:
-            self._work = engine.work
-            self._views: dict[Rows, list[Array]] = engine.work.cache()
+        self._sink = options.sink if self.number == ATTEND else None
+        if self._work is not state.work:
+            self._work = state.work
+            self._views: dict[Rows, list[Array]] = state.work.cache()
         for name, array in self._arrays.items():
             if array.role == "result" and name not in new:
-                new[name] = self._result(array, rounds)
+                new[name] = self._result(array, wide=self._sink is not None)
 
     def run(self, ready: list[tuple]) -> None:
         """Run compiled steps."""
-        for do, *operands in self._engine.clocks.noted(ready):
+        for do, *operands in self._state.clocks.noted(ready):
             do(self, *operands)
 
-    def end(self) -> dict[str, Array]:
+    def end(self) -> Tensors:
         """End the call, drop the caller's arrays, and return the results by name."""
         results = {
             name: x
             for rows in self._results.values()
             for name, x in zip(KINDS[self._kind(rows)], self._tensors(rows))
         }
+        if self._sink is not None:
+            with self._state.clocks.span("merge"):
+                self._state.device.add_sink(sink=self._sink, **results)
         self._given, self._new = {}, {}
         return results
 
@@ -196,9 +249,9 @@ class Executor:
 
     def _buffers(self, array: TokenArray) -> list[Array]:
         """Return all rows of each tensor of a buffer."""
-        as_computed = array.as_computed and getattr(self._engine.kernel, "rounds_partials", False)
+        as_computed = array.as_computed and getattr(self._state.kernel, "rounds_partials", False)
         shapes = _shapes(array, self._group, () if as_computed else array.accumulated)
-        work = self._engine.work
+        work = self._state.work
         if array.parcel:
             return work.parcel((array.memory, 0), shapes)
         return [work.get((array.memory, i), *x) for i, x in enumerate(shapes)]
@@ -209,19 +262,22 @@ class Executor:
         if not array.parcel:
             return tensors
         nbytes = sum(x.nbytes for x in tensors)
-        return [self._engine.work.get((array.memory, 0), (nbytes,), np.uint8)]
+        return [self._state.work.get((array.memory, 0), (nbytes,), np.uint8)]
 
-    def _result(self, array: TokenArray, rounds: bool) -> dict[str, Array]:
-        """Make new arrays for results: (tokens, heads, headdim), of lse (tokens, heads)."""
+    def _result(self, array: TokenArray, wide: bool) -> Tensors:
+        """Make new arrays for results: (tokens, heads, headdim), of lse (tokens, heads).
+
+        If `wide`, they have the accumulation dtype, whatever the program says.
+        """
         config, names = self._config if array.all_heads else self._group, KINDS[array.kind]
-        tensors = _shapes(array, config, array.accumulated if rounds else names)
-        return {name: self._engine.device.empty(*x) for name, x in zip(names, tensors)}
+        tensors = _shapes(array, config, names if wide else array.accumulated)
+        return {name: self._state.device.empty(*x) for name, x in zip(names, tensors)}
 
-    def _post(self, message: steps.Message, peer: int, tag: int) -> None:
-        channel = self._channels[message.channel]
+    def _post(self, message: steps.Message, peer: int) -> None:
+        channel, rows = self._channels[message.channel], message.rows
         start = channel.isend if isinstance(message, steps.Send) else channel.irecv
-        tensors = self._travelling(message.rows)
-        self._pending[message.index] = start(tensors, peer, self._tags + tag)
+        tag = mpi_tag(self._kind(rows), message.tag, message.turn, self.slice)
+        self._pending[message.index] = start(self._travelling(rows), peer, tag)
 
     def _wait(self, step: steps.Wait) -> None:
         if requests := [x for index in step.messages for x in self._pending[index]]:
@@ -229,74 +285,73 @@ class Executor:
 
     def _clear(self, rows: Rows) -> None:
         for x in self._tensors(rows):
-            self._engine.device.zero(x)
+            self._state.device.zero(x)
 
     def _attend(self, step: steps.Attend, intervals: Intervals) -> None:
-        tensors = self._tensors
+        tensors, kernel, options = self._tensors, self._state.kernel, self._options
         (q,) = tensors(step.queries)  # (queries, nheads, headdim)
         k, v = tensors(step.keys)  # (keys, nheads_kv, headdim)
-        out, lse = tensors(step.target)
-        self._engine.blocks["forward"] += 1
-        with self._engine.clocks.span("compute"):
-            self._engine.kernel.forward(q, k, v, intervals, out, lse, **self._options)
+        given = q, k, v, intervals, *tensors(step.target)
+        self._state.blocks["forward"] += 1
+        with self._state.clocks.span("compute"):
+            kernel.forward(*given, careful=options.careful, largest=options.largest)
 
     def _differentiate(self, step: steps.Differentiate, intervals: Intervals) -> None:
-        tensors, kernel = self._tensors, self._engine.kernel
+        tensors, kernel, options = self._tensors, self._state.kernel, self._options
         dout, q, lse, delta = tensors(step.queries)  # q: (queries, nheads, headdim)
         k, v = tensors(step.keys)  # (keys, nheads_kv, headdim)
-        gradients = *tensors(step.dq), *tensors(step.dkv)  # as q, k, v
-        given = dout, q, k, v, lse, delta, intervals
-        self._engine.blocks["backward"] += 1
-        with self._engine.clocks.span("compute"):
-            kernel.backward(*given, *gradients, fresh=step.fresh, **self._options)
+        given = dout, q, k, v, lse, delta, intervals, *tensors(step.dq), *tensors(step.dkv)
+        careful, any_delta = options.careful, options.any_delta
+        self._state.blocks["backward"] += 1
+        with self._state.clocks.span("compute"):
+            kernel.backward(*given, fresh=step.fresh, careful=careful, any_delta=any_delta)
 
     def _merge(self, parts: list[tuple[Rows, Rows, Rows]]) -> None:
         tensors = self._tensors
-        with self._engine.clocks.span("merge"):
+        with self._state.clocks.span("merge"):
             for source, target, compensation in parts:
-                held = *tensors(target), *tensors(compensation)
-                self._engine.device.merge(*held, *tensors(source))
+                merged = *tensors(target), *tensors(compensation)
+                self._state.device.merge(*merged, *tensors(source))
+
+    def _pairs(self, parts: Iterable[tuple[Rows, Rows]]) -> Iterator[tuple[Array, Array]]:
+        """Yield the tensors of sources and targets; what is done meanwhile is merging."""
+        with self._state.clocks.span("merge"):
+            for source, target in parts:
+                yield from zip(self._tensors(source), self._tensors(target))
 
     def _put(self, parts: list[tuple[Rows, Rows]], add: bool) -> None:
-        tensors = self._tensors
-        with self._engine.clocks.span("merge"):
-            for source, target in parts:
-                for x, y in zip(tensors(source), tensors(target)):
-                    self._engine.device.put(y, x, add)
+        for x, y in self._pairs(parts):
+            self._state.device.put(y, x, add)
 
     def _by_index(self, how: str, source: Rows, target: Rows, index_on: Callable) -> None:
-        device = self._engine.device
+        device = self._state.device
         move, index = getattr(device, how), index_on(device)
-        with self._engine.clocks.span("merge"):
-            for x, y in zip(self._tensors(source), self._tensors(target)):
-                move(y, x, index)
+        for x, y in self._pairs([(source, target)]):
+            move(y, x, index)
 
     def _code(self, how: str, parts: list[tuple[Rows, Rows]]) -> None:
-        tensors, device = self._tensors, self._engine.device
-        with self._engine.clocks.span("merge"):
-            for source, target in parts:
-                for x, y in zip(tensors(source), tensors(target)):
-                    if x.shape == y.shape and x.dtype == y.dtype:  # it travels as it is
-                        device.put(y, x)
-                    else:
-                        getattr(device, how)(y, x, self._group.wire)
+        device = self._state.device
+        for x, y in self._pairs(parts):
+            if x.shape == y.shape and x.dtype == y.dtype:  # it travels as it is
+                device.put(y, x)
+            else:
+                getattr(device, how)(y, x, self._group.wire)
 
     def _move_heads(self, step: steps.TakeHeads | steps.PutHeads, whole: Rows) -> None:
         """Take heads from rows of all heads, or put them there."""
         first = (step.head * self._slices + self.slice) * self._group.nheads
         tensors = self._tensors(step.source), self._tensors(step.target)
-        with self._engine.clocks.span("merge"):
+        with self._state.clocks.span("merge"):
             for name, x, y in zip(KINDS[self._kind(whole)], *map(_with_elements, tensors)):
                 head = first * self._config.shape(name)[0] // self._config.nheads
                 if whole is step.source:
-                    self._engine.device.take_heads(y, x, head)
+                    self._state.device.take_heads(y, x, head)
                 else:
-                    self._engine.device.put_heads(y, x, head, name in step.sums)
+                    self._state.device.put_heads(y, x, head, name in step.sums)
 
 
 def _posted(step: steps.Message, program: Program) -> tuple:
-    peer = program.channels[step.channel].index(step.peer)
-    return Executor._post, step, peer, _tag(step, program)
+    return Executor._post, step, program.channels[step.channel].index(step.peer)
 
 
 def _merging(step: steps.Merge, program: Program) -> tuple:
@@ -353,21 +408,13 @@ def _with_elements(tensors: list[Array]) -> list[Array]:
     return [x if x.ndim == 3 else x.reshape(*x.shape, 1) for x in tensors]
 
 
-def _tag(message: steps.Message, program: Program) -> int:
-    """Return the MPI tag of a message's first tensor."""
-    # Messages with other tags or turns may overtake this one.  Sums of different tags and turns do
-    # not clash: several turns have only rings, with one tag, and lines of two ranks, where a rank
-    # sends rows of one owner.
-    turn = (message.tag + 8 * message.turn) % _TURNS
-    return _TAGS[program.arrays[message.rows.array].kind] + _STRIDE * turn
-
-
 # Functions that compile a step to a function of the executor with its operands.  They are plain
 # functions, because bound methods would refer back to the executor.
 _COMPILED: dict[type, Callable[[Any, Program], tuple]] = {
     steps.Send: _posted,
     steps.Receive: _posted,
     steps.Wait: lambda step, program: (Executor._wait, step),
+    steps.Drain: lambda step, program: (Executor._wait, step),
     steps.Clear: lambda step, program: (Executor._clear, step.rows),
     steps.Attend: _called,
     steps.Differentiate: _called,

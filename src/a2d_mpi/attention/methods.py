@@ -41,7 +41,7 @@ class NodeAwareAttention(AttentionPlan):
     """Attention2D that sends each chunk to a node only once; see `a2d_mpi.schedules.line`.
 
     It has the interface of `AttentionPlan`.  The grid says which ranks share a node:
-    `a2d_mpi.core.sizes.Layout.nodes`.
+    `a2d_mpi.core.layout.Layout.nodes`.
     """
 
     method = "node aware"
@@ -79,7 +79,7 @@ class TriangleAttention(AttentionPlan):
 
 
 def plan_class(method: str) -> type[AttentionPlan]:
-    """Return the class of the plans of a method of `a2d_mpi.schedules.METHODS`.
+    """Return the class of the plans of a method of `a2d_mpi.schedules.method.METHODS`.
 
     A user's method needs no class in this file: this function makes one.
     """

@@ -11,22 +11,23 @@ from dataclasses import replace
 
 import numpy as np
 
-from a2d_mpi.attention import hooks
-from a2d_mpi.attention.checks import check_grid, check_problem, check_room, check_tensors
-from a2d_mpi.attention.engine import Engine
-from a2d_mpi.attention.executor import Pipeline
+from a2d_mpi.attention import around
+from a2d_mpi.attention.arguments import check_grid, check_problem, check_room, check_tensors
+from a2d_mpi.attention.device_state import DeviceState
+from a2d_mpi.attention.executor import CompiledPhase, Options
 from a2d_mpi.comm.agreement import Caller, Flags
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import PHASES, AttentionConfig
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.devices.clocks import Recorded
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.schedules import METHODS, problem_of, write
+from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.slices import slices_of
+from a2d_mpi.schedules.writing import problem_of, write
 
 KEPT = 8  # plans that a plan keeps for other masks
 
@@ -136,7 +137,7 @@ class AttentionPlan(Caller):
     single rank a call returns before the work is done.
     """
 
-    method = ""  # name in `a2d_mpi.schedules.METHODS`
+    method = ""  # name in `a2d_mpi.schedules.method.METHODS`
 
     def __init__(
         self,
@@ -161,17 +162,18 @@ class AttentionPlan(Caller):
         threads: int | None = None,
     ) -> None:
         check_grid(grid)
-        self.grid, self._others = grid, []
-        self._asked = {"kernel": kernel, "overlap": overlap, "transfers": transfers}
-        self._cuts = slices
-        self._named = distribution if isinstance(distribution, tuple) else (distribution, None)
+        self.grid, self._plans_of_masks = grid, []
+        self._compared = {"kernel": kernel, "overlap": overlap, "transfers": transfers}
+        both = distribution if isinstance(distribution, tuple) else (distribution, None)
+        self._asked_slices, self._asked_distributions = slices, both
 
         def prepare() -> None:
             self.overlap = bool(overlap)
-            logits = {"softmax_scale": softmax_scale, "logit_softcap": logit_softcap}
-            others = {"seqlen_kv": seqlen_kv, "headdim_v": headdim_v, "dtype": dtype, "wire": wire}
-            self.config = AttentionConfig(seqlen, nheads, headdim, nheads_kv, **others, **logits)
-            self._engine = Engine(kernel, self.config, transfers, overlap, grid, threads)
+            self.config = AttentionConfig(
+                seqlen, nheads, headdim, nheads_kv, seqlen_kv=seqlen_kv, headdim_v=headdim_v,
+                dtype=dtype, wire=wire, softmax_scale=softmax_scale, logit_softcap=logit_softcap,
+            )  # fmt: skip
+            self._state = DeviceState(kernel, self.config, transfers, overlap, grid, threads)
 
         self._make(mask, prepare)
 
@@ -198,14 +200,13 @@ class AttentionPlan(Caller):
             On all ranks, as of the class.  If ranks pass different masks of plans that are kept,
             the next call of a plan raises it.
         """
-        for plan in (self, *self._others):
+        for plan in (self, *self._plans_of_masks):
             if type(mask) is type(plan.mask) and mask == plan.mask:
                 return plan
         plan = copy(self)
-        plan._others, plan._number, plan._calls = [], 0, -1
-        plan._engine = self._engine.twin()
+        plan._plans_of_masks, plan._state = [], self._state.twin()
         plan._make(mask)
-        self._others = [*self._others, plan][-KEPT:]
+        self._plans_of_masks = [*self._plans_of_masks, plan][-KEPT:]
         return plan
 
     def _make(self, mask: Mask, prepare: Callable[[], None] = lambda: None) -> None:
@@ -215,17 +216,18 @@ class AttentionPlan(Caller):
             with call.checks():
                 prepare()
                 config = self.config
-                check_problem(self.method, mask, config, self.grid, self._named)
-                problem = problem_of(self.method, self.grid.layout, config, mask, *self._named)
+                names = self._asked_distributions
+                check_problem(self.method, mask, config, self.grid, names)
+                problem = problem_of(self.method, self.grid.layout, config, mask, *names)
                 self._describe(problem)
                 one = (METHODS[self.method].ring and self.grid.heads == 1) or not self.overlap
-                chosen = slices_of(self._cuts, config, self.grid.layout, one)
+                chosen = slices_of(self._asked_slices, config, self.grid.layout, one)
                 self.slices, self.layout = chosen, replace(self.grid.layout, slices=chosen)
                 work = self.layout, problem, self.grid.comm.rank, self.overlap
                 programs = {x: write(self.method, x, *work) for x in PHASES}
                 if "cupy" not in sys.modules:  # a GPU's memory is not the node's
                     check_room(programs["forward"], problem, self.grid.comm.rank, self.grid)
-                self._pipelines = {x: Pipeline(y) for x, y in programs.items()}
+                self._phases = {x: CompiledPhase(y) for x, y in programs.items()}
                 digest = problem.mask.digest(config.seqlen, config.seqlen_kv)
                 arguments = {
                     "method": type(self).__name__,
@@ -233,7 +235,7 @@ class AttentionPlan(Caller):
                     "mask": f"{type(mask).__name__} (digest {digest})",
                     "distribution": self.distribution.name,
                     "distribution of the keys": self.problem.keys.name,
-                    **self._asked,
+                    **self._compared,
                     "slices": self.slices,
                 }
             call.agree(arguments)
@@ -252,9 +254,7 @@ class AttentionPlan(Caller):
 
     def _connected(self) -> dict[str, Channel]:
         """Make the channels of all programs, by name; collective over the ranks of the grid."""
-        members_of = {
-            n: ranks for x in self._pipelines.values() for n, ranks in x.channels.items()
-        }
+        members_of = {n: ranks for x in self._phases.values() for n, ranks in x.channels.items()}
         # Sorted, because the grid may have to make communicators: all ranks in the same order.
         return {
             name: Channel(self.grid.comm_of(name, ranks), name, self.traffic)
@@ -380,7 +380,7 @@ class AttentionPlan(Caller):
             On all ranks, if `x` has the wrong number of rows, or `root` is not a rank or is not
             the same on all ranks.
         """
-        from a2d_mpi.attention.shards import scatter
+        from a2d_mpi.comm.shards import scatter
 
         return scatter(self, self.distribution, x, root)
 
@@ -403,7 +403,7 @@ class AttentionPlan(Caller):
         ValueError
             As in `scatter`.
         """
-        from a2d_mpi.attention.shards import scatter
+        from a2d_mpi.comm.shards import scatter
 
         return scatter(self, self.problem.keys, x, root)
 
@@ -428,39 +428,23 @@ class AttentionPlan(Caller):
             On all ranks, if `x` has the wrong number of rows on any rank, or ranks disagree on
             `root`, the dtype or the shape of a row.
         """
-        from a2d_mpi.attention.shards import gather
+        from a2d_mpi.comm.shards import gather
 
         return gather(self, self.distribution, x, root)
 
     def free(self) -> None:
         """Release the buffers, also for plans `with_mask`; later calls make them again.  Local."""
-        self._engine.work.clear()
+        self._state.work.clear()
 
     @property
     def timings(self) -> dict[str, float]:
         """See the attributes of the class."""
-        return self._engine.clocks.timings
+        return self._state.clocks.timings
 
     @property
     def staged_bytes(self) -> int:
         """See the attributes of the class."""
-        return getattr(self._engine.transport, "staged_bytes", 0)
-
-    def spans(self, phase: str) -> list[tuple[str, float, float]]:
-        """Return what this rank did when in its latest call of a phase.  Local.
-
-        Parameters
-        ----------
-        phase : {"forward", "backward"}
-
-        Returns
-        -------
-        list of (str, float, float)
-            Part ("compute", "merge" or "wait"), start and end in seconds since the phase began, in
-            the order of time.  The last entry is ("total", 0, end of the phase).  Empty if there
-            was no call.  On a GPU the waits are the gaps between the other parts.
-        """
-        return self._engine.clocks.spans(phase)
+        return getattr(self._state.transport, "staged_bytes", 0)
 
     def recording(self) -> AbstractContextManager[list[Recorded]]:
         """Record all calls of this rank inside a ``with`` statement.  Local.
@@ -473,22 +457,22 @@ class AttentionPlan(Caller):
         context manager of a list of Recorded
             The list holds the calls after the ``with`` statement.
         """
-        return self._engine.clocks.recording()
+        return self._state.clocks.recording()
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of all buffers without the kernel's, as `a2d_mpi.planning.memory` predicts."""
-        return self._engine.work.nbytes(apart="kernel")
+        return self._state.work.nbytes(apart="kernel")
 
     @property
     def kernel(self) -> str | None:
         """Name of the latest call's kernel; None before the first one.  See also `blocks`."""
-        return getattr(self._engine.kernel, "name", None)
+        return getattr(self._state.kernel, "name", None)
 
     @property
     def kernel_why(self) -> str:
         """Reason why "auto" took no faster kernel in the latest call; empty if there is none."""
-        return getattr(self._engine.kernel, "why", "")
+        return getattr(self._state.kernel, "why", "")
 
     @property
     def blocks(self) -> dict[tuple[str, str], int]:
@@ -497,8 +481,8 @@ class AttentionPlan(Caller):
         A block belongs to the fallback of a kernel if the fallback computed any part of it.  For
         example, the kernel "cudnn" leaves to "cupy" what cuDNN cannot compute.
         """
-        kernel, blocks = self._engine.kernel, Counter[tuple[str, str]]()
-        for phase, n in self._engine.blocks.items():
+        kernel, blocks = self._state.kernel, Counter[tuple[str, str]]()
+        for phase, n in self._state.blocks.items():
             blocks[phase, kernel.name] = n
         for (phase, other), n in getattr(kernel, "fallbacks", {}).items():
             blocks[phase, kernel.name] -= n
@@ -508,12 +492,12 @@ class AttentionPlan(Caller):
     @property
     def deterministic(self) -> bool:
         """True if gradients of the latest call's kernel repeat bit for bit, as out and lse do."""
-        return getattr(self._engine.kernel, "deterministic", True)
+        return getattr(self._state.kernel, "deterministic", True)
 
     @property
     def product_dtype(self) -> np.dtype:
         """Dtype to which the latest call's kernel rounds probabilities before products."""
-        return getattr(self._engine.kernel, "product_dtype", self.compute_dtype)
+        return getattr(self._state.kernel, "product_dtype", self.compute_dtype)
 
     def predicted_traffic(self, rank: int | None = None) -> dict[tuple[str, str], list[int]]:
         """Predict the bytes of one forward and one backward call.  Local.
@@ -611,46 +595,42 @@ class AttentionPlan(Caller):
         ValueError
             On all ranks, if an array is wrong on any rank.
         """
-        engine, mine = self._engine, Flags()
-        with self.grid.call(phase, self, engine.settle) as call:
+        state, mine = self._state, Flags()
+        with self.grid.call(phase, self, state.settle) as call:
             with call.checks():
                 max_logits = bool(max_logits)
                 lengths = len(self.tokens), len(self.tokens_kv)
-                engine.move_to(check_tensors(arrays, lengths, self.config))
-                tensors, finite = engine.prepared(arrays)
-                if max_logits and not getattr(engine.kernel, "max_logits", False):
-                    name = engine.kernel.name
+                state.move_to(check_tensors(arrays, lengths, self.config))
+                tensors, finite = state.prepared(arrays)
+                if max_logits and not getattr(state.kernel, "max_logits", False):
+                    name = state.kernel.name
                     raise ValueError(f"kernel {name!r} gives no max_logits, 'numpy' does")
                 mine = Flags(
-                    on_host=engine.device is HOST,
+                    on_host=state.device is HOST,
                     sink="sink" in arrays,
                     dlse="dlse" in arrays,
                     max_logits=max_logits,
                     recorded=bool(recorded),
-                    staged=engine.staged,
+                    staged=state.staged,
                     not_finite=not finite,
                 )
             any_rank = call.agree(flags=mine)
-            engine.choose_transport(any_rank.staged)
+            state.choose_transport(any_rank.staged)
             for channel in self._channels.values():
-                channel.start(phase, engine.transport, call.watch)
-            pipeline, sink, dsink = self._pipelines[phase], tensors.pop("sink", None), ()
-            options = {"careful": any_rank.not_finite}
-            if phase == "backward":
-                options["any_delta"] = any_rank.dlse
-            of_slices = [options] * pipeline.slices
+                channel.start(phase, state.transport, call.watch)
+            sink, dsink, largest = tensors.pop("sink", None), (), None
             if max_logits:
                 largest = np.full(self.nheads // self.grid.heads, -np.inf, self.compute_dtype)
-                of_slices = [options | {"largest": x} for x in np.split(largest, pipeline.slices)]
-            with engine.running(phase):
-                hooks.round_tensors(engine, self.config, tensors)
+            with state.running(phase):
+                around.round_tensors(state, self.config, tensors)
                 if phase == "backward":
-                    dsink, sink = hooks.set_delta(engine, tensors, sink), None
-                if sink is not None:  # (slices, heads)
-                    sink = sink.reshape(self.grid.heads, pipeline.slices, -1)[self.grid.head]
-                results = pipeline.run(engine, self._channels, tensors, of_slices, sink)
+                    dsink, sink = around.set_delta(state, tensors, sink), None
+                if sink is not None:  # of the heads of this rank
+                    sink = sink.reshape(self.grid.heads, -1)[self.grid.head]
+                options = Options(any_rank.not_finite, any_rank.dlse, sink, largest)
+                results = self._phases[phase].run(state, self._channels, tensors, options)
                 results = *results.values(), *dsink
                 if max_logits:
-                    results = *results, hooks.largest_of_all(self.grid, call.watch, largest)
-            engine.clocks.waits[phase] = [x for y in self._channels.values() for x in y.waits]
+                    results = *results, around.largest_of_all(self.grid, call.watch, largest)
+            state.clocks.waits[phase] = [x for y in self._channels.values() for x in y.waits]
             return results

@@ -245,7 +245,7 @@ class PlanCall(Call):
             self.problem = INTERRUPTED if alone else TWO_THREADS
         self._grid, self._plan, self.watch = grid, plan, grid.watch
         if action == "making":  # a new plan, or a copy that gets another mask
-            plan.serial = next(_serials)
+            plan.serial, plan._number, plan._calls = next(_serials), 0, -1
             PLANS[plan.serial] = plan
         number, call = plan._number or grid.plans + 1, plan._calls + 1
         self.action, self.stamp = action, (ACTIONS.index(action), number, call)
@@ -273,29 +273,44 @@ class PlanCall(Call):
             calls differ, the message has the call of each rank.
         """
         self.watch.doing = self.text  # not the call, which would keep the plan alive
-        # Reduce a buffer, not an object.  mpi4py would reduce objects up a tree and send the
-        # result down again, and the ranks would begin the call one after the other.
-        # If ranks differ in a bit, the bit is set in a number and in its complement.
         own = [*self.stamp, _digest(same), self.problem is not None, *flags]
-        reduced = array("q", [*own, *(-1 - x for x in own)])
         with self.watch.waiting("to begin"):
-            self.comm.Allreduce(MPI.IN_PLACE, reduced, MPI.BOR)
+            said, differ = _reduced(self.comm, own)
         self.watch.calls += 1
-        said = reduced[: len(own)]
-        differ = [x & y for x, y in zip(said, reduced[len(own) :])]
-        if any(differ[:3]):
+        if any(differ[_STAMP]):
             calls = by_text(enumerate(self.comm.allgather(self.text)))
             listed = "; ".join(f"{text} on {ranks}" for text, ranks in calls.items())
             raise CollectiveError(f"ranks disagree on the call: {listed}")
-        if differ[3] or said[4]:
+        if differ[_DIGEST] or said[_PROBLEM]:
             with self.watch.waiting("to agree"):
                 super().agree(same)
-        if others := [text for text, differs in zip(_SAME, differ[5:]) if differs]:
+        if others := [text for text, differs in zip(_SAME, differ[_FLAGS]) if differs]:
             raise CollectiveError(f"ranks disagree on {others[0]}")
         _, self._plan._number, self._plan._calls = self.stamp
         self._plan._interrupted = True  # an exception from here on leaves messages under way
         self._grid.plans = max(self._grid.plans, self._plan._number)
-        return Flags(*map(bool, said[5:]))
+        return Flags(*map(bool, said[_FLAGS]))
+
+    def end(self) -> None:
+        """End the call: no message is under way."""
+        self._plan._interrupted = False
+
+
+# Places in the buffer that ranks reduce to begin a call.
+_STAMP, _DIGEST, _PROBLEM, _FLAGS = slice(3), 3, 4, slice(5, None)
+
+
+def _reduced(comm: MPI.Intracomm, own: list[int]) -> tuple[list[int], list[int]]:
+    """Return the bits of each number that are set on any rank, and the bits in which ranks differ.
+
+    It reduces a buffer, not an object.  mpi4py would reduce objects up a tree and send the result
+    down again, and the ranks would begin the call one after the other.
+    """
+    # A bit in which ranks differ is set in the number on one rank, in its complement on another.
+    both = array("q", [*own, *(-1 - x for x in own)])
+    comm.Allreduce(MPI.IN_PLACE, both, MPI.BOR)
+    said = both[: len(own)].tolist()
+    return said, [x & y for x, y in zip(said, both[len(own) :])]
 
 
 def _digest(same: Mapping[str, object]) -> int:

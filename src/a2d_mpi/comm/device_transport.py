@@ -27,7 +27,7 @@ STAGED_MESSAGE = 4 << 20  # bytes of a piece that is copied through the host
 
 
 class DeviceTransport(Transport):
-    """A transport of device memory.
+    """The transport of device memory.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class DeviceTransport(Transport):
         # Advance all messages: the rank that this one waits for may need another of them.
         while not self._active.keys().isdisjoint(messages):
             self._advance()
-        super().wait(messages)
+        self._forget(messages)
 
     def settle(self) -> None:
         super().settle()

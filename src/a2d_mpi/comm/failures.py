@@ -24,7 +24,7 @@ from mpi4py import MPI
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.comm.survival import NoFailures, RanksLost, ranks_in, survives
 from a2d_mpi.core.sizes import squarest
-from a2d_mpi.schedules import METHODS
+from a2d_mpi.schedules.method import METHODS
 
 if TYPE_CHECKING:
     from a2d_mpi.comm.grid import ProcessGrid

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from a2d_mpi.comm.agreement import Call, Caller, CollectiveError, PlanCall
 from a2d_mpi.comm.survival import NoFailures, ranks_in, survives
 from a2d_mpi.comm.watch import Watch
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 
 
 class ProcessGrid:
@@ -120,7 +120,10 @@ class ProcessGrid:
             # The watch must not talk: only the caller sends messages on `comm`.
             watch = Watch(comm, f"ProcessGrid({rows} x {cols} x {heads})", talks=False)
             waiting = watch.waiting("for all ranks to call it")
-        self.failures = _failures(comm)
+        kind = NoFailures
+        if survives():
+            from a2d_mpi.comm.failures import Failures as kind
+        self.failures = kind(comm, [])
         with self.failures.making():
             with waiting:
                 arguments = {"rows": rows, "cols": cols, "heads": heads, "order": order}
@@ -142,7 +145,7 @@ class ProcessGrid:
         ----------
         comm : Intracomm
             Communicator whose ranks fill the nodes one after the other.
-        layout : a2d_mpi.core.sizes.Layout
+        layout : a2d_mpi.core.layout.Layout
             The same on all ranks.  Its `nodes` are ignored.
         nodes : sequence of int, optional
             Node of every rank of `comm`, as of a `ProcessGrid`.
@@ -271,8 +274,9 @@ class ProcessGrid:
             self._lock.acquire()
         try:
             with self.failures.translated(settle):
-                yield PlanCall(self, action, plan, alone)
-                plan._interrupted = False
+                call = PlanCall(self, action, plan, alone)
+                yield call
+                call.end()
         finally:
             self._lock.release()
 
@@ -287,7 +291,7 @@ class ProcessGrid:
         Parameters
         ----------
         method : str
-            One of `a2d_mpi.schedules.METHODS`.
+            One of `a2d_mpi.schedules.method.METHODS`.
 
         Returns
         -------
@@ -330,15 +334,6 @@ class ProcessGrid:
     def __repr__(self) -> str:
         shape = (self.rows, self.cols, self.heads)[: 2 + (self.heads > 1)]
         return f"ProcessGrid({' x '.join(map(str, shape))})"
-
-
-def _failures(comm: MPI.Intracomm) -> NoFailures:
-    """Return the hooks for ranks that die."""
-    if not survives():
-        return NoFailures(comm, [])
-    from a2d_mpi.comm.failures import Failures
-
-    return Failures(comm, [])
 
 
 def _integers(name: str, values: Sequence[int], length: int) -> tuple[int, ...]:

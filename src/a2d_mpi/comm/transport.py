@@ -1,4 +1,4 @@
-"""Transports, which pass tensors to MPI: their base class, and the transport of host memory."""
+"""The transport of host memory, which passes tensors to MPI."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ REST = 10
 
 
 class Transport:
-    """A path from memory to MPI; `Channel` posts and counts the messages.
+    """The path from host memory to MPI, which sends and receives it directly.
+
+    `Channel` posts and counts the messages.
 
     Attributes
     ----------
@@ -32,23 +34,34 @@ class Transport:
     """
 
     limit = MAX_MESSAGE
+    _next_poll = 0.0
 
     def __init__(self) -> None:
         self._requests: list[MPI.Request] = []  # MPI may still read or write their memory
 
     def send(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
         """Start sending bytes (C-contiguous, uint8); return messages for `wait`."""
+        return [self._post(comm.Isend, piece, peer, tag) for piece in pieces(x, self.limit)]
 
     def receive(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
         """Start receiving bytes into x (C-contiguous, uint8); return messages for `wait`."""
+        return [self._post(comm.Irecv, piece, peer, tag) for piece in pieces(x, self.limit)]
 
     def poll(self, comm: MPI.Intracomm) -> None:
         """Let messages advance; kernels call it between the cache blocks of a computation."""
+        start = time.perf_counter()
+        if start >= self._next_poll:
+            # Any MPI call advances messages.  The cost of Iprobe does not depend on their number.
+            comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+            end = time.perf_counter()
+            self._next_poll = end + min(PERIOD, REST * (end - start))
 
     def wait(self, messages: list[Any]) -> None:
         """Block until the messages are complete, and empty the list."""
-        self._requests = [request for request in self._requests if request]  # MPI nulls others
-        messages.clear()
+        # Not Waitall: it frees failed sends, and Open MPI 5.0.11 ends a process that frees one.
+        for request in messages:
+            request.Wait()
+        self._forget(messages)
 
     def settle(self) -> None:
         """Complete all messages under way, after their communicators were revoked."""
@@ -62,31 +75,9 @@ class Transport:
         self._requests.append(start(*operands))
         return self._requests[-1]
 
-
-class HostTransport(Transport):
-    """The transport of host memory, which MPI sends and receives directly."""
-
-    _next_poll = 0.0
-
-    def send(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
-        return [self._post(comm.Isend, piece, peer, tag) for piece in pieces(x, self.limit)]
-
-    def receive(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
-        return [self._post(comm.Irecv, piece, peer, tag) for piece in pieces(x, self.limit)]
-
-    def wait(self, messages: list[Any]) -> None:
-        # Not Waitall: it frees failed sends, and Open MPI 5.0.11 ends a process that frees one.
-        for request in messages:
-            request.Wait()
-        super().wait(messages)
-
-    def poll(self, comm: MPI.Intracomm) -> None:
-        start = time.perf_counter()
-        if start >= self._next_poll:
-            # Any MPI call advances messages.  The cost of Iprobe does not depend on their number.
-            comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
-            end = time.perf_counter()
-            self._next_poll = end + min(PERIOD, REST * (end - start))
+    def _forget(self, messages: list[Any]) -> None:
+        self._requests = [request for request in self._requests if request]  # MPI nulls others
+        messages.clear()
 
 
 def pieces(x: Array, size: int) -> list[Array]:

@@ -183,7 +183,7 @@ def _sync(path: str) -> None:
 
 
 @contextmanager
-def held(path: str | os.PathLike[str]) -> Iterator[None]:
+def locked(path: str | os.PathLike[str]) -> Iterator[None]:
     """Keep other jobs from writing a file, or the files of a folder, until the context ends.
 
     Temporary files that killed jobs have left there are removed.  The lock is a kernel lock

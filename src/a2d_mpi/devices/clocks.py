@@ -108,31 +108,23 @@ class Clocks:
 
     @property
     def timings(self) -> dict[str, float]:
-        """Seconds of the latest calls, by "phase/part": see `AttentionPlan.timings`."""
+        """Seconds of the latest calls, by "phase/part": see `AttentionPlan.timings`.
+
+        On a GPU the waits are the gaps between the other parts: the host's waits say nothing,
+        because the host runs ahead of the GPU.
+        """
         seconds = {}
-        for phase in self._spans:
-            seconds |= {f"{phase}/{x}": 0.0 for x in ("compute", "merge", "wait", "total")}
-            for part, start, end in self.spans(phase):
-                seconds[f"{phase}/{part}"] += end - start
+        for phase, spans in self._spans.items():
+            parts = dict.fromkeys(("compute", "merge", "wait", "total"), 0.0)
+            for part, start, end in spans:
+                parts[part] += self._device.seconds(start, end)
+            parts["wait"] = sum(end - start for start, end in self.waits.get(phase, ()))
+            if self._device is not HOST:
+                parts["wait"] = max(0.0, parts["total"] - parts["compute"] - parts["merge"])
+            seconds |= {f"{phase}/{part}": x for part, x in parts.items()}
         return seconds
 
     def last(self, phase: str) -> Any:
         """Return the mark at the end of the latest call of a phase."""
         _, _, end = self._spans[phase][-1]
         return end
-
-    def spans(self, phase: str) -> list[tuple[str, float, float]]:
-        """Return the spans of the latest call of a phase: see `AttentionPlan.spans`."""
-        *busy, (_, origin, last) = self._spans.get(phase) or [(None, None, None)]
-        if origin is None:
-            return []
-        since = self._device.seconds
-        parts = [(part, since(origin, start), since(origin, end)) for part, start, end in busy]
-        total = since(origin, last)
-        if self._device is HOST:
-            parts += [("wait", a - origin, b - origin) for a, b in self.waits.get(phase, [])]
-        else:  # the host's waits say nothing: the host runs ahead of the GPU
-            ends = [0.0, *(end for *_, end in parts)]
-            starts = [*(start for _, start, _ in parts), total]
-            parts += [("wait", a, b) for a, b in zip(ends, starts) if b > a]
-        return [*sorted(parts, key=lambda span: span[1]), ("total", 0.0, total)]

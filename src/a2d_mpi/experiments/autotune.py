@@ -28,8 +28,8 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.dtypes import as_dtype
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.core.merge import merge
-from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.bench_kernel import kernel_calls
@@ -372,7 +372,7 @@ class Tuned(NamedTuple):
     grid : ProcessGrid
         Plans on it take its distribution and slices by default.
     method : str
-        One of `a2d_mpi.schedules.METHODS`.
+        One of `a2d_mpi.schedules.method.METHODS`.
     table : list of Tried
         All measured plans, fastest first.
     """
@@ -416,7 +416,7 @@ def autotune(
     top, trials : int
         Plans that run, and timed calls of each.
     methods : sequence of str, optional
-        Default: all of `a2d_mpi.schedules.METHODS`.
+        Default: all of `a2d_mpi.schedules.method.METHODS`.
     device : {"cpu", "gpu"}
         Where the plans compute.
     **options

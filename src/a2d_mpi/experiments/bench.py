@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import plan_of, random_inputs, turns
 from a2d_mpi.experiments.cli import together

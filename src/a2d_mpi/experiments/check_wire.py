@@ -10,14 +10,14 @@ from itertools import pairwise
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.attention.hooks import ROUNDED
+from a2d_mpi.attention.around import ROUNDED
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.core.config import OF_KEYS, PHASES
 from a2d_mpi.core.wire import FORMATS, rounded
-from a2d_mpi.schedules import write
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import KINDS, Encode, Merge, Message, Move, Send
-from a2d_mpi.sharding.triangle import segment_begins
+from a2d_mpi.schedules.writing import write
+from a2d_mpi.sharding.triangle_shards import segment_begins
 
 
 class WireErrors:

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from importlib import import_module
 from typing import NoReturn, TypeVar
@@ -20,8 +20,9 @@ from threadpoolctl import threadpool_limits
 from a2d_mpi.comm.agreement import Call, CollectiveError, agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.survival import survives
-from a2d_mpi.core.atomic import held
-from a2d_mpi.core.sizes import Layout, squarest
+from a2d_mpi.core.atomic import locked
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.core.sizes import squarest
 from a2d_mpi.experiments.options import (
     BAD_INPUT,
     INTERRUPTED,
@@ -34,7 +35,8 @@ from a2d_mpi.experiments.options import (
     reason,
 )
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import METHODS, leaves_open, problem_of
+from a2d_mpi.schedules.method import METHODS
+from a2d_mpi.schedules.writing import leaves_open, problem_of
 
 T = TypeVar("T")
 IDLE = 0.002  # s of sleep between the polls of a rank that waits for another rank's long step
@@ -92,21 +94,19 @@ def holding(comm: MPI.Intracomm, *paths: str | os.PathLike[str]) -> Iterator[Non
     Raises
     ------
     CollectiveError
-        If another job has locked one of them; see `a2d_mpi.core.atomic.held`.
+        If another job has locked one of them; see `a2d_mpi.core.atomic.locked`.
     """
     with ExitStack() as stack:
         if paths:
-            together(comm, lambda: [stack.enter_context(held(x)) for x in paths], on=0)
+            together(comm, lambda: [stack.enter_context(locked(x)) for x in paths], on=0)
         yield
 
 
-def arguments(
-    comm: MPI.Intracomm, parser: Parser, apart: Container[str] = ()
-) -> argparse.Namespace:
+def arguments(comm: MPI.Intracomm, parser: Parser) -> argparse.Namespace:
     """Parse the options of a program on all ranks, and check that they are the same.
 
-    Collective over `comm`.  Options in `apart` may differ between ranks.  Other differences would
-    make ranks take different branches.
+    Collective over `comm`.  Options in `parser.apart` may differ between ranks.  Other differences
+    would make ranks take different branches.
 
     Raises
     ------
@@ -123,7 +123,7 @@ def arguments(
             return {}
 
     given = together(comm, parse)
-    same = {f"--{name.replace('_', '-')}": x for name, x in given.items() if name not in apart}
+    same = {f"--{x.replace('_', '-')}": y for x, y in given.items() if x not in parser.apart}
     agree(comm, None, {"--help": not given, **same})
     if not given:
         raise SystemExit(0)
@@ -134,19 +134,18 @@ def run(
     comm: MPI.Intracomm,
     build_parser: Callable[[MPI.Intracomm], Parser],
     body: Callable[[MPI.Intracomm, argparse.Namespace], int] | None = None,
-    apart: Container[str] = (),
 ) -> NoReturn:
     """Run a program, or its subcommand, with its options, and exit with its code on all ranks.
 
-    BLAS gets the threads of --threads.  Options in `apart` may differ between the ranks.  A
-    CollectiveError is printed once, on rank 0, and the exit code is 2.  Any other exception, and
-    Ctrl-C, may have happened on one rank only.  Its traceback, or a line after Ctrl-C, is printed
-    and the whole job is aborted, so that no rank waits for this one.  The job is also aborted if
-    only a part of the ranks raise a CollectiveError, for example the ranks of a smaller grid.
-    If MPI continues when ranks die, a rank that dies after `body` has ended changes nothing.
+    BLAS gets the threads of --threads.  A CollectiveError is printed once, on rank 0, and the exit
+    code is 2.  Any other exception, and Ctrl-C, may have happened on one rank only.  Its
+    traceback, or a line after Ctrl-C, is printed and the whole job is aborted, so that no rank
+    waits for this one.  The job is also aborted if only a part of the ranks raise a
+    CollectiveError, for example the ranks of a smaller grid.  If MPI continues when ranks die, a
+    rank that dies after `body` has ended changes nothing.
     """
     open_streams()
-    parser = build_parser(comm)
+    parser = build_parser(comm=comm)
     prog = parser.prog
     ends, problem = comm.Dup(), None  # other ranks may still use `comm` when this rank ends
 
@@ -159,7 +158,7 @@ def run(
         os._exit(code)  # the call may return where another rank has aborted, too
 
     try:
-        args = arguments(comm, parser, apart)
+        args = arguments(comm, parser)
         together(comm, lambda: check_files(args))
         threads = threadpool_limits(getattr(args, "threads", None))  # None: no limit
         with holding(comm, *files_written(args)), threads:

@@ -101,7 +101,7 @@ def read_shard(
     ValueError
         If the file has too few tokens.
     """
-    rows = np.empty((distribution.count(rank), *info.config.shape(name)), dtype)
+    rows = np.empty((distribution.counts[rank], *info.config.shape(name)), dtype)
     with reading(info.path, INPUT_SCHEMA) as file:
         data = _dataset(file, name)
         if len(data) < distribution.seqlen:

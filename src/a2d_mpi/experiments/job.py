@@ -39,8 +39,9 @@ _SWAPPED = (
 def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Check, time and report one plan; return the exit code."""
     info, config, mask = together(comm, lambda: _validated(args, comm.size))
-    agree(comm, None, {"dout in the input file": info.has_dout})
-    if comm.rank == 0 and info.config.seqlen < info.config.nheads:
+    # Before a grid is chosen for the mask.
+    agree(comm, None, {"an input file": bool(args.input), "dout in the input file": info.has_dout})
+    if args.input and comm.rank == 0 and info.config.seqlen < info.config.nheads:
         log.warning(_SWAPPED, info.path, info.config.seqlen, info.config.nheads)
     if args.output:
         saved = RESULTS[: 5 if args.backward else 2] if args.save_outputs else ()
@@ -80,7 +81,7 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         together(comm, trace.write, on=0)
     for _ in progress(range(args.trials), comm.rank, desc="trials"):
         measured.trial()
-    named = {"mask": args.mask, "input": str(args.input)}
+    named = {"mask": args.mask, "input": info.path}
     origin = origin_of(comm, device) | (digests or {})
     result = measured.result(args, named, origin)
     try:
@@ -101,7 +102,10 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
     """Check the options that no plan checks; return the input's info, the config and the mask."""
     if args.save_outputs and not args.output:
         raise ValueError("--save-outputs needs --output")
-    info = inspect_input(args.input)
+    if args.input:
+        info = inspect_input(args.input)
+    else:
+        info = InputInfo("random", AttentionConfig(args.seqlen or 1536, 8, 64, 2), has_dout=False)
     tokens = info.config.seqlen
     if args.seqlen is None:
         args.seqlen = tokens
@@ -116,8 +120,8 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
 
 def _digests(args: argparse.Namespace) -> dict[str, object]:
     """Return the SHA-256 of the input, and of the files of --import."""
-    imported = [sha256(x) for x in getattr(args, "import") or ()]
-    return {"input_sha256": sha256(args.input)} | ({"import_sha256": imported} if imported else {})
+    read = {"input": [args.input] if args.input else [], "import": getattr(args, "import") or []}
+    return {f"{x}_sha256": [*map(sha256, files)] for x, files in read.items() if files}
 
 
 def _write(
@@ -141,13 +145,15 @@ def _write(
 
 
 def _read(args: argparse.Namespace, info: InputInfo, plan: AttentionPlan) -> dict[str, np.ndarray]:
-    """Read this rank's shard of the inputs."""
-    rank = plan.grid.comm.rank
-    names = ["q", "k", "v"] + ["dout"] * (args.backward and info.has_dout)
-    tensors = {name: read_shard(info, name, plan.distribution, rank, plan.dtype) for name in names}
-    if args.backward and not info.has_dout:
-        shape = plan.config.shape("dout")
-        tensors["dout"] = random_rows(plan.tokens.tolist(), shape, plan.dtype, args.seed)
+    """Read this rank's shard of the inputs, or draw what no file has."""
+    rank, tensors = plan.grid.comm.rank, {}
+    for name in ["q", "k", "v"] + ["dout"] * args.backward:
+        if args.input and (name != "dout" or info.has_dout):
+            tensors[name] = read_shard(info, name, plan.distribution, rank, plan.dtype)
+        else:
+            rows, shape = plan.tokens.tolist(), plan.config.shape(name)
+            stream = ("dout", "q", "k", "v").index(name)
+            tensors[name] = random_rows(rows, shape, plan.dtype, args.seed, stream)
     return tensors
 
 
@@ -163,6 +169,7 @@ def _report(result: Mapping[str, Any], measured: Measurement) -> None:
     c, plan, area = result["config"], measured.plan, result["area"]
     ranks = " x ".join(str(c[x]) for x in ("rows", "cols", "heads") if x != "heads" or c[x] > 1)
     wire = f" ({c['wire']} on the wire)" * (c["wire"] != "none")
+    drawn = ", random input" * (c["input"] == "random")
     values = f", headdim_v {c['headdim_v']}" * (c["headdim_v"] != c["headdim"])
     library = " ".join(result["origin"]["mpi_library"].splitlines()[0].split())
     names = Counter(result["origin"]["hostnames"])
@@ -170,7 +177,7 @@ def _report(result: Mapping[str, Any], measured: Measurement) -> None:
     hosts += f" and {len(names) - 4} more hosts" * (len(names) > 4)
     print(
         f"{c['method']} on {ranks} ranks, {c['mask']} mask, {c['distribution']} distribution, "
-        f"{c['dtype']}{wire}, {result['origin']['device']}\n"
+        f"{c['dtype']}{wire}{drawn}, {result['origin']['device']}\n"
         f"seqlen {c['seqlen']}, nheads {c['nheads']}, nheads_kv {c['nheads_kv']}, "
         f"headdim {c['headdim']}{values}; {c['trials']} trial{'s' * (c['trials'] != 1)}; "
         f"tile area max/mean {area.max() / area.mean():.3f}\n"

@@ -60,10 +60,11 @@ class Tokenizer:
         text = text.decode(errors="replace") if isinstance(text, bytes) else text
         return self.own(text, verbose=False)["input_ids"]
 
-    def decode(self, tokens: Iterable[int], **options: Any) -> str:
-        """Return the text of tokens; `options` are those of transformers."""
+    def decode(self, tokens: int | Iterable[int], **options: Any) -> str:
+        """Return the text of one token or more; `options` are those of transformers."""
         if self.own is None:
-            return bytes(map(int, tokens)).decode(errors="replace")
+            tokens = [tokens] if isinstance(tokens, int) else map(int, tokens)
+            return bytes(tokens).decode(errors="replace")
         return self.own.decode(tokens, **options)
 
 

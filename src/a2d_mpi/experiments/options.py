@@ -24,7 +24,7 @@ from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import parse_count
 from a2d_mpi.kernels import KERNELS
 from a2d_mpi.masks.patterns import PATTERNS, parse_mask
-from a2d_mpi.schedules import METHODS
+from a2d_mpi.schedules.method import METHODS
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -125,7 +125,7 @@ slices = form(
 
 
 def method_name(text: str) -> str:
-    """Parse the name of a method in `a2d_mpi.schedules.METHODS`; underscores become blanks."""
+    """Parse the name of a method in `METHODS`; underscores become blanks."""
     return one_of(METHODS)(text.replace("_", " ").strip())
 
 
@@ -165,7 +165,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "output": {"type": path, "metavar": "FILE", "help": "HDF5 file for the results"},
     "resume": {"action": "store_true", "help": "run only what is missing in the file"},
     "profile": {"type": path, "metavar": "FILE",
-                "help": "TOML profile of a machine: see data/machines and drivers/calibrate.py"},
+                "help": "TOML profile of a machine: see data/machines and calibrate"},
     # The problem.
     "seqlen": {"type": tokens(), "metavar": "TOKENS", "help": "sequence length: 65536 or 64K"},
     "mask": {"type": mask_text, "metavar": "MASK", "default": "causal", "help": MASK_HELP},
@@ -255,7 +255,8 @@ class Parser(argparse.ArgumentParser):
         Of `argparse.ArgumentParser`.
     """
 
-    body: Callable[..., int] | None = None  # what the chosen subcommand runs
+    body: Callable[..., int] | None = None  # of the program, or of the chosen subcommand
+    apart: Container[str] = ()  # options that may differ between ranks
     commands: Mapping[str, Parser] = MappingProxyType({})  # the parsers of its subcommands
 
     def __init__(

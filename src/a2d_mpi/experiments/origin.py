@@ -41,7 +41,7 @@ def provenance(
         "python_version": platform.python_version(),
         **{f"{name}_version": _version(name) for name in ("numpy", "mpi4py", "numba")},
         "git_commit": _git_commit(),
-        "command_line": shlex.join(sys.argv),
+        "command_line": f"{sys.argv[0]} {shlex.join(sys.argv[1:])}",
         "mpi_library": mpi_library,
         "hostnames": list(hostnames),
         "device": device or cpu_name(),

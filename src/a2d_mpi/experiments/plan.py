@@ -45,7 +45,8 @@ from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.simgrid import replayer, simulate
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import METHODS, problem_of
+from a2d_mpi.schedules.method import METHODS
+from a2d_mpi.schedules.writing import problem_of
 
 # Share of ranks that may be idle, and most ranks for that: the search takes long for more.
 IDLE, IDLE_RANKS = 0.1, 256

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NoReturn
 
-from a2d_mpi.core.atomic import held
+from a2d_mpi.core.atomic import locked
 from a2d_mpi.experiments.options import (
     BAD_INPUT,
     INTERRUPTED,
@@ -94,7 +94,7 @@ def run_serial(
         check_files(args)
         with ExitStack() as stack:
             for path in files_written(args):
-                stack.enter_context(held(path))
+                stack.enter_context(locked(path))
             code = (body or parser.body)(args)
     except (ValueError, OSError, MemoryError) as error:
         print(f"{parser.prog}: error: {reason(error)}", file=sys.stderr)

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments.hdf5 import check_output, fill, new_file, read_file
 from a2d_mpi.experiments.options import FAILED_CHECK, aligned
 from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.simulator import PARTS
-from a2d_mpi.schedules import METHODS
+from a2d_mpi.schedules.method import METHODS
 
 if TYPE_CHECKING:
     import pandas
@@ -153,7 +153,7 @@ class Summary:
 
     @property
     def method(self) -> str:
-        """Name of the method in `a2d_mpi.schedules.METHODS`."""
+        """Name of the method in `a2d_mpi.schedules.method.METHODS`."""
         return str(self.config["method"])
 
     @property

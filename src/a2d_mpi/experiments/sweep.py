@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 
 from a2d_mpi.core.config import PHASES, AttentionConfig
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments.options import (
     OPTIONS,
     BadOption,
@@ -33,8 +33,9 @@ from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidates
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import METHODS, problem_of
+from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.slices import slices_of
+from a2d_mpi.schedules.writing import problem_of
 
 # Most ranks for which the planner searches.  With h100-8.toml, 1M causal tokens and gradients,
 # 1024 ranks take 18 s of CPU time, 4096 ranks 127 s and 0.9 GB (tests/tools/plan_times.py).
@@ -164,7 +165,7 @@ class Configuration:
     ----------
     case : Case
     method : str
-        One of `a2d_mpi.schedules.METHODS`.
+        One of `a2d_mpi.schedules.method.METHODS`.
     layout : Layout
     overlap : bool
     picked : bool

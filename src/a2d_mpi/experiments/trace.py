@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING
 
 from a2d_mpi.core.atomic import check_writable, write_whole
 from a2d_mpi.planning.cost import nbytes, pairs_of
-from a2d_mpi.schedules import write
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Attend, Differentiate, Message, Send, Wait
+from a2d_mpi.schedules.writing import write
 
 if TYPE_CHECKING:  # figures of traces need no MPI
     from mpi4py import MPI

@@ -6,12 +6,12 @@ import argparse
 
 import numpy as np
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.figures.pictures import COLOURS, SETTINGS, WIDTH, check_picture, finish, pyplot, save
 from a2d_mpi.figures.schedule_plots import who_computes
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import default_distribution
+from a2d_mpi.schedules.writing import default_distribution
 
 RANKS = len(COLOURS)  # at most
 LONGEST = 1024  # tokens: every pair of them is a dot

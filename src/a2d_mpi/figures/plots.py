@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments.hdf5 import read_file
 from a2d_mpi.experiments.plan import read_summaries
 from a2d_mpi.experiments.results import (

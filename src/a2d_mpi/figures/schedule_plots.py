@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments.plan import read_problem
 from a2d_mpi.experiments.sweep import plans_for
 from a2d_mpi.figures.pictures import (
@@ -31,8 +31,8 @@ from a2d_mpi.planning import cost
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import problem_of, write
 from a2d_mpi.schedules.steps import KernelCall
+from a2d_mpi.schedules.writing import problem_of, write
 
 RANKS = 64  # at most: more are not told apart
 PLANS = 8  # rows of one picture

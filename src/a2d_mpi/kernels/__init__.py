@@ -37,28 +37,24 @@ class Entry(NamedTuple):
 
     make: Callable[..., Kernel]
     dtypes: tuple[str, ...]
-    gpu: bool
-    softcap: bool
-    widths: bool = False
+    gpu: bool = False
+    softcap: bool = True
+    widths: bool = True
 
 
 _ALL, _HALF = tuple(DTYPES), ("float16", "bfloat16")
 KERNELS: dict[str, Entry | None] = {
     "auto": None,
-    "numpy": Entry(_lazy("numpy", "NumpyKernel"), _ALL, gpu=False, softcap=True, widths=True),
+    "numpy": Entry(_lazy("numpy", "NumpyKernel"), _ALL),
     # The kernel "numpy" with compiled passes over logits (extra `numba`).
-    "numba": Entry(
-        _lazy("compiled", "NumbaKernel"), (*_HALF, "float32"), gpu=False, softcap=True, widths=True
-    ),
+    "numba": Entry(_lazy("compiled", "NumbaKernel"), (*_HALF, "float32")),
     # Products by oneDNN (extra `onednn`).
-    "onednn": Entry(_lazy("onednn", "OneDnnKernel"), _HALF, gpu=False, softcap=True, widths=True),
-    "cupy": Entry(_lazy("cupy", "CupyKernel"), _ALL, gpu=True, softcap=True, widths=True),
+    "onednn": Entry(_lazy("onednn", "OneDnnKernel"), _HALF),
+    "cupy": Entry(_lazy("cupy", "CupyKernel"), _ALL, gpu=True),
     # Uses "cupy" for blocks that cuDNN does not compute.  Sums of gradients are fastest without a
     # fixed order.  Gradients of "cudnn-deterministic" repeat bit for bit.
-    "cudnn": Entry(_lazy("cudnn", "make"), _HALF, gpu=True, softcap=True, widths=True),
-    "cudnn-deterministic": Entry(
-        _lazy("cudnn", "make", deterministic=True), _HALF, gpu=True, softcap=True, widths=True
-    ),
+    "cudnn": Entry(_lazy("cudnn", "make"), _HALF, gpu=True),
+    "cudnn-deterministic": Entry(_lazy("cudnn", "make", deterministic=True), _HALF, gpu=True),
 }
 # On the host (False) and on a GPU (True): the kernels from the fastest one to the one for all
 # problems.
@@ -132,7 +128,6 @@ def make_kernel(
     ImportError
         If the kernel is given by name and CuPy, cuDNN or Numba is missing.
     """
-    options = {"poll": poll or (lambda: None), "work": work, "logit_softcap": logit_softcap}
     why: list[str] = []
     if kernel == "auto":
         *faster, kernel = _FASTEST[device is not HOST]
@@ -140,7 +135,8 @@ def make_kernel(
             if dtype not in map(as_dtype, KERNELS[name].dtypes):
                 continue
             try:
-                made = make_kernel(name, device, dtype, softmax_scale, **options, widths=widths)
+                given = dtype, softmax_scale, poll, work, logit_softcap, widths
+                made = make_kernel(name, device, *given)
                 made.why = "; ".join(why)
                 return made
             except (ImportError, ValueError) as error:  # not installed, or it cannot compute this
@@ -152,7 +148,10 @@ def make_kernel(
     if entry.gpu == (device is HOST):
         arrays = "NumPy" if device is HOST else "CuPy"
         raise ValueError(f"kernel {kernel!r} does not take {arrays} arrays")
-    made = entry.make(dtype, softmax_scale, device=device, **options)
+    made = entry.make(
+        dtype, softmax_scale, device=device, poll=poll or (lambda: None), work=work,
+        logit_softcap=logit_softcap,
+    )  # fmt: skip
     for phase in PHASES:
         if not callable(getattr(made, phase, None)):
             raise ValueError(f"kernel {kernel!r}: {type(made).__name__} has no method {phase}")

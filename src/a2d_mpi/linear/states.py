@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from a2d_mpi.comm.channel import Channel
-from a2d_mpi.comm.transport import HostTransport
+from a2d_mpi.comm.transport import Transport
 from a2d_mpi.core.sizes import next_ranks
 from a2d_mpi.sharding.distribution import Distribution
 
@@ -129,7 +129,7 @@ class StateExchange:
         self, channel: Channel, pieces: list[Piece], way: str, decay: Decay | None
     ) -> None:
         self._channel, self._pieces, self._way, self._decay = channel, pieces, way, decay
-        self.transport = HostTransport()
+        self.transport = Transport()
 
     def traffic(self, rank: int, nbytes: int, reverse: bool = False) -> list[int]:
         """Return the bytes that a rank sends and receives in one pass.

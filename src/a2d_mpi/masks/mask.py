@@ -12,7 +12,6 @@ in `a2d_mpi.masks.documents`, and any intervals in `a2d_mpi.masks.arrays`.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import traceback
 from dataclasses import dataclass
 from itertools import product
@@ -140,29 +139,23 @@ class Mask:
         ------
         ValueError
             If `visible` raises an exception, changes its argument, or does not return pairs of
-            integer arrays with disjoint intervals.  The message names the class of the mask, the
-            file and the line.
+            integer arrays with disjoint intervals.  The message names the class of the mask, and
+            of an exception the file and the line.
         """
         tokens, intervals = np.array(q_tokens, np.int64), None
         tokens.setflags(write=False)
-        code = getattr(self.visible, "__code__", None)  # a compiled method has none
-        file, line = (code.co_filename, code.co_firstlineno) if code else ("compiled", 0)
         try:
             intervals = self.visible(tokens)
             problem = _problem(intervals, len(tokens))
         except Exception as error:  # a user's mask may raise anything
-            problem = f"{type(error).__name__}: {error}"
-            for call in traceback.extract_tb(error.__traceback__):
-                if call.name in ("visible", code and code.co_name):  # a mask may call another one
-                    file, line = call.filename, call.lineno
-        if inspect.isgenerator(intervals):
-            file, line = intervals.gi_code.co_filename, intervals.gi_code.co_firstlineno
+            where = traceback.extract_tb(error.__traceback__)[:2][-1]  # the line of `visible`
+            problem = f"{type(error).__name__}: {error} ({where.filename}, line {where.lineno})"
         if problem is None:
             begin, end = (np.array(x, np.int64).clip(0, nk) for x in zip(*intervals))  # (m, nq)
             if not (shared := overlap(begin, end)):
                 return begin, end
             problem = f"{shared[0]} of query {tokens[shared[1]]} overlap"
-        raise ValueError(f"{type(self).__name__}.visible: {problem} ({file}, line {line})")
+        raise ValueError(f"{type(self).__name__}.visible: {problem}")
 
     def digest(self, seqlen: int, seqlen_kv: int | None = None) -> str:
         """Return a short hash of the visible keys, which ranks compare.

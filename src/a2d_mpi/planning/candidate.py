@@ -10,19 +10,21 @@ from functools import lru_cache
 import numpy as np
 
 from a2d_mpi.core.config import PHASES
-from a2d_mpi.core.sizes import Layout, flops, misfit
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.core.sizes import flops, misfit
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.machine import Machine
-from a2d_mpi.planning.memory import Held, peak_memory, peak_of
+from a2d_mpi.planning.memory import Needs, peak_memory, peak_of
 from a2d_mpi.planning.model import Phase, simulated, slowest_seconds
 from a2d_mpi.planning.simulator import PARTS, WAIT
 from a2d_mpi.planning.survey import Survey, survey_of
 from a2d_mpi.planning.workload import Layers, Workload
-from a2d_mpi.schedules import METHODS, default_distribution, leaves_open, problem_of
+from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.slices import sharing
+from a2d_mpi.schedules.writing import default_distribution, leaves_open, problem_of
 from a2d_mpi.sharding.choice import CHOICES
 from a2d_mpi.sharding.pairs import pairs_of_runs
 
@@ -42,7 +44,7 @@ class Candidate:
     Attributes
     ----------
     method : str
-        One of `a2d_mpi.schedules.METHODS`.
+        One of `a2d_mpi.schedules.method.METHODS`.
     layout : Layout
         With the distribution and the slices that were chosen.
     bound : float
@@ -68,7 +70,7 @@ class Candidate:
         self.memory = self.received = self.crossing = 0
         self.over_bound = math.nan
         self._phases: dict[str, Phase] = {}  # those that were simulated
-        self._held: dict[str, list[list[Held]]] = {}  # memory by phase, rank and program
+        self._needs: dict[str, list[list[Needs]]] = {}  # memory by phase, rank and program
         self._moved: dict[str, np.ndarray] = {}  # bytes by phase: received, crossing by node
         self._seconds = {x: _floor(machine, layout.size, work, x) for x in work.phases}
         self.bound = sum(self._seconds.values())
@@ -129,7 +131,7 @@ class Candidate:
             survey = self._survey(phase, self.layout, (0,))
             alone = _alone(self._machine, self.layout, survey, 0)
             self._seconds[phase] = max(self._seconds[phase], alone)
-            self._held[phase] = survey.held
+            self._needs[phase] = survey.needs
             self._sum_memory()
             self._make_room((0,))
             yield True
@@ -194,7 +196,7 @@ class Candidate:
         if max(used) == 1:
             return
         for phase in numbers:
-            self._held[phase] = self._survey(phase, self.layout).held
+            self._needs[phase] = self._survey(phase, self.layout).needs
         self._sum_memory()
         if not self.fits:  # two slices need more memory than one
             self.layout, self._phases, self.memory = whole, phases, memory
@@ -205,7 +207,7 @@ class Candidate:
         machine, layout, survey = self._machine, self.layout, self._survey(phase, self.layout)
         self._phases[phase] = simulated(machine, layout, survey)
         self._seconds[phase] = float(self._phases[phase].total.max())
-        self._held[phase] = survey.held
+        self._needs[phase] = survey.needs
         messages, node = survey.messages, machine.node_of(layout)
         far = node[messages.source] != node[messages.to]
         self._moved[phase] = np.stack([
@@ -221,7 +223,7 @@ class Candidate:
     def _sum_memory(self) -> None:
         """Set the memory of the ranks whose programs were read, in all phases so far."""
         kernel = self._machine.host_kernel(self._work.dtype)
-        phases = zip(*(self._held[x] for x in self._work.phases if x in self._held))
+        phases = zip(*(self._needs[x] for x in self._work.phases if x in self._needs))
         self.memory = max(peak_of(x, self._problem, p, kernel) for p, x in enumerate(phases))
 
 

@@ -13,12 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from a2d_mpi.core.config import PHASES
-from a2d_mpi.core.sizes import MAX_MESSAGE, Layout
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.core.sizes import MAX_MESSAGE
 from a2d_mpi.masks.mask import Causal
-from a2d_mpi.schedules import write
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Attend, KernelCall, Message, Rows, Send
+from a2d_mpi.schedules.writing import write
 from a2d_mpi.sharding.pairs import pairs_of_runs
 
 Bytes = dict[tuple[str, str], list[int]]

@@ -8,9 +8,10 @@ from itertools import permutations, product
 
 import numpy as np
 
-from a2d_mpi.core.sizes import Layout, misfit
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.core.sizes import misfit
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import METHODS
+from a2d_mpi.schedules.method import METHODS
 
 
 def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Iterator[Layout]:
@@ -19,7 +20,7 @@ def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Ite
     Parameters
     ----------
     method : str
-        One of `a2d_mpi.schedules.METHODS`.
+        One of `a2d_mpi.schedules.method.METHODS`.
     ranks : int
         Ranks of each layout.
     work : Workload

@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from a2d_mpi.core.sizes import Layout, flops
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.core.sizes import flops
 
 # Types of the fields of a profile, and their names.
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {

@@ -10,16 +10,16 @@ import numpy as np
 
 from a2d_mpi.core.config import OF_KEYS, PHASES
 from a2d_mpi.core.kernel_memory import kernel_buffers
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.intervals import queries_per_key
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning.cost import nbytes
-from a2d_mpi.schedules import drafts_of
 from a2d_mpi.schedules.pipeline import turns
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.slices import ALIVE, ATTEND, sharing
 from a2d_mpi.schedules.steps import KINDS, KernelCall, Merge
+from a2d_mpi.schedules.writing import drafts_of
 
 # Bytes that libraries (NumPy, OpenBLAS, MPI, Numba, this package) allocate in the first calls of a
 # kernel of the host.  Measured with plans of 64 tokens on 1, 2 and 4 ranks, with MPICH and Open
@@ -75,7 +75,7 @@ def buffers(
     return _buffers(_phases(method, layout, problem, rank, backward))
 
 
-class Held(NamedTuple):
+class Needs(NamedTuple):
     """Bytes that one program needs.
 
     Attributes
@@ -102,10 +102,10 @@ class Held(NamedTuple):
     passing: int
 
 
-NOTHING = Held({}, 0, 0, 0, {}, 0)
+NOTHING = Needs({}, 0, 0, 0, {}, 0)
 
 
-def held_by(program: Program, backward: bool, kernel: str | None = None) -> Held:
+def needs_of(program: Program, backward: bool, kernel: str | None = None) -> Needs:
     """Return the memory that a program needs; `kernel` as of `peak_memory`."""
     results = [name for name, array in program.arrays.items() if array.role == "result"]
     copies, config = 0, program.group.problem.config
@@ -115,28 +115,28 @@ def held_by(program: Program, backward: bool, kernel: str | None = None) -> Held
             rounded = name in array.accumulated and config.mixed_precision
             if name != "lse" and (rows in program.copied or rounded):
                 copies += rows.count * config.nbytes(name)
-    held = sum(nbytes(program, program.rows(name)) for name in results)
+    of_results = sum(nbytes(program, program.rows(name)) for name in results)
     of_kernel = (0, {}, 0) if kernel is None else _of_kernel(program, backward, kernel)
-    return Held(program.buffers, held, copies, *of_kernel)
+    return Needs(program.buffers, of_results, copies, *of_kernel)
 
 
-def held_by_slices(held: Sequence[Sequence[Held]], shared: int, layout: Layout) -> list[Held]:
+def needs_of_slices(needs: Sequence[Sequence[Needs]], shared: int, layout: Layout) -> list[Needs]:
     """Return the memory of the programs of all slices.
 
     Parameters
     ----------
-    held : sequence of sequence of Held
+    needs : sequence of sequence of Needs
         By slice and program.
     shared : int
         Number of slices that share a KV head.
     layout : Layout
     """
-    slices = len(held)
+    slices = len(needs)
     if slices == 1:
-        return list(held[0])
+        return list(needs[0])
     found = []
     # Programs of the first and the last of the slices that share a KV head have all buffers.
-    for number, (x, last) in enumerate(zip(held[0], held[shared - 1])):
+    for number, (x, last) in enumerate(zip(needs[0], needs[shared - 1])):
         buffers = {
             (f"{number}.{turn} {name}", i, of_keys): size
             for (name, i, of_keys), size in (x.buffers | last.buffers).items()
@@ -148,36 +148,36 @@ def held_by_slices(held: Sequence[Sequence[Held]], shared: int, layout: Layout) 
 
 
 def peak_of(
-    phases: Sequence[Sequence[Held]], problem: Problem, rank: int, kernel: str | None = None
+    phases: Sequence[Sequence[Needs]], problem: Problem, rank: int, kernel: str | None = None
 ) -> int:
     """Return `peak_memory` from the memory of the programs of one phase or of both."""
-    held, config, last = _buffers(phases), problem.config, phases[-1]
+    total, config, last = _buffers(phases), problem.config, phases[-1]
     if kernel is not None:
         both = list(chain.from_iterable(phases))
         needed = _largest(x.kernel for x in both)
-        held += LIBRARIES[kernel] + sum(x.intervals for x in both)
+        total += LIBRARIES[kernel] + sum(x.intervals for x in both)
         # The backward pass needs more than the temporary arrays of the forward pass.
-        held += needed if len(phases) > 1 else max(x.passing for x in both)
+        total += needed if len(phases) > 1 else max(x.passing for x in both)
     own = problem.queries.counts[rank], problem.keys.counts[rank]
     given = ("q", "k", "v") + ("dout", "out", "lse", "delta") * (len(phases) > 1)
     # A tensor that is rounded for the wire is held twice.
-    held += sum(own[x in OF_KEYS] * config.nbytes(x) * (1 + config.rounds(x)) for x in given)
-    return held + sum(x.results for x in last) + last[-1].copies
+    total += sum(own[x in OF_KEYS] * config.nbytes(x) * (1 + config.rounds(x)) for x in given)
+    return total + sum(x.results for x in last) + last[-1].copies
 
 
 def _phases(
     method: str, layout: Layout, problem: Problem, rank: int, backward: bool, kernel=None
-) -> list[list[Held]]:
+) -> list[list[Needs]]:
     phases, own = [], problem.config.cp_group(layout.heads)
     for i, phase in enumerate(PHASES[: 1 + backward]):
         drafts = drafts_of(method, phase, layout, problem, rank)
-        held = {x: held_by(x.write(), i > 0, kernel) for x in set(chain.from_iterable(drafts))}
-        of_drafts = [[held[x] for x in of_slice] for of_slice in drafts]
-        phases.append(held_by_slices(of_drafts, sharing(own, len(drafts)), layout))
+        needs = {x: needs_of(x.write(), i > 0, kernel) for x in set(chain.from_iterable(drafts))}
+        of_drafts = [[needs[x] for x in of_slice] for of_slice in drafts]
+        phases.append(needs_of_slices(of_drafts, sharing(own, len(drafts)), layout))
     return phases
 
 
-def _buffers(phases: Sequence[Sequence[Held]]) -> int:
+def _buffers(phases: Sequence[Sequence[Needs]]) -> int:
     return _largest(x.buffers for x in chain.from_iterable(phases))
 
 
@@ -192,7 +192,7 @@ def _largest(several: Iterable[dict[Any, int]]) -> int:
 
 
 def _of_kernel(program: Program, backward: bool, kernel: str) -> tuple[int, dict[str, int], int]:
-    """Return the last three attributes of `Held` for a kernel of the host."""
+    """Return the last three attributes of `Needs` for a kernel of the host."""
     needed: dict[str, int] = {}
     intervals = peak = 0
     config = program.group.config

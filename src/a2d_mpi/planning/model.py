@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.network import Cables, Network
 from a2d_mpi.planning.simulator import Spans, simulate
 from a2d_mpi.planning.survey import Survey, survey_of
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import problem_of
+from a2d_mpi.schedules.writing import problem_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def predict(
     ----------
     machine : Machine
     method : str
-        One of `a2d_mpi.schedules.METHODS`.
+        One of `a2d_mpi.schedules.method.METHODS`.
     layout : Layout
     work : Workload
     distribution : str, optional

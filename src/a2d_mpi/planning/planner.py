@@ -30,13 +30,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.planning.candidate import Candidate, Stack
 from a2d_mpi.planning.layouts import fewer_ranks, layouts
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.planning.workload import Layers, Workload
-from a2d_mpi.schedules import METHODS
+from a2d_mpi.schedules.method import METHODS
 
 SLICED, SMALL = 8, 256  # candidates that try slices of the heads, on so many ranks at most
 
@@ -68,7 +68,7 @@ def candidates(
         Bytes of a rank.  Default: the memory of the machine's profile, and no limit if the profile
         has none.
     methods : sequence of str, optional
-        Default: all of `a2d_mpi.schedules.METHODS`.
+        Default: all of `a2d_mpi.schedules.method.METHODS`.
     progress : callable
         A progress bar: it takes an iterator and iterates over it, as ``tqdm`` does.
     idle : float
@@ -232,7 +232,7 @@ def candidate(
     ----------
     machine : Machine
     method : str
-        One of `a2d_mpi.schedules.METHODS`.
+        One of `a2d_mpi.schedules.method.METHODS`.
     layout : Layout
     work : Workload
     room : int, optional

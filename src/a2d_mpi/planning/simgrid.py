@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.model import Phase, predict
 from a2d_mpi.planning.network import Cables, Network

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from a2d_mpi.core.config import OF_KEYS, PHASES
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.planning.cost import nbytes, pairs_of
 from a2d_mpi.planning.machine import Machine
-from a2d_mpi.planning.memory import NOTHING, Held, held_by, held_by_slices
+from a2d_mpi.planning.memory import NOTHING, Needs, needs_of, needs_of_slices
 from a2d_mpi.planning.simulator import COMPUTE, MERGE, OTHER, POST, WAIT, Messages, Operations
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import METHODS, Draft, drafts_of
+from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.pipeline import borders, order
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
@@ -27,6 +27,7 @@ from a2d_mpi.schedules.slices import sharing
 from a2d_mpi.schedules.steps import (
     KINDS,
     Clear,
+    Drain,
     KernelCall,
     Merge,
     Message,
@@ -35,6 +36,7 @@ from a2d_mpi.schedules.steps import (
     TakeHeads,
     Wait,
 )
+from a2d_mpi.schedules.writing import Draft, drafts_of
 
 _KINDS = {kind: i for i, kind in enumerate(KINDS)}
 
@@ -67,12 +69,12 @@ class Tape(NamedTuple):
         See `a2d_mpi.schedules.pipeline.borders`.
     messages : (messages, 7) int64
         Peer, whether it is received, kind of rows, tag, turn, bytes, tensors.
-    held : Held
+    needs : Needs
     """
 
     parts: list[Part]
     messages: np.ndarray
-    held: Held
+    needs: Needs
 
 
 class Survey(NamedTuple):
@@ -84,14 +86,14 @@ class Survey(NamedTuple):
     messages : Messages
     tensors : (n,) int64
         Tensors of every message; each tensor costs the overhead of a message.
-    held : list of list of Held
+    needs : list of list of Needs
         Memory, by rank and program.
     """
 
     operations: Operations
     messages: Messages
     tensors: np.ndarray
-    held: list[list[Held]]
+    needs: list[list[Needs]]
 
 
 def survey_of(
@@ -109,7 +111,7 @@ def survey_of(
     ----------
     machine : Machine
     method : str
-        One of `a2d_mpi.schedules.METHODS`.
+        One of `a2d_mpi.schedules.method.METHODS`.
     layout : Layout
     work : Workload
     problem : Problem
@@ -157,7 +159,7 @@ def _survey(
     ranks: tuple[int, ...] | None,
 ) -> Survey:
     """Make the survey without the costs of messages, which depend on the places of ranks."""
-    tapes, places, parts, held = [], [], [], []
+    tapes, places, parts, needs = [], [], [], []
     for rank in range(layout.size) if ranks is None else ranks:
         parts.append((len(tapes), 0))
         tapes.append(_opening(machine, problem, rank, phase == PHASES[1]))
@@ -170,8 +172,8 @@ def _survey(
                 tapes.append(_tape(x, phase, machine, k == programs - 1))
                 places.append((rank, i * programs + k, x.ranks.step, x.ranks.start))
         shared = sharing(problem.config.cp_group(layout.heads), len(drafts))
-        held.append(
-            held_by_slices([[tapes[k].held for k in x] for x in of_slices], shared, layout)
+        needs.append(
+            needs_of_slices([[tapes[k].needs for k in x] for x in of_slices], shared, layout)
         )
         if len(drafts) == 1:
             parts += product(of_slices[0], range(3))
@@ -180,7 +182,7 @@ def _survey(
             parts += [(of_slices[i][k], part) for i, k, part in run]
     operations, listed = _joined(tapes, np.array(places), parts, layout.size)
     *messages, tensors = listed.T
-    return Survey(operations, Messages(*messages), tensors, held)
+    return Survey(operations, Messages(*messages), tensors, needs)
 
 
 def _joined(
@@ -237,7 +239,7 @@ def _joined(
 def _tape_of(
     parts: Sequence[Sequence[tuple[int, float, Sequence[int]]]],
     messages: Sequence[tuple[int, ...]],
-    held: Held,
+    needs: Needs,
 ) -> Tape:
     """Make a tape; `parts` are kind, seconds and messages of the operations of each part."""
     columns = []
@@ -251,7 +253,7 @@ def _tape_of(
                 np.array([m for x in numbers for m in x], np.int64),
             )
         )
-    return Tape(columns, np.array(messages, np.int64).reshape(-1, 7), held)
+    return Tape(columns, np.array(messages, np.int64).reshape(-1, 7), needs)
 
 
 def _opening(machine: Machine, problem: Problem, rank: int, backward: bool) -> Tape:
@@ -319,8 +321,8 @@ def _tape(draft: Draft, phase: str, machine: Machine, last: bool) -> Tape:
     parts += ([] for _ in range(3 - len(parts)))
     for rows in program.copied if last else ():
         spend(OTHER, machine.copying(nbytes(program, rows)))
-    held = held_by(program, backward, machine.host_kernel(config.dtype))
-    return _tape_of(parts, messages, held)
+    needs = needs_of(program, backward, machine.host_kernel(config.dtype))
+    return _tape_of(parts, messages, needs)
 
 
 def _message(program: Program, step: Message) -> tuple[int, ...]:
@@ -353,12 +355,12 @@ def _awaited_sends(program: Program) -> set[int]:
     program do not count.
     """
     awaited, calls, posted = set(), 0, {}
-    for step in program.steps[: program.body]:
+    for step in program.steps:
         if isinstance(step, KernelCall):
             calls += 1
         elif isinstance(step, Send):
             posted[step.index] = calls
-        elif isinstance(step, Wait):
+        elif isinstance(step, Wait) and not isinstance(step, Drain):
             awaited |= {x for x in step.messages if posted.get(x, -2) >= calls - 1}
     return awaited
 

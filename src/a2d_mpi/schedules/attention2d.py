@@ -22,7 +22,7 @@ from itertools import chain
 
 from a2d_mpi.masks.intervals import Runs, cut, size
 from a2d_mpi.schedules.group import Group
-from a2d_mpi.schedules.line import Line, by_node, from_here
+from a2d_mpi.schedules.line import Line, arrivals, by_node, from_here
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Rows
@@ -34,13 +34,12 @@ def forward(p: Program) -> None:
     """Gather queries along the row and keys along the column; return results along the row."""
     out = p.own("out", "out", "result")  # (n, H, D), and lse (n, H)
     # Post every receive, and send this rank's own rows; the other rows arrive below.
-    row, col = lines(p, "q")  # q: (C n, H, D); k, v: (R n, Hkv, D)
+    row, col = (x.start() for x in lines(p, "q"))  # q: (C n, H, D); k, v: (R n, Hkv, D)
     own = p.rows(row.array, p.rank)
-    # `attend` merges into rows that begin as empty results; a pass writes the first one instead.
     p.attend(own, p.rows(col.array, p.rank), out)
-    for line, owner, rows in col.arrivals(row):
+    for line, owner, rows in arrivals(col, row):
         if line is col:  # own queries meet the keys of each owner as these arrive
-            p.attend(own, rows, out)
+            p.attend_and_merge(own, rows, out)
         else:  # each chunk of others' queries meets all keys in one call
             result = row.result("out", owner, rows)
             p.attend(rows, p.rows(col.array), result)
@@ -57,8 +56,9 @@ def backward(p: Program) -> None:
     rows are sums over all that follows, and leave at the end.
     """
     by_query = gradients_by_query(p.group)
-    row, col = lines(p, "qd")  # dout, q: (C n, H, D); lse, delta: (C n, H); k, v: (R n, Hkv, D)
-    sums = {row: p.sums("dq", "dq", row.array), col: p.sums("dkv", "dkv", col.array)}
+    # dout, q: (C n, H, D); lse, delta: (C n, H); k, v: (R n, Hkv, D)
+    row, col = (x.start() for x in lines(p, "qd"))
+    sums = {row: p.zeros("dq", "dq", row.array), col: p.zeros("dkv", "dkv", col.array)}
     early, late = (col, row) if by_query else (row, col)
 
     def differentiate(early_rows: Rows, late_rows: Rows) -> None:
@@ -67,7 +67,7 @@ def backward(p: Program) -> None:
 
     own = p.rows(late.array, p.rank)
     differentiate(p.rows(early.array, p.rank), own)
-    for line, owner, rows in early.arrivals(late):
+    for line, owner, rows in arrivals(early, late):
         if line is early:
             differentiate(rows, own)
         else:

@@ -11,6 +11,7 @@ Slices of the heads are taken and put in the same way.  A single rank only copie
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -32,21 +33,16 @@ class Ulysses:
         self.peers = next_ranks(p.rank, size)
         self._coming: dict[int, tuple[Rows, Receive | None]] = {}
 
+    def array(self, name: str, owners: Iterable[int], accumulated: tuple, **options: Any) -> str:
+        """Declare an array with all rows of ranks of the Ulysses group; return its name."""
+        of_keys = self.kind in KINDS_OF_KEYS
+        pieces = [(x, self.p.group.all_places(of_keys, x)) for x in owners]
+        options |= {"accumulated": accumulated, "memory": f"{name} {self._number}"}
+        return self.p.array(f"{name} {self.kind}", self.kind, pieces, **options)
+
     def parcel(self, name: str, owner: int) -> Rows:
         """Declare an array with all rows of an owner, for one message; return its rows."""
-        places = self.p.group.all_places(self.kind in KINDS_OF_KEYS, owner)
-        options = {"accumulated": self.accumulated, "parcel": True}
-        options["memory"] = f"parcel {name} {self._number}"
-        array = self.p.array(f"{name} {self.kind}", self.kind, [(owner, places)], **options)
-        return self.p.rows(array)
-
-    def together(self, name: str, **options: Any) -> str:
-        """Declare an array with all rows of the Ulysses group, by token; return its name."""
-        p, of_keys = self.p, self.kind in KINDS_OF_KEYS
-        pieces = [(x, p.group.all_places(of_keys, x)) for x in p.channels["head"]]
-        options = {"accumulated": self.accumulated, "by_token": True, **options}
-        options["memory"] = f"{name} {self._number}"
-        return p.array(f"{name} {self.kind}", self.kind, pieces, **options)
+        return self.p.rows(self.array(name, [owner], self.accumulated, parcel=True))
 
     def receive(self, owner: int | None = None) -> None:
         """Post the receives, of rows of an owner; by default each peer sends rows of its own."""
@@ -77,7 +73,10 @@ def share(p: Program, kinds: tuple[str, ...]) -> None:
     exchanges = []
     for number, kind in enumerate(_kinds(p, *kinds)):
         ulysses = Ulysses(p, kind, number)
-        own, group = p.own(f"own {kind}", kind, "given", all_heads=True), ulysses.together("group")
+        own, group = (
+            p.own(f"own {kind}", kind, "given", all_heads=True),
+            ulysses.array("group", p.channels["head"], SUMS, by_token=True),
+        )
         p.results[kind] = p.rows(group)
         if not ulysses.peers:
             p.add(TakeHeads(own, p.results[kind], p.rank))
@@ -100,9 +99,10 @@ def collect(p: Program, kinds: tuple[str, ...]) -> None:
     for number, kind in enumerate(_kinds(p, *kinds)):
         sums = ("dk", "dv") if kind in ("gradients", "dkv") and p.group.shares_kv else ()
         ulysses = Ulysses(p, kind, number, ("lse", *sums))
-        group = ulysses.together("group", role="given", accumulated=SUMS)
+        everyone = p.channels["head"]
+        group = ulysses.array("group", everyone, SUMS, by_token=True, role="given")
         if p.group.config.mixed_precision:  # results travel in the storage dtype, except sums
-            rounded = ulysses.together("rounded")
+            rounded = ulysses.array("rounded", everyone, ulysses.accumulated, by_token=True)
             p.copy(p.rows(group), p.rows(rounded))
             group = rounded
         own = p.own(f"own {kind}", kind, "result", accumulated=ulysses.accumulated, all_heads=True)

@@ -26,7 +26,7 @@ Required = Callable[[int, Collection[int]], Runs]
 
 
 class Trees(NamedTuple):
-    """The place of one rank in the trees of all owners of a line.
+    """What one rank has to do with the trees of all owners of a line.
 
     Attributes
     ----------
@@ -84,7 +84,7 @@ def by_node(rank: int, ranks: Sequence[int], nodes: Sequence[int]) -> Trees:
 
 
 def seen_from(rank: int, parents: Mapping[int, Mapping[int, int]]) -> Trees:
-    """Return the place of a rank in trees given by the parents of all ranks, by owner.
+    """Return the trees as a rank sees them, given the parents of all ranks by owner.
 
     Rows pass through at most one rank on their way.
     """
@@ -113,13 +113,13 @@ def from_here(rank: int, ranks: Sequence[int], nodes: Sequence[int]) -> list[int
     """
     members = members_of(ranks, nodes)
     names, me = sorted(members), nodes[rank]
-    begin, place = names.index(me), members[me].index(rank)
-    turned = ((members[x], place % len(members[x])) for x in names[begin:] + names[:begin])
+    begin, index = names.index(me), members[me].index(rank)
+    turned = ((members[x], index % len(members[x])) for x in names[begin:] + names[:begin])
     return [y for x, i in turned for y in x[i:] + x[:i]]
 
 
 class Line:
-    """The line of a rank.  It declares the rows that the rank needs, and posts their messages.
+    """The line of a rank.  It declares the rows that the rank needs; `start` posts their messages.
 
     On a plain grid all trees are stars, no rank passes rows on, and all own rows are kept.
 
@@ -172,26 +172,32 @@ class Line:
         self._back = back or self._trees
         self._near, self._chunks = near, chunks
         self._unsent: list[tuple[int, Rows]] = []
-        self._place = {x: i for i, x in enumerate(ranks)}
+        self._order = {x: i for i, x in enumerate(ranks)}
         for channel in (name, f"{name} node")[: 1 + bool(near)]:
             p.channels[channel] = tuple(sorted(ranks))
         self._tags = {x: i for i, x in enumerate(p.channels[name])}  # of messages, by owner
         parents = self._trees.parents
         self.others = sorted((x for x in ranks if x in parents), key=lambda x: parents[x] != x)
-        self.array, self._coming, kind = own, {}, p.arrays[own].kind
-        if kept is None:
-            kept = [p.group.all_places(p.arrays[own].of_keys, p.rank)]
+        of_keys, kind = p.arrays[own].of_keys, p.arrays[own].kind
+        self.array, self._own = own, own
+        self._kept = [p.group.all_places(of_keys, p.rank)] if kept is None else kept
         if self.others:
-            mine = [(p.rank, x) for x in kept]
-            pieces = sorted([*mine[-1:], *((x, self.held(x)) for x in self.others)])
+            mine = [(p.rank, x) for x in self._kept]
+            pieces = sorted([*mine[-1:], *((x, self.needed(x)) for x in self.others)])
             self.array = p.array(f"{name} {kind}", kind, [*mine[:-1], *pieces], memory=name)
-        for x in self.others:
-            self._coming[x] = self._receive(parents[x], x, self.array, self.held(x))
-        self._send_down(p.rank, own)
-        for places in kept if self.others else ():
-            p.copy(p.rows(own, p.rank, places), p.rows(self.array, p.rank, places))
 
-    def held(self, owner: int) -> Runs:
+    def start(self) -> Line:
+        """Post the receives, send this rank's rows and copy those that it keeps; return itself."""
+        p, parents = self.p, self._trees.parents
+        self._coming = {
+            x: self._receive(parents[x], x, self.array, self.needed(x)) for x in self.others
+        }
+        self._send_down(p.rank, self._own)
+        for places in self._kept if self.others else ():
+            p.copy(p.rows(self._own, p.rank, places), p.rows(self.array, p.rank, places))
+        return self
+
+    def needed(self, owner: int) -> Runs:
         """Return the places of an owner's rows that this rank gets, for itself and below it."""
         below = chain.from_iterable(self._trees.branches.get(owner, {}).values())
         return self._required(owner, (self.p.rank, *below))
@@ -203,31 +209,12 @@ class Line:
             self._send_down(owner, self.array)
             yield message.rows
 
-    def arrivals(self, late: Line) -> Iterator[tuple[Line, int, Rows]]:
-        """Yield line, owner and rows as they arrive: this line's rows, and then the late line's.
-
-        Rows of both lines that other ranks wait for come first, in turn, and are passed on.  In
-        stars there are none, and the last two loops yield all.
-        """
-        passed = [[(y, x) for x in y.others if x in y._trees.branches] for y in (self, late)]
-        held: dict[int, list[Rows]] = {}
-        for line, owner in filter(None, chain(*zip_longest(*passed))):
-            if line is late:
-                held[owner] = list(late.arrive(owner))
-            else:
-                yield from ((self, owner, rows) for rows in self.arrive(owner))
-        for owner in (x for x in self.others if x not in self._trees.branches):
-            yield from ((self, owner, rows) for rows in self.arrive(owner))
-        for owner in late._by_result():
-            rows_of = held[owner] if owner in held else late.arrive(owner)
-            yield from ((late, owner, rows) for rows in rows_of)
-
     def result(self, kind: str, owner: int, rows: Rows) -> Rows:
         """Declare partial results for all rows of an owner; return those for the given rows."""
         # Results that others add to keep the accumulation dtype until they are sent.
-        options = {"accumulated": KINDS[kind] if owner in self._back.branches else SUMS}
-        name = self.p.array(f"{kind} to {owner}", kind, [(owner, self.held(owner))], **options)
-        return self.p.matching(name, rows)
+        accumulated = KINDS[kind] if owner in self._back.branches else SUMS
+        name, pieces = f"{kind} to {owner}", [(owner, self.needed(owner))]
+        return self.p.matching(self.p.array(name, kind, pieces, accumulated=accumulated), rows)
 
     def give(self, owner: int, rows: Rows) -> None:
         """Send a finished partial result to the parent, or hold it back if others add to it."""
@@ -239,7 +226,7 @@ class Line:
     def give_all(self, array: str) -> None:
         """Give the partial results for all other owners."""
         for owner in self._by_result():
-            for places in self._chunks(self.held(owner)):
+            for places in self._chunks(self.needed(owner)):
                 self.give(owner, self.p.rows(array, owner, places))
 
     def finish(self, array: str) -> None:
@@ -264,7 +251,7 @@ class Line:
     def _combine(self, owner: int, array: str) -> None:
         p, kind = self.p, self.p.arrays[array].kind
         branches = self._back.branches.get(owner, {})
-        for child in sorted(branches, key=self._place.__getitem__):
+        for child in sorted(branches, key=self._order.__getitem__):
             places = self._required(owner, branches[child])
             part = p.array(f"{self.name} {kind} of {owner} from {child}", kind, [(owner, places)])
             p.wait(self._receive(child, owner, part, places))
@@ -272,8 +259,8 @@ class Line:
 
     def _send_down(self, owner: int, array: str) -> None:
         # Ranks that pass the rows on come first.  In a star the previous rank needs them first.
-        branches, place = self._trees.branches.get(owner, {}), self._place
-        for child in sorted(branches, key=lambda x: (len(branches[x]) == 1, -place[x])):
+        branches, order = self._trees.branches.get(owner, {}), self._order
+        for child in sorted(branches, key=lambda x: (len(branches[x]) == 1, -order[x])):
             for places in self._chunks(self._required(owner, branches[child])):
                 self._send(child, owner, self.p.rows(array, owner, places))
 
@@ -287,3 +274,23 @@ class Line:
 
     def _channel(self, peer: int) -> str:
         return f"{self.name} node" if peer in self._near else self.name
+
+
+def arrivals(early: Line, late: Line) -> Iterator[tuple[Line, int, Rows]]:
+    """Yield line, owner and rows as they arrive: rows of the early line, then of the late one.
+
+    Rows of both lines that other ranks wait for come first, in turn, and are passed on.  In stars
+    there are none, and the last two loops yield all.
+    """
+    passed = [[(y, x) for x in y.others if x in y._trees.branches] for y in (early, late)]
+    arrived: dict[int, list[Rows]] = {}
+    for line, owner in filter(None, chain(*zip_longest(*passed))):
+        if line is late:
+            arrived[owner] = list(late.arrive(owner))
+        else:
+            yield from ((early, owner, rows) for rows in early.arrive(owner))
+    for owner in (x for x in early.others if x not in early._trees.branches):
+        yield from ((early, owner, rows) for rows in early.arrive(owner))
+    for owner in late._by_result():
+        rows_of = arrived[owner] if owner in arrived else late.arrive(owner)
+        yield from ((late, owner, rows) for rows in rows_of)

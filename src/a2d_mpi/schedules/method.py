@@ -1,11 +1,13 @@
-"""The description of a method, an entry of `a2d_mpi.schedules.METHODS`."""
+"""The description of a method, and all methods by name."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from importlib import import_module
 from typing import NamedTuple
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.mask import Causal, Mask
 from a2d_mpi.schedules.program import Program
 
@@ -17,10 +19,12 @@ class Method(NamedTuple):
     ----------
     forward, backward : callable
         Functions that write the steps of a phase into a `Program`.
-    shape : callable
+    group_shape : callable
         Takes a layout.  Returns the rows and columns of the group, see `Group`.
     distribution : str or None
         The only distribution of this method.  None: the default of the mask.
+    causal : bool
+        Whether the method is for the causal mask only.
     suits : callable
         Takes a layout of more than one rank.  Returns True if the planner should try it.  Layouts
         with equal programs are tried once.
@@ -37,20 +41,16 @@ class Method(NamedTuple):
 
     forward: Callable[[Program], None]
     backward: Callable[[Program], None]
-    shape: Callable[[Layout], tuple[int, int]] = lambda layout: (layout.rows, layout.cols)
+    group_shape: Callable[[Layout], tuple[int, int]] = lambda layout: (layout.rows, layout.cols)
     distribution: str | None = None
+    causal: bool = False
     suits: Callable[[Layout], bool] = lambda layout: True
     most_positions: Callable[[int], int] = lambda positions: positions
     knows_nodes: bool = False
     ring: bool = False
 
-    @property
-    def causal(self) -> bool:
-        """True if the method is for the causal mask only, as the triangle distribution is."""
-        return self.distribution == "triangle"
-
-    def tiles(self, layout: Layout) -> tuple[int, int]:
-        """Return the rows and columns of tiles that ranks compute, which are to be even.
+    def even_tiles(self, layout: Layout) -> tuple[int, int]:
+        """Return the rows and columns of tiles, whose areas a distribution makes even.
 
         A rank of a ring computes its queries against all keys.
         """
@@ -63,3 +63,51 @@ class Method(NamedTuple):
     def takes(self, mask: Mask) -> bool:
         """Return True if the method can compute a mask."""
         return type(mask) is Causal or not self.causal
+
+
+class Methods(dict[str, "Method | str"]):
+    """Methods by name.  The module of a method is imported when the method is first used."""
+
+    def __getitem__(self, name: str) -> Method:
+        """Return a method; raise ValueError if there is none of this name."""
+        if name not in self:
+            raise ValueError(f"method must be one of {tuple(self)}, got {name!r}")
+        if isinstance(where := super().__getitem__(name), str):
+            module, constant = where.split(":")
+            self[name] = getattr(import_module(f"a2d_mpi.schedules.{module}"), constant)
+        return super().__getitem__(name)
+
+
+METHODS = Methods(
+    {
+        "attention2d": "attention2d:METHOD",
+        "ring": "ring:RING",
+        "striped ring": "ring:STRIPED_RING",
+        "double ring": "ring:DOUBLE_RING",
+        "triangle": "triangle:METHOD",
+        "node aware": "attention2d:NODE_AWARE",
+    }
+)
+
+
+def register_method(name: str, method: Method) -> None:
+    """Add a user's method to `METHODS`, so that plans, planner and drivers find it.
+
+    Parameters
+    ----------
+    name : str
+        Words of lower-case letters and digits, with a blank between two words.
+    method : Method
+
+    Raises
+    ------
+    ValueError
+        If the name is taken or has other characters, or `method` is no `Method`.
+    """
+    if name in (*METHODS, "all", "auto"):
+        raise ValueError(f"the name {name!r} of a method is taken: choose another name")
+    if not re.fullmatch("[a-z0-9]+( [a-z0-9]+)*", name):
+        raise ValueError(f"a method's name must consist of words of a-z and 0-9, got {name!r}")
+    if not isinstance(method, Method):
+        raise ValueError(f"method {name!r} must be a Method, got {method!r}")
+    METHODS[name] = method

@@ -53,27 +53,24 @@ def in_turn(p: Program) -> Program:
 
 
 def merged(p: Program) -> Program:
-    """Write the first partial result of rows; merge others, or leave them out if nothing is seen.
+    """Compute partial results that are to be merged apart; leave them out if nothing is seen.
 
     The compensation of lse is set to zero before the first merge.
     """
-    new, written = p.with_steps(), {}
+    new, compensated = p.with_steps(), set()
     partials: dict[Rows, Rows] = {}
-    compensated: set[str] = set()
     for step in p.steps:
-        if isinstance(step, steps.Attend):
-            held = written.setdefault(step.target.array, [])
-            if not _overlap(held, step.target):
-                held += step.target.runs
-            elif p.sees(step.queries, step.keys):
-                if step.target not in partials:
-                    name, outs = f"partial {len(partials)}", KINDS["out"]
-                    options = {"as_computed": True, "accumulated": outs, "memory": "partial"}
-                    partials[step.target] = new.array_for(name, step.target, **options)
-                new.steps.append(step._replace(target=partials[step.target]))
-                step = new.merge_of(partials[step.target], step.target)
-            else:
+        if isinstance(step, steps.AttendAndMerge):
+            queries, keys, target = step
+            if not p.sees(queries, keys):
                 continue
+            if target not in partials:
+                partials[target] = new.array_for(
+                    f"partial {len(partials)}", target, memory="partial",
+                    accumulated=KINDS["out"], as_computed=True,
+                )  # fmt: skip
+            new.attend(queries, keys, partials[target])
+            step = steps.Merge(partials[target], target, new.compensation(target))
         if isinstance(step, steps.Merge) and step.compensation.array not in compensated:
             compensated.add(step.compensation.array)
             new.clear(new.rows(step.compensation.array))
@@ -82,54 +79,58 @@ def merged(p: Program) -> Program:
 
 
 def keys_by_token(p: Program) -> Program:
-    """Copy keys that are not in the order of tokens, and add their gradients back."""
+    """Copy keys that are not in the order of tokens."""
     every = {x.keys for x in p.steps if isinstance(x, steps.KernelCall)}
-    scattered = {x for x in every if not p.in_order(x)}
-    if not scattered:
-        return p
-    new = p.with_steps()
-    add = new.steps.append
+    scattered, new = {x for x in every if not p.in_order(x)}, p.with_steps()
     copied: set[str] = set()  # arrays whose keys are copied
-    apart: dict[str, str] = {}  # arrays whose sums are not complete: where the others are
+    for step in p.steps:
+        if isinstance(step, steps.KernelCall) and step.keys in scattered:
+            keys = _by_token(new, step.keys)
+            if keys.array not in copied:
+                copied.add(keys.array)
+                new.copy(new.rows(step.keys.array), new.by_piece(keys.array))
+            step = step._replace(keys=keys)
+        new.steps.append(step)
+    return new
 
-    def twin(rows: Rows) -> Rows:
-        """Return the rows of the same tokens, as one run, in an array by token."""
-        array, name = p.arrays[rows.array], f"{rows.array} by token"
-        options = {"accumulated": array.accumulated, "by_token": True}
-        new.array(name, array.kind, array.pieces, **options)
-        if rows.count == array.length:
-            return new.rows(name)
-        first, last = new.extremes(rows)
-        sorted_rows = new.rows_within(name, first, last + 1)
-        if sorted_rows.count != rows.count:
-            raise ValueError(
-                f"a kernel call takes consecutive keys of {rows.array!r} in the order of tokens, "
-                f"got {rows.count} of {sorted_rows.count} keys in [{first}, {last}]"
-            )
-        return sorted_rows
+
+def gradients_by_token(p: Program) -> Program:
+    """Compute gradients of keys that `keys_by_token` copied in the same order; add them back."""
+    new = p.with_steps()
+    apart: dict[str, str] = {}  # arrays whose sums are not complete: where the others are
 
     def complete(arrays: Iterable[str]) -> None:
         for array in filter(apart.__contains__, arrays):
-            add(steps.Add(new.by_piece(apart.pop(array)), new.rows(array)))
+            new.add(steps.Add(new.by_piece(apart.pop(array)), new.rows(array)))
 
     for step in p.steps:
-        if isinstance(step, steps.KernelCall) and step.keys in scattered:
-            keys = twin(step.keys)
-            if step.keys.array not in copied:
-                copied.add(step.keys.array)
-                add(steps.Copy(new.rows(step.keys.array), new.by_piece(keys.array)))
-            step = step._replace(keys=keys)
-            if isinstance(step, steps.Differentiate):
-                dkv = twin(step.dkv)
-                if step.dkv.array not in apart:
-                    apart[step.dkv.array] = dkv.array
-                    new.clear(new.rows(dkv.array))
-                step = step._replace(dkv=dkv)
+        if isinstance(step, steps.Differentiate) and p.arrays[step.keys.array].by_token:
+            dkv = _by_token(new, step.dkv)
+            if step.dkv.array not in apart:
+                apart[step.dkv.array] = dkv.array
+                new.clear(new.rows(dkv.array))
+            step = step._replace(dkv=dkv)
         elif apart and not isinstance(step, steps.KernelCall | steps.Clear | steps.Receive):
             complete(x.array for x in step if isinstance(x, Rows))
-        add(step)
+        new.steps.append(step)
     complete([*apart])
     return new
+
+
+def _by_token(p: Program, rows: Rows) -> Rows:
+    """Declare an array by token; return its rows of the same tokens, as one run."""
+    array, name = p.arrays[rows.array], f"{rows.array} by token"
+    p.array(name, array.kind, array.pieces, accumulated=array.accumulated, by_token=True)
+    if rows.count == array.length:
+        return p.rows(name)
+    first, last = p.extremes(rows)
+    sorted_rows = p.rows_within(name, first, last + 1)
+    if sorted_rows.count != rows.count:
+        raise ValueError(
+            f"a kernel call takes consecutive keys of {rows.array!r} in the order of tokens, "
+            f"got {rows.count} of {sorted_rows.count} keys in [{first}, {last}]"
+        )
+    return sorted_rows
 
 
 def encoded(p: Program) -> Program:
@@ -143,13 +144,13 @@ def encoded(p: Program) -> Program:
     new = p.with_steps()
     add = new.steps.append
     arrived: dict[int, tuple[Rows, Rows]] = {}  # by message: encoded rows, and decoded ones
-    held: set[str] = set()  # arrays whose rows are held encoded, too
+    encoded_too: set[str] = set()  # arrays whose rows are there encoded, too
 
     def on_wire(rows: Rows) -> Rows:
         array, name = p.arrays[rows.array], f"{rows.array} on the wire"
         if name not in new.arrays:
-            options = {"role": "buffer", "wire": True, "memory": f"{array.memory} on the wire"}
-            new.arrays[name] = replace(array, **options)
+            memory = f"{array.memory} on the wire"
+            new.arrays[name] = replace(array, role="buffer", wire=True, memory=memory)
         return rows._replace(array=name)
 
     for step in p.steps:
@@ -162,11 +163,11 @@ def encoded(p: Program) -> Program:
         rows = on_wire(step.rows)
         if isinstance(step, steps.Receive):
             arrived[step.index] = rows, step.rows
-        elif array.kind in PARTIALS or step.rows.array not in held:
+        elif array.kind in PARTIALS or step.rows.array not in encoded_too:
             source = p.rows(step.rows.array) if array.role == "given" else step.rows
             add(steps.Encode(source, on_wire(source)))
         if isinstance(step, steps.Receive) or array.role == "given":
-            held.add(step.rows.array)
+            encoded_too.add(step.rows.array)
         add(step._replace(rows=rows))
     return new
 
@@ -177,9 +178,9 @@ def packed(p: Program) -> Program:
     for step in p.steps:
         if isinstance(step, steps.Send) and len(step.rows.runs) > 1:
             if (rows := step.rows) not in copies:
-                array = p.arrays[rows.array]
-                options = {"accumulated": array.accumulated, "wire": array.wire}
-                copies[rows] = new.array_for(f"packed {len(copies)}", rows, **options)
+                name, array = f"packed {len(copies)}", p.arrays[rows.array]
+                accumulated, wire = array.accumulated, array.wire
+                copies[rows] = new.array_for(name, rows, accumulated=accumulated, wire=wire)
                 new.copy(rows, copies[rows])
             step = step._replace(rows=copies[rows])
         new.steps.append(step)
@@ -225,18 +226,14 @@ def drained(p: Program) -> Program:
     new, posted = p.with_steps(p.steps), (x for x in p.steps if isinstance(x, steps.Message))
     waited = {x for step in p.steps if isinstance(step, steps.Wait) for x in step.messages}
     left = [x for x in posted if x.index not in waited]
-    new.body = len(p.steps)
     for channel in p.channels:
-        new.wait(x for x in left if x.channel == channel)
+        if indices := tuple(x.index for x in left if x.channel == channel):
+            new.steps.append(steps.Drain(channel, indices))
     return new
 
 
-PASSES = receives_first, merged, keys_by_token, encoded, packed, alone, drained
+PASSES = receives_first, merged, keys_by_token, gradients_by_token, encoded, packed, alone, drained
 
 
 def _partial(p: Program, rows: Rows) -> bool:
     return p.arrays[rows.array].kind in PARTIALS
-
-
-def _overlap(held: Iterable[range], rows: Rows) -> bool:
-    return any(a.start < b.stop and b.start < a.stop for a in rows.runs for b in held)

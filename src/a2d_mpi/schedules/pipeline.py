@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.slices import ALIVE, ATTEND, PUT, TAKE
 from a2d_mpi.schedules.steps import PARTIALS, Clear, KernelCall, Message, Step, Wait

@@ -15,6 +15,7 @@ from a2d_mpi.masks.intervals import Runs, common, cut
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.schedules import steps
 from a2d_mpi.schedules.group import Group
+from a2d_mpi.schedules.slices import WHOLE, OfSlice
 from a2d_mpi.schedules.steps import KINDS, KINDS_OF_KEYS, SUMS, Message, Rows, Step, TokenArray
 from a2d_mpi.sharding.progressions import concatenated, progressions, ranks_among
 from a2d_mpi.sharding.visibility import sees
@@ -33,37 +34,37 @@ class Program:
         Rank in the group.
     ranks : range
         Rank in the layout of every rank of the group.
+    of_slice : OfSlice
+        What it is of a slice of the heads.
 
     Attributes
     ----------
     group, rank, ranks
         As above.
+    number, first, last
+        As of `of_slice`.
     arrays : dict of str to TokenArray
     mask : Mask
         Mask of the group's problem.
     channels : dict of str to tuple of int
         The ranks of the group in each channel, in the order of their ranks in the channel.
     steps : list of Step
-    body : int
-        Number of steps before the waits that end the program.
     messages : int
         Number of messages, sent and received.
     results : dict of str to Rows
         Rows that hold the results of this rank's shard at the end, by kind.
-    number, slice : int
-        Which program of a slice it is, and which slice; both are counted from 0.
-    first, last : bool
-        Whether the slice is the first, and the last, of those that share KV heads.
+    slice : int
+        Which slice it belongs to, counted from 0; `a2d_mpi.schedules.pipeline` numbers them.
     """
 
-    def __init__(self, group: Group, rank: int, ranks: range) -> None:
+    def __init__(self, group: Group, rank: int, ranks: range, of_slice: OfSlice = WHOLE) -> None:
         self.group, self.rank, self.ranks, self.mask = group, rank, ranks, group.problem.mask
+        self.number, self.first, self.last = of_slice
         self.arrays: dict[str, TokenArray] = {}
         self.channels: dict[str, tuple[int, ...]] = {}
         self.steps: list[Step] = []
         self.results: dict[str, Rows] = {}
-        self.number = self.slice = self.messages = self.body = 0
-        self.first = self.last = True
+        self.slice = self.messages = 0
         self._turns: Counter[tuple] = Counter()  # messages so far, by what `Message.turn` counts
         # Results of the methods below, which programs ask for many times.
         self._by_token: dict[str, list[list[range]]] = {}
@@ -138,17 +139,21 @@ class Program:
         """Set rows to zero."""
         self.add(steps.Clear(rows))
 
-    def sums(self, name: str, kind: str, like: str) -> str:
-        """Declare and clear an array of sums for the rows of the array `like`; return its name."""
+    def zeros(self, name: str, kind: str, like: str) -> str:
+        """Declare and clear an array for the rows of the array `like`; return its name."""
         self.clear(self.rows(self.array(name, kind, self.arrays[like].pieces)))
         return name
 
     def attend(self, queries: Rows, keys: Rows, target: Rows) -> None:
-        """Merge the partial result of queries over keys into rows, which begin as empty results.
+        """Write the partial result of queries over keys: the first one of these rows.
 
-        An array of results needs at least one call for every row, even if nothing is visible.
+        All rows of a result need it, even if nothing is visible.
         """
         self.add(steps.Attend(queries, keys, target))
+
+    def attend_and_merge(self, queries: Rows, keys: Rows, target: Rows) -> None:
+        """Merge the partial result of queries over keys into rows that hold another one."""
+        self.add(steps.AttendAndMerge(queries, keys, target))
 
     def differentiate(self, queries: Rows, keys: Rows, dq: Rows, dkv: Rows) -> None:
         """Add gradients, in one kernel call for each run of keys."""
@@ -158,10 +163,10 @@ class Program:
 
     def combine(self, source: Rows, target: Rows) -> None:
         """Merge a partial result into rows of the same kind, or add a sum to them."""
-        if source.runs:
-            is_sum = self.arrays[target.array].kind != "out"
-            step = steps.Add(source, target) if is_sum else self.merge_of(source, target)
-            self.steps.append(step)
+        if self.arrays[target.array].kind != "out":
+            self.add(steps.Add(source, target))
+        elif source.runs:
+            self.add(steps.Merge(source, target, self.compensation(target)))
 
     def stored(self, rows: Rows) -> Rows:
         """Return rows of sums in the dtypes in which they are sent: out is rounded once."""
@@ -172,11 +177,11 @@ class Program:
         self.copy(rows, rows._replace(array=name))
         return rows._replace(array=name)
 
-    def merge_of(self, source: Rows, target: Rows) -> steps.Merge:
-        """Return the step that merges a partial result; declare the compensation of its lse."""
-        pieces = self.arrays[target.array].pieces
-        name = self.array(f"compensation of {target.array}", "compensation", pieces)
-        return steps.Merge(source, target, target._replace(array=name))
+    def compensation(self, rows: Rows) -> Rows:
+        """Declare the compensation of lse in merges into rows; return its rows."""
+        pieces = self.arrays[rows.array].pieces
+        name = self.array(f"compensation of {rows.array}", "compensation", pieces)
+        return rows._replace(array=name)
 
     # Arrays and tokens.
 
@@ -230,7 +235,7 @@ class Program:
         owners, pieces = self.group.distribution(array.of_keys), zip(array.offsets, array.pieces)
         if not array.by_token:
             wanted = ((begin, end),)
-            return _rows_at(name, ((i, held, owners.places(x, wanted)) for i, (x, held) in pieces))
+            return _rows_at(name, ((i, own, owners.places(x, wanted)) for i, (x, own) in pieces))
         tokens = self.tokens(self.rows(name))
         first, last = np.searchsorted(tokens, (begin, end)).tolist()
         return Rows(name, (range(first, last),) if first < last else ())
@@ -319,7 +324,7 @@ class Program:
 
 
 def index_of(rows: Rows) -> np.ndarray:
-    """Return the places of rows in the memory of their array, (rows,) int64."""
+    """Return the numbers of rows in the memory of their array, (rows,) int64."""
     return concatenated(rows.runs)
 
 
@@ -338,8 +343,8 @@ def common_rows(source: Rows, target: Rows) -> list[tuple[Rows, Rows]]:
 def _rows_at(name: str, pieces: Iterable[tuple[int, Runs, Runs | None]]) -> Rows:
     """Return rows of an array: of each piece, with its first row and places, the wanted places."""
     runs: list[range] = []
-    for offset, held, places in pieces:
-        for begin, end in held:
+    for offset, own, places in pieces:
+        for begin, end in own:
             for a, b in ((begin, end),) if places is None else common(places, begin, end):
                 first, last = offset + a - begin, offset + b - begin
                 if runs and runs[-1].stop == first:

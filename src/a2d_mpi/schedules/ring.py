@@ -5,13 +5,13 @@ and V.  Meanwhile the rank receives the next shard and sends this one on.  With 
 distribution this is Striped Attention (arXiv:2311.09431).
 
 Double-Ring-Attention (Gu et al., "LoongTrain", arXiv:2406.18485, section 4.3) has rings inside
-groups of ranks, and a ring of these groups.  Rank p is at place ``p % C`` of group ``p // C``.  In
+groups of ranks, and a ring of these groups.  Rank p is member ``p % C`` of group ``p // C``.  In
 a round, K and V go around the group.  During the round, the shard with which a rank began travels
-to the same place in the next group, which begins its next round with it.  With a group on each
+to the same member of the next group, which begins its next round with it.  With a group on each
 node, all ranks use the network all the time.  In a single ring, only the last rank of each node
 does::
 
-    R = 2, C = 3   place 0     place 1     place 2
+    R = 2, C = 3   member 0    member 1    member 2
          group 0  [ rank 0 -->  rank 1 -->  rank 2 ]  shards 0 1 2 in round 0, 3 4 5 in round 1
          group 1  [ rank 3 -->  rank 4 -->  rank 5 ]  shards 3 4 5 in round 0, 0 1 2 in round 1
                       inner hops: one each step; outer hops, downwards: one each round
@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from functools import lru_cache
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.intervals import Runs
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
@@ -50,33 +50,33 @@ def around(first: int, number: int, size: int) -> Ranks:
 
 
 class Ring:
-    """The rings of a rank: `groups` rings of `places` ranks each."""
+    """The rings of a rank: `groups` rings of `members` ranks each."""
 
     def __init__(self, p: Program) -> None:
-        self.groups, self.places = p.group.rows, p.group.cols
+        self.groups, self.members = p.group.rows, p.group.cols
         self.p, self.inner = p, "inner" if self.groups > 1 else "ring"
-        self.group, self.place = divmod(p.rank, self.places)
+        self.group, self.member = divmod(p.rank, self.members)
         self.own = p.own("own kv", "kv", "given")
         # The previous and the next rank of each channel.
         self.around = {self.inner: (self.at(0, -1), self.at(0, 1))}
         if self.groups > 1:
             self.around["outer"] = (self.at(-1, 0), self.at(1, 0))
         for channel in self.around:
-            p.channels[channel] = tuple(range(self.groups * self.places))
+            p.channels[channel] = tuple(range(self.groups * self.members))
 
-    def at(self, groups: int, places: int) -> int:
-        """Return the rank that is `groups` groups and `places` places after this one."""
+    def at(self, groups: int, members: int) -> int:
+        """Return the rank that is `groups` groups and `members` members after this one."""
         group = (self.group + groups) % self.groups
-        return group * self.places + (self.place + places) % self.places
+        return group * self.members + (self.member + members) % self.members
 
     def ahead(self, first: int, number: int) -> Ranks:
-        """Return `number` ranks of this ring, from `first` places after this rank on."""
-        return around(self.at(0, first), number, self.places)
+        """Return `number` ranks of this ring, from `first` members after this rank on."""
+        return around(self.at(0, first), number, self.members)
 
     def all_of(self, first: int, number: int) -> Ranks:
         """Return all ranks of `number` groups, from `first` groups after this one on."""
-        begin, ranks = self.at(first, 0) - self.place, self.groups * self.places
-        return around(begin, number * self.places, ranks)
+        begin, ranks = self.at(first, 0) - self.member, self.groups * self.members
+        return around(begin, number * self.members, ranks)
 
     def required(self, owner: int, ranks: Ranks) -> Runs:
         """Return the places of the owner's keys that any of these ranks requires."""
@@ -107,13 +107,13 @@ class Ring:
                 passed = p.rows(shard.array, owner, self.required(owner, self.all_of(1, left)))
                 first = self.slot("kv", "outer", r, following, here)
                 leaving = self.shift("outer", passed, first)
-            for t in range(self.places):
+            for t in range(self.members):
                 after, travelling, owner = shard, [], self.at(-r, -t)
-                if left := self.places - 1 - t:
+                if left := self.members - 1 - t:
                     following = self.at(-r, -t - 1)
                     here = self.required(following, self.ahead(0, left))
                     passed = p.rows(shard.array, owner, self.required(owner, self.ahead(1, left)))
-                    after = self.slot("kv", self.inner, r * self.places + t, following, here)
+                    after = self.slot("kv", self.inner, r * self.members + t, following, here)
                     travelling = self.shift(self.inner, passed, after)
                 yield r, t, owner, shard
                 p.wait(travelling)
@@ -125,8 +125,10 @@ def forward(p: Program) -> None:
     """Write the forward pass of a rank."""
     q, out = p.own("own q", "q", "given"), p.own("out", "out", "result")
     for r, t, owner, shard in Ring(p).shards():
-        if r == t == 0 or p.group.required(True, owner, (p.rank,)):
+        if r == t == 0:
             p.attend(q, shard, out)
+        elif p.group.required(True, owner, (p.rank,)):
+            p.attend_and_merge(q, shard, out)
     p.results = {"out": out}
 
 
@@ -171,12 +173,12 @@ class GradientRing(Ring):
         """Declare rows for the gradients of a shard to which ranks have added so far."""
         if t == 0:
             return self.slot("dkv", "begun", r, owner, self.p.group.all_places(True, owner))
-        places, turn = self.required(owner, self.ahead(1 - t, t)), r * self.places + t
+        places, turn = self.required(owner, self.ahead(1 - t, t)), r * self.members + t
         return self.slot("dkv", self.inner, turn, owner, places)
 
     def pass_on(self, r: int, t: int, owner: int, dkv: Rows) -> None:
         """Add the gradients of previous ranks; send the sum to the next rank, or back."""
-        p, last = self.p, self.places - 1
+        p, last = self.p, self.members - 1
         p.wait(self._travelling)
         p.wait(self._returning)
         if self._arrived:
@@ -196,7 +198,7 @@ class GradientRing(Ring):
                 back = p.rows(dkv.array, owner, self.required(owner, behind))
                 self._returning = [p.send(self.inner, self.at(0, -t), back, BACK)]
         if 0 < t < last:  # the gradients of the next shard arrive next
-            following, turn = self.at(-r, -t - 1), r * self.places + t
+            following, turn = self.at(-r, -t - 1), r * self.members + t
             if self.required(following, self.ahead(0, last - t)):
                 places = self.required(following, self.ahead(-t, t))
                 arriving = self.slot("dkv", "arrived", turn, following, places)
@@ -217,10 +219,10 @@ class GradientRing(Ring):
     def _expect(self, r: int, owner: int) -> None:
         """Post the receives of gradients of the shard that begins a round here."""
         self._returned = []
-        for t in range(1, self.places):  # any of these ranks may be the last that adds anything
-            ahead = self.ahead(t + 1, self.places - 1 - t)
+        for t in range(1, self.members):  # any of these ranks may be the last that adds anything
+            ahead = self.ahead(t + 1, self.members - 1 - t)
             if self.required(owner, self.ahead(t, 1)) and not self.required(owner, ahead):
-                name = f"dkv back {r * self.places + t}"
+                name = f"dkv back {r * self.members + t}"
                 places = self.required(owner, self.ahead(1, t))
                 self.p.array(name, "dkv", [(owner, places)], memory="dkv back")
                 rows = self.p.rows(name)
@@ -263,9 +265,9 @@ def _suits_double(layout: Layout) -> bool:
 RING = Method(
     forward,
     backward,
-    shape=lambda layout: (1, layout.positions),
+    group_shape=lambda layout: (1, layout.positions),
     suits=lambda layout: layout.cols == 1 < layout.rows,
     ring=True,
 )
 STRIPED_RING = RING._replace(distribution="striped")
-DOUBLE_RING = RING._replace(shape=_double, suits=_suits_double)
+DOUBLE_RING = RING._replace(group_shape=_double, suits=_suits_double)

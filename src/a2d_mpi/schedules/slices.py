@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.sizes import Layout, misfit
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.core.sizes import misfit
 
 # Bytes of keys and values in a slice of a shard.  Measured on 16 emulated nodes with
 # tests/tools/refinements.py: smaller slices gained nothing in the forward pass.
 SMALLEST = 1 << 17
 ALIVE = 3  # slices whose messages travel, or whose buffers hold anything, at the same time
 TAKE, ATTEND, PUT = range(3)  # programs of a slice
+
+
+class OfSlice(NamedTuple):
+    """What a program is of a slice of the heads.
+
+    Attributes
+    ----------
+    number : int
+        `TAKE`, `ATTEND` or `PUT`.
+    first, last : bool
+        Whether the slice is the first, and the last, of those that share KV heads.
+    """
+
+    number: int = ATTEND
+    first: bool = True
+    last: bool = True
+
+
+WHOLE = OfSlice()  # without slices
 
 
 def sharing(config: AttentionConfig, slices: int) -> int:

@@ -1,6 +1,6 @@
 """The steps of a program: everything that one rank does in one phase, in order.
 
-A step is a plain value.  It names arrays, and rows by their places in the memory of an array.
+A step is a plain value.  It names arrays, and rows by their numbers in the memory of an array.
 What costs time, bytes or memory is a step or a declared array.
 """
 
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
     array : str
         Name of the array.
     runs : tuple of range
-        Places in the memory of the array, in order.
+        Numbers of the rows in the memory of the array, in order.
 
     Examples
     --------
@@ -61,6 +61,15 @@ class Rows(NamedTuple):
 @dataclass(frozen=True)
 class TokenArray:
     """Tensors of tokens of one or several owners.
+
+    For example, of 8 causal tokens in zigzag order rank 0 owns 0 1 6 7, and rank 1 owns 2 3 4 5.
+    An array of all rows of rank 0, and of two runs of rank 1::
+
+        piece    owner 0                | owner 1, two runs of places
+        place    0     1     2     3    | 0           3
+        token    0     1     6     7    | 2           5
+        row      0     1     2     3    | 4           5         piece follows piece
+        row      0     1     4     5    | 2           3         by token
 
     Attributes
     ----------
@@ -181,6 +190,10 @@ class Wait(NamedTuple):
     messages: tuple[int, ...]
 
 
+class Drain(Wait):
+    """A wait at the end of a program, for messages on which nothing in it depends."""
+
+
 class _Transfer(NamedTuple):
     source: Rows
     target: Rows
@@ -235,16 +248,21 @@ class Clear(NamedTuple):
 
 
 class Attend(NamedTuple):
-    """Forward: compute the partial result of queries over keys; each of the two is one run.
+    """Forward: write the partial result of queries over keys to the target; each is one run.
 
-    A method means: merge it into the target, which begins as the empty result.  A program that is
-    executed means: write it (`a2d_mpi.schedules.passes.merged`).  A query that sees none of the
-    keys gets out 0 and lse -inf.
+    A query that sees none of the keys gets out 0 and lse -inf.
     """
 
     queries: Rows
     keys: Rows
     target: Rows
+
+
+class AttendAndMerge(Attend):
+    """Forward: merge the partial result of queries over keys into rows that hold another one.
+
+    `a2d_mpi.schedules.passes.merged` makes an `Attend` and a `Merge` of it.
+    """
 
 
 class Differentiate(NamedTuple):

@@ -2,8 +2,8 @@
 
 Each of the P = T (T-1) / 2 ranks belongs to a pair i > j of T segments.  Rank (i, j) computes the
 tile of the queries of segment i and the keys of segment j.  It also computes its share of both
-diagonal tiles, for which it has all rows (`a2d_mpi.sharding.triangle`).  The visible pairs of a
-rank, with its own slices, are::
+diagonal tiles, for which it has all rows (`a2d_mpi.sharding.triangle_shards`).  The visible pairs
+of a rank, with its own slices, are::
 
                       keys of j, A   keys of j, B   own keys of i
     own of j, B lower                  all visible
@@ -14,7 +14,7 @@ rank, with its own slices, are::
 
 The row members of a segment need its queries, and its column members need its keys.  Partial
 results go back to the owners: out and dq of queries, dk and dv of keys.  All rows travel along
-trees that spread traffic evenly (`a2d_mpi.schedules.trees`).  With as many KV heads as heads, a
+trees that spread traffic evenly (`a2d_mpi.sharding.trees`).  With as many KV heads as heads, a
 rank receives 4 (T-2) / (T (T-1)) N H D elements in a forward pass, on average.  For even T this is
 two thirds of the elements of the best grid.
 
@@ -28,12 +28,12 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 
 from a2d_mpi.masks.intervals import Runs
-from a2d_mpi.schedules.line import Line, Trees, seen_from
+from a2d_mpi.schedules.line import Line, Trees, arrivals, seen_from
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Rows
-from a2d_mpi.schedules.trees import trees
-from a2d_mpi.sharding import triangle
+from a2d_mpi.sharding import triangle_shards as shares
+from a2d_mpi.sharding.trees import trees
 
 
 class TriangleLines:
@@ -48,11 +48,11 @@ class TriangleLines:
     """
 
     def __init__(self, p: Program, kind: str, by_query: bool) -> None:
-        self.p, (i, j), shards = p, triangle.pair(p.rank), p.group.problem.queries
-        self._shards, self._pair, self._t = shards, (i, j), triangle.segments(shards.nshards)
+        self.p, (i, j), shards = p, shares.pair(p.rank), p.group.problem.queries
+        self._shards, self._pair, self._t = shards, (i, j), shares.segments(shards.nshards)
         # The places in an owner's shard of its tokens in [begin, end).
         self._places = cache(lambda owner, *bounds: shards.places(owner, (bounds,)))
-        self.low, self.high = (triangle.segment(shards.seqlen, self._t, s) for s in (j, i))
+        self.low, self.high = (shares.segment(shards.seqlen, self._t, s) for s in (j, i))
         self.own_q = p.own(f"own {kind}", kind, "given")
         self.own_k = p.own("own kv", "kv", "given")
         # Early rows are kept, with this rank's own rows: late rows meet all of them in one call.
@@ -67,8 +67,8 @@ class TriangleLines:
     def _line(self, of_keys: bool, segment: int, kept: Sequence[Runs] = ()) -> Line:
         """Make the line of the queries, or the keys, of a segment among the ranks that have it."""
         p, t = self.p, self._t
-        team = sorted(triangle.row_members(segment) + triangle.column_members(segment, t))
-        bounds = triangle.segment(self._shards.seqlen, t, segment)
+        team = sorted(shares.row_members(segment) + shares.column_members(segment, t))
+        bounds = shares.segment(self._shards.seqlen, t, segment)
         own = self.own_k if of_keys else self.own_q
         of = p.group.elements
         # Elements of a row of queries, and of a row of keys: there, and back.
@@ -83,11 +83,11 @@ class TriangleLines:
         def required(owner: int, members: Collection[int]) -> Runs:
             return self._places(owner, bounds.begin, bounds.end)
 
-        place = team.index(p.rank)  # the nearest previous ranks come first
-        ordered = [*reversed(team[: place + 1]), *reversed(team[place + 1 :])]
+        index = team.index(p.rank)  # the nearest previous ranks come first
+        ordered = [*reversed(team[: index + 1]), *reversed(team[index + 1 :])]
         name = "row" if segment == self._pair[0] else "col"
         both = trees_of(there), trees_of(back)
-        return Line(p, name, own.array, ordered, required, *both, kept)
+        return Line(p, name, own.array, ordered, required, *both, kept).start()
 
     def calls(self) -> Iterator[tuple[Line | None, int, Rows, Rows, bool]]:
         """Yield line and owner of the rows that arrived last, queries and keys of each call.
@@ -96,9 +96,9 @@ class TriangleLines:
         early rows.  There is no line for the call with this rank's own rows.
         """
         p, low, high, (i, j) = self.p, self.low, self.high, self._pair
-        members = {self.q: triangle.row_members(i), self.k: triangle.column_members(j, self._t)}
+        members = {self.q: shares.row_members(i), self.k: shares.column_members(j, self._t)}
         yield None, p.rank, self.own_q, self.own_k, False
-        for line, owner, rows in self.early.arrivals(self.late):
+        for line, owner, rows in arrivals(self.early, self.late):
             late, fed = line is self.late, owner not in members[line]
             if line is self.k:
                 # Keys of A are hidden from this rank's own queries of the lower half of B.
@@ -123,8 +123,10 @@ def forward(p: Program) -> None:
             p.attend(queries, keys, result)
             if done:
                 line.give(owner, p.rows(result.array))
+        elif line is None:
+            p.attend(queries, keys, out)
         else:
-            p.attend(queries, keys, p.matching("out", queries))
+            p.attend_and_merge(queries, keys, p.matching("out", queries))
     for line in (lines.q, lines.fed_q):
         line.finish("out")
     p.results = {"out": out}
@@ -139,7 +141,7 @@ def backward(p: Program) -> None:
     sums = {lines.own_q.array: "dq", lines.own_k.array: "dkv"}
     for line, kind in ((lines.q, "dq"), (lines.k, "dkv")):
         if line.others:
-            sums[line.array] = p.sums(f"all {kind}", kind, line.array)
+            sums[line.array] = p.zeros(f"all {kind}", kind, line.array)
     p.clear(dq)
     p.clear(dkv)
     for line, owner, queries, keys, done in lines.calls():
@@ -162,8 +164,9 @@ def backward(p: Program) -> None:
 METHOD = Method(
     forward,
     backward,
-    shape=lambda layout: (1, layout.positions),
+    group_shape=lambda layout: (1, layout.positions),
     distribution="triangle",
-    suits=lambda layout: layout.cols == 1 and triangle.fits(layout.positions),
-    most_positions=triangle.largest,
+    causal=True,
+    suits=lambda layout: layout.cols == 1 and shares.fits(layout.positions),
+    most_positions=shares.largest,
 )

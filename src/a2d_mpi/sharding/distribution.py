@@ -35,7 +35,7 @@ class Distribution:
           computes ``C r + C - c - 1/2`` units for the lower slices of its row.  For the upper
           slices it computes ``C R + C (R-1-r) + c + 1/2`` units.  The sum is ``2 C R``.
         * striped: shard p is the tokens p, p+P, ... (Striped Attention, arXiv:2311.09431).
-        * triangle: a shard has four pieces, see `a2d_mpi.sharding.triangle`.  P / U must be
+        * triangle: a shard has four pieces, see `a2d_mpi.sharding.triangle_shards`.  P / U must be
           T (T-1) / 2.
         * balanced: the shards are given by `listed`.
     seqlen : int
@@ -71,7 +71,7 @@ class Distribution:
         if self.name not in DISTRIBUTIONS:
             raise ValueError(f"unknown distribution {self.name!r}; one of {DISTRIBUTIONS}")
         if self.name == "triangle":
-            from a2d_mpi.sharding.triangle import segments
+            from a2d_mpi.sharding.triangle_shards import segments
 
             segments(self.nshards // self.group)
 
@@ -119,7 +119,7 @@ class Distribution:
             position, place = divmod(shard, self.group)
             return (range(position + place * (p // self.group), n, p),)
         if self.name == "triangle":
-            from a2d_mpi.sharding.triangle import pieces, segments
+            from a2d_mpi.sharding.triangle_shards import pieces, segments
 
             position, place = divmod(shard, self.group)
             of_position = pieces(n, segments(p // self.group), position)
@@ -131,10 +131,6 @@ class Distribution:
     def tokens(self, shard: int) -> np.ndarray:
         """Return the global token indices of `shard`, sorted, (counts[shard],) int64."""
         return concatenated(self.runs(shard))
-
-    def count(self, shard: int) -> int:
-        """Return the number of tokens of `shard`."""
-        return self.counts[shard]
 
     def places(self, shard: int, tokens: Runs) -> Runs:
         """Return the places in the shard at which its tokens lie in `tokens`."""

@@ -20,7 +20,7 @@ from a2d_mpi.devices.protocol import Array
 from a2d_mpi.torch.tensors import array_of, current_stream, tensor_of
 
 if TYPE_CHECKING:
-    from a2d_mpi.linear.plan import LinearAttention
+    from a2d_mpi.linear.linear_attention import LinearAttention
 
 IGNORED = -100  # a label that does not count, as in torch.nn.functional.cross_entropy
 

@@ -114,7 +114,7 @@ def packed(
 def integers(x: Any) -> np.ndarray:
     """Return an integer tensor or array, (n,) or (B, n), as an int64 array, (B, n)."""
     x = x.numpy(force=True) if isinstance(x, torch.Tensor) else np.asarray(x)
-    if x.dtype.kind not in "iu" or x.ndim not in (1, 2):
+    if x.dtype.kind not in "biu" or x.ndim not in (1, 2):
         raise ValueError(f"need integers, (n,) or (B, n), got shape {x.shape} of {x.dtype}")
     return np.atleast_2d(np.ascontiguousarray(x, np.int64))
 

@@ -126,12 +126,17 @@ class Kept:
         if self._parts is None:
             buffer[:, self._to] = x[:, self._from]
             return buffer, buffer[None]
-        buffer, pieces = x[:, :0] if buffer is None else buffer, []
-        for old, new, free in self._parts:
-            pieces += [buffer[:, old], x[:, new], x.new_empty(len(x), free, x.shape[2])]
-        seen = torch.cat(pieces, 1)
-        kept = seen if self._tails is None else torch.cat([seen[:, y] for y in self._tails], 1)
-        return kept, seen[None]
+        if buffer is None and self._tails:  # the first call is one of plans
+            seen = x
+        else:
+            buffer, pieces = x[:, :0] if buffer is None else buffer, []
+            for old, new, free in self._parts:
+                pieces += [buffer[:, old], x[:, new], x.new_empty(len(x), free, x.shape[2])]
+            seen = torch.cat(pieces, 1)
+        tails = [seen[:, y] for y in self._tails or ()]
+        # A tensor may be a part of one that holds queries, too.
+        whole = not tails or seen.untyped_storage().nbytes() == sum(y.nbytes for y in tails)
+        return (seen if whole else torch.cat(tails, 1)), seen[None]
 
 
 class SpreadLayer(DynamicLayer):

@@ -27,7 +27,7 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import check_range
 from a2d_mpi.masks.documents import Documents, positions_in
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.schedules import METHODS
+from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.sharding.choice import predict_times
 from a2d_mpi.torch.attention import IGNORED, call_of
 from a2d_mpi.torch.balance import balance_loss, hide
@@ -151,7 +151,7 @@ class ContextParallel:
         Most tokens of a document.  A model with learned positions needs no more of them.  Default:
         `seqlen`.
     method : str
-        One of `a2d_mpi.schedules.METHODS`.
+        One of `a2d_mpi.schedules.method.METHODS`.
     probe : bool
         Whether to compare the model with its own attention.
     replicas : Intracomm, optional
@@ -437,7 +437,7 @@ class ContextParallel:
         total = {"contiguous": 0.0, "zigzag": 0.0}
         for kind, layers in kinds.items():
             itemsize = torch.finfo(getattr(torch, kind.dtype)).bits // 8
-            times, _ = predict_times(masks[kind], seqlen, *method.tiles(layout), itemsize)
+            times, _ = predict_times(masks[kind], seqlen, *method.even_tiles(layout), itemsize)
             for name in total:
                 total[name] += layers * kind.nheads * kind.headdim * times.get(name, 0)
         return min(total, key=total.get)

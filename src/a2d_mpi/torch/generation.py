@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import proxy
 
 import numpy as np
 import torch
-from transformers import StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerationMode, StopStringCriteria
 
 from a2d_mpi.attention.methods import Attention2D
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.agreement import Call, CollectiveError, agree
+from a2d_mpi.comm.agreement import Call, CollectiveError, agree, message_of
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.masks.documents import Documents
 from a2d_mpi.sharding.distribution import Distribution
@@ -120,7 +120,7 @@ class Generation:
         self, input_ids: Any, attention_mask: Any, root: int | None, room: Sequence[int] | None
     ) -> SpreadCache:
         """Compute all tokens but the last of each row; see `ContextParallel.prefill`."""
-        _, ids, mask = self._batch(input_ids, attention_mask, root, room)
+        *_, ids, mask = self._batch(input_ids, attention_mask, root, room)
         self._extend(int(mask.sum(1).max()))
         self._probe()
         cache, ids, mask = self._new_cache(room), ids[:, :-1], mask[:, :-1]
@@ -140,13 +140,12 @@ class Generation:
     ) -> Any:
         """Generate tokens; see `ContextParallel.generate`."""
         first, call, taken, new = self.comm.rank == 0, Call(self.comm), {}, 0
-        given, ids, mask = self._batch(input_ids, attention_mask, root, room)
+        masked, given, ids, mask = self._batch(input_ids, attention_mask, root, room)
         caches = [options.pop(x, None) for x in ("cache", "past_key_values")]
         cache = next((x for x in caches if x is not None), None) or self._new_cache(room)
         streamer = options.pop("streamer", None)
         with call.checks():
-            shown = None if attention_mask is None and root is None else mask
-            taken = self._checked(ids, shown, cache, options)
+            taken = self._checked(ids, mask if masked else None, cache, options)
             ids, found = taken["input_ids"].numpy(force=True), taken.get("attention_mask")
             mask = np.ones_like(ids) if found is None else found.numpy(force=True)
             _check_old(cache, ids, mask)
@@ -160,13 +159,22 @@ class Generation:
         self._probe()
         self._compute_by_plans(cache, ids[:, :-1], mask[:, :-1], new * len(ids))
         criteria = _Decisions(taken.pop("stopping_criteria"), self.steps, streamer)
+        if first:
+            taken["logits_processor"].insert(0, criteria.begin)
+        else:  # it takes the tokens of rank 0
+            taken["logits_processor"] = LogitsProcessorList()
+            taken["generation_config"].do_sample = False
         self._agreed = True
         try:
             found = self.cp.model._sample(stopping_criteria=criteria, **taken)
+        except Exception as error:  # of any kind
+            if criteria.awaited:
+                criteria.fail(message_of(error), len(ids))
+            raise
         finally:
             self._agreed = False
-        if streamer is not None and first:
-            streamer.end()
+        if getattr(found, "scores", None):
+            found.scores = self.comm.bcast(found.scores)
         tokens = found if isinstance(found, torch.Tensor) else found.sequences
         given = given.repeat(len(ids) // len(given), 0)
         tokens[:, : ids.shape[1]] = torch.from_numpy(given)  # padded where it was
@@ -178,17 +186,17 @@ class Generation:
 
     def _batch(
         self, input_ids: Any, attention_mask: Any, root: int | None, room: Sequence[int] | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return tokens as given, and tokens and mask, (B, n), with all padding in front."""
+    ) -> tuple[bool, np.ndarray, np.ndarray, np.ndarray]:
+        """Return whether there is a mask, tokens as given, and both with all padding in front."""
         vocabulary, ranks = self.cp.model.get_input_embeddings().num_embeddings, self.comm.size
 
-        def arrange(ids: np.ndarray | None, mask: np.ndarray | None) -> tuple[np.ndarray, ...]:
+        def arrange(ids: np.ndarray | None, given: np.ndarray | None) -> tuple:
             if room is not None and (len(room) != ranks or min(room) < 0):
                 raise ValueError(f"room must be tokens for each of {ranks} ranks, got {room}")
             check_tokens(ids, vocabulary)
-            mask = np.ones_like(ids) if mask is None else mask
+            mask = np.ones_like(ids) if given is None else given
             check_padding(mask, ids.shape)
-            return ids, *left_padded(ids, mask)
+            return given is not None, ids, *left_padded(ids, mask)
 
         given = {"input_ids": input_ids, "attention_mask": attention_mask}
         return agreed(self.comm, given, root, arrange)
@@ -206,9 +214,10 @@ class Generation:
         for name in ("custom_generate", "inputs", "inputs_embeds", "position_ids"):
             if options.get(name) is not None:
                 raise ValueError(f"generation over ranks takes no {name}")
-        if not isinstance(cache, SpreadCache):
-            name = type(cache).__name__
-            raise ValueError(f"the cache must be one of ContextParallel.prefill, got {name}")
+        ranks, got = self.comm.size, getattr(cache, "ranks", 1)
+        if not isinstance(cache, SpreadCache) or got != ranks:
+            got = f"{type(cache).__name__} on {got}"
+            raise ValueError(f"the cache must be of `prefill` on {ranks} ranks, got {got}")
         # transformers keeps the tokenizer from a loop that is not its own.
         tokenizer, stop = options.pop("tokenizer", None), options.pop("stop_strings", None)
         given = {"inputs": ids} if mask is None else {"inputs": ids, "attention_mask": mask}
@@ -283,21 +292,20 @@ class Generation:
         self, cache: SpreadCache, ids: np.ndarray, mask: np.ndarray, n: int | None = None
     ) -> torch.Tensor:
         """Compute n new tokens, or all, in a step; return the last logits, (B, V)."""
-        begin, agreed_before = cache.length, self._agreed
+        begin = cache.length
         end = begin + n if n else ids.shape[1]
         positions = (mask.cumsum(1) - 1).clip(0)[:, begin:end]
         given = {"input_ids": ids[:, begin:end], "position_ids": positions}
-        self._agreed = True
-        try:
-            return self._call(cache, self._tensors(**given, attention_mask=mask[:, :end]))
-        finally:
-            self._agreed = agreed_before
+        return self._call(cache, self._tensors(**given, attention_mask=mask[:, :end]))
 
     def _call(self, cache: SpreadCache, given: dict[str, torch.Tensor]) -> torch.Tensor:
         """Call the model; return the logits after the last token, (B, V)."""
-        return self.cp.model(**given, **{self._named: cache}, use_cache=True, **self._last).logits[
-            :, -1
-        ]
+        given = given | {self._named: cache, "use_cache": True} | self._last
+        self._agreed = True
+        try:
+            return self.cp.model(**given).logits[:, -1]
+        finally:
+            self._agreed = False
 
     def _plans_of(self, cache: SpreadCache, counts: np.ndarray) -> dict[Kind, AttentionPlan]:
         """Make or find the plans of new tokens, given by the number of each row.  Collective."""
@@ -365,24 +373,38 @@ class _Decisions(StoppingCriteriaList):
 
     def __init__(self, criteria: StoppingCriteriaList, steps: Steps, streamer: Any) -> None:
         super().__init__(criteria)
-        self.steps, self.streamer = steps, streamer
+        self.steps, self.streamer, self.done = steps, streamer, False
+        self.awaited = False  # whether the other ranks wait for a token of this one
+
+    def begin(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Note that the model has been called: rank 0 chooses tokens now."""
+        self.awaited = True
+        return scores
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **others: Any) -> torch.Tensor:
         """Send the last tokens and whether rows are done; overwrite the tokens of other ranks."""
-        comm, decided = self.steps.comm, np.full((2, len(input_ids)), FAILED)
-        call = Call(comm)
-        if comm.rank == 0:
-            with call.checks():
-                done = super().__call__(input_ids, scores, **others).cpu()
-                if self.streamer is not None:
-                    self.streamer.put(input_ids[:, -1].cpu())
-                decided[:] = input_ids[:, -1].cpu(), done
+        decided = np.empty((2, len(input_ids)), np.int64)
+        if self.steps.comm.rank == 0:
+            done = super().__call__(input_ids, scores, **others)
+            decided[:] = input_ids[:, -1].cpu(), done.cpu()
+            self.done |= done
+            if self.streamer is not None:
+                self.streamer.put(input_ids[:, -1].cpu())
+                if self.done.all():
+                    self.streamer.end()
+        self.awaited = False
         self.steps.choose(decided)
         if decided[0, 0] == FAILED:
-            problem = comm.bcast(call.problem)
-            raise CollectiveError(f"rank 0 could not choose a token: {problem}")
+            self.fail()
         input_ids[:, -1] = torch.from_numpy(decided[0])
         return torch.from_numpy(decided[1] == 1).to(input_ids.device)
+
+    def fail(self, problem: str = "", rows: int = 0) -> NoReturn:
+        """Raise the error of rank 0 on all ranks; rank 0 sends it in place of tokens of rows."""
+        if rows:
+            self.steps.choose(np.full((2, rows), FAILED))
+        problem = self.steps.comm.bcast(problem)
+        raise CollectiveError(f"rank 0 could not choose a token: {problem}")
 
 
 def _check_old(cache: SpreadCache, ids: np.ndarray, mask: np.ndarray) -> None:

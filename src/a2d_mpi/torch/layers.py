@@ -206,6 +206,7 @@ class _Watch:
             raise ValueError("its output does not depend on its input embeddings")
         if not self.calls:
             raise ValueError("no layer calls transformers' attention functions")
+        del poisoned, x  # each holds what all modules give
         expected = self.run(whole)
         calls, masks = self.calls, self.masks
         first = {x: y[:, :FIRST] for x, y in whole.items()}
@@ -215,6 +216,7 @@ class _Watch:
             cached = whole | {name: _cache(seqlen)}
             self.compare(cached, expected, "counts positions by itself")
         whole["position_ids"] = torch.arange(FEW, device=self.model.device)[None]
+        del expected
         expected = self.run(whole)
         del whole["position_ids"]
         self.compare(whole, expected, "does not count positions 0, 1, 2, ...")

@@ -12,7 +12,7 @@ from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.device_transport import DeviceTransport
 from a2d_mpi.comm.gpus import gpu_aware
 from a2d_mpi.comm.survival import NoFailures
-from a2d_mpi.comm.transport import HostTransport, Transport
+from a2d_mpi.comm.transport import Transport
 from a2d_mpi.comm.watch import Watch
 from a2d_mpi.core.sizes import next_ranks
 from a2d_mpi.devices import device_of
@@ -52,7 +52,7 @@ class GradientSum:
         self.comm, self._flat, self._device = comm.Dup(), flat, device_of(flat)
         self._failures = failures or NoFailures(comm, [])
         self._failures.others.append(self.comm)
-        self._transport: Transport = HostTransport()
+        self._transport = Transport()
         aware, call = True, Call(comm)
         with call.checks():  # both read environment variables, which may differ between nodes
             watch = Watch(self.comm, "sums of gradients", talks=False)

@@ -1,4 +1,4 @@
-"""Hooks around the programs of a call: rounding, delta, gradient of the sink, largest logits.
+"""What a call does around its programs: rounding, delta, gradient of the sink, largest logits.
 
 Programs and kernels know no sink and no gradient of lse, and they take tensors that are rounded to
 the narrow format already.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.attention.engine import Engine
+from a2d_mpi.attention.device_state import DeviceState
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.watch import Watch
 from a2d_mpi.core.config import AttentionConfig
@@ -18,12 +18,12 @@ from a2d_mpi.devices.protocol import Array, Device
 ROUNDED = ("q", "k", "v", "dout")  # the caller's tensors that travel
 
 
-def round_tensors(engine: Engine, config: AttentionConfig, tensors: dict[str, Array]) -> None:
+def round_tensors(state: DeviceState, config: AttentionConfig, tensors: dict[str, Array]) -> None:
     """Round the tensors that travel as other ranks receive them, before a phase."""
     for name in filter(tensors.__contains__, ROUNDED if config.wire else ()):
         if config.rounds(name):
-            with engine.clocks.span("merge"):
-                tensors[name] = as_sent(engine.device, tensors[name], config.wire)
+            with state.clocks.span("merge"):
+                tensors[name] = as_sent(state.device, tensors[name], config.wire)
 
 
 def as_sent(device: Device, x: Array, wire: str) -> Array:
@@ -37,7 +37,9 @@ def as_sent(device: Device, x: Array, wire: str) -> Array:
     return result
 
 
-def set_delta(engine: Engine, tensors: dict[str, Array], sink: Array | None) -> tuple[Array, ...]:
+def set_delta(
+    state: DeviceState, tensors: dict[str, Array], sink: Array | None
+) -> tuple[Array, ...]:
     """Put delta in place of out and dlse, before the backward pass.
 
     Returns
@@ -45,8 +47,8 @@ def set_delta(engine: Engine, tensors: dict[str, Array], sink: Array | None) -> 
     tuple of (nheads,) array
         With a sink, its gradient from this rank's tokens.
     """
-    device = engine.device
-    with engine.clocks.span("compute"):  # delta: (n, nheads)
+    device = state.device
+    with state.clocks.span("compute"):  # delta: (n, nheads)
         delta = tensors["delta"] = device.delta(tensors["dout"], tensors.pop("out"))
         if "dlse" in tensors:
             device.subtract(delta, tensors.pop("dlse"), tensors["lse"])

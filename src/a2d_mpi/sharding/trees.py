@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
 
-from a2d_mpi.sharding.triangle import column_members, row_members
+from a2d_mpi.sharding.triangle_shards import column_members, row_members
 
 Parents = dict[int, int]  # parent of each member: the owner or another member
 

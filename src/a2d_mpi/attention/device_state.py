@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.comm.transport import HostTransport
+from a2d_mpi.comm.transport import Transport
 from a2d_mpi.core.config import TRANSFERS, AttentionConfig
 from a2d_mpi.devices.clocks import Clocks
 from a2d_mpi.devices.host import HOST
@@ -21,8 +21,8 @@ from a2d_mpi.kernels import check_kernel, make_kernel
 from a2d_mpi.kernels.threads import BlasThreads
 
 
-class Engine:
-    """Everything of a plan that depends on the device of the arrays.
+class DeviceState:
+    """The state of a plan's device: everything that depends on where the arrays are.
 
     Parameters
     ----------
@@ -75,8 +75,8 @@ class Engine:
         self.blocks: Counter[str] = Counter()
         self.clocks = Clocks()
 
-    def twin(self) -> Engine:
-        """Return an engine that shares the buffers, with a kernel and clocks of its own."""
+    def twin(self) -> DeviceState:
+        """Return a state that shares the buffers, with a kernel and clocks of its own."""
         twin = copy(self)
         twin.device = twin.kernel = twin.transport = None
         twin.blocks, twin.clocks = Counter(), Clocks()
@@ -88,13 +88,13 @@ class Engine:
             return
         config, poll = self._config, None
         work = self._works.setdefault(device, Workspace(device))
-        transport = HostTransport() if device is HOST else None
-        if transport and self._polled:  # a kernel must not refer back to the engine
+        transport = Transport() if device is HOST else None
+        if transport and self._polled:  # a kernel must not refer back to the state
             poll = partial(transport.poll, self._polled)
-        kind = config.dtype_of("q"), config.softmax_scale
         self.kernel = make_kernel(
-            self._name, device, *kind, poll, work, config.logit_softcap, self._widths
-        )
+            self._name, device, config.dtype_of("q"), config.softmax_scale, poll=poll, work=work,
+            logit_softcap=config.logit_softcap, widths=self._widths,
+        )  # fmt: skip
         self.device, self.work, self.transport = device, work, transport
         self.blocks.clear()
         self.clocks.use(device)

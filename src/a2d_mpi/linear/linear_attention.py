@@ -11,7 +11,7 @@ from zlib import crc32
 import numpy as np
 from numpy import ndarray
 
-from a2d_mpi.attention.checks import check_grid, check_tensors
+from a2d_mpi.attention.arguments import check_grid, check_tensors
 from a2d_mpi.comm.agreement import Caller, Flags
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
@@ -28,7 +28,7 @@ from a2d_mpi.sharding.distribution import Distribution, distribute
 # The fastest of 16 to 512 tokens on one core of an Intel Xeon (4096 tokens, heads of 32, 64 and
 # 128).  32 and 128 take up to 10 % longer.
 CHUNK = 64
-LONGEST = 4096  # most tokens of a chunk: each head has a table of C x C factors
+LONGEST = 512  # most tokens of a chunk: each head has a table of C x C factors
 
 
 class Kept(NamedTuple):
@@ -86,7 +86,7 @@ class LinearAttention(Caller):
     dtype : {"float32", "float64", "float16", "bfloat16"}
         Dtype of q, k, v, out and their gradients.  Computations and states have float32 or wider.
     chunk : int
-        Tokens that are computed at once, 1 to 4096.
+        Tokens that are computed at once, 1 to 512.
     threads : int, optional
         BLAS threads.  The default is as in `AttentionPlan`.
 
@@ -170,9 +170,6 @@ class LinearAttention(Caller):
                 kind = self.distribution.name
                 what = f"{count} states, one for each run of tokens of the {kind} distribution,"
                 check_memory(what, count * self._nbytes)
-                table = 8 * config.nheads * min(chunk, config.seqlen) ** 2
-                # `Decay` has two tables: powers, and powers with zeros above the diagonal.
-                check_memory(f"factors of {config.nheads} heads (chunk {chunk})", 2 * table)
                 self._pieces = pieces_of(self.distribution, self._causal)
                 self.tokens = self.tokens_kv = self.distribution.tokens(rank)
                 sizes = config.headdim, int(nfeatures), seed, config.compute_dtype

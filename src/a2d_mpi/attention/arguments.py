@@ -11,7 +11,7 @@ from a2d_mpi.core.sizes import check_memory, misfit
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.schedules import METHODS
+from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
 
@@ -34,7 +34,7 @@ def check_problem(
     Parameters
     ----------
     method : str
-        One of `a2d_mpi.schedules.METHODS`.
+        One of `a2d_mpi.schedules.method.METHODS`.
     mask : Mask
     config : AttentionConfig
     grid : ProcessGrid

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 from mpi4py import MPI
 
+from a2d_mpi.comm.agreement import Caller
+from a2d_mpi.core.sizes import whole_number
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.sharding.distribution import Distribution
 
-if TYPE_CHECKING:
-    from a2d_mpi.attention.plan import AttentionPlan
-
 ROWS = "for the rows of other ranks"
 
 
-def scatter(plan: AttentionPlan, shards: Distribution, x: Array | None, root: int) -> Array:
+def scatter(plan: Caller, shards: Distribution, x: Array | None, root: int) -> Array:
     """Do the work of `AttentionPlan.scatter` for the rows of a distribution."""
     comm = plan.grid.comm
     with plan.grid.call("scatter", plan) as call:
         with call.checks():
-            _check_root(root, comm)
+            whole_number("root", root, 0, comm.size - 1)
             if comm.rank == root:
                 _check_rows(x, shards.seqlen, "the sequence")
         call.agree({"root": root, "tokens": shards.seqlen})
@@ -47,13 +45,13 @@ def scatter(plan: AttentionPlan, shards: Distribution, x: Array | None, root: in
         return Cuda.current().upload(own)
 
 
-def gather(plan: AttentionPlan, shards: Distribution, x: Array, root: int) -> Array | None:
+def gather(plan: Caller, shards: Distribution, x: Array, root: int) -> Array | None:
     """Do the work of `AttentionPlan.gather` for the rows of a distribution."""
     comm, same = plan.grid.comm, {"root": root, "tokens": shards.seqlen}
     with plan.grid.call("gather", plan) as call:
         with call.checks():
-            _check_root(root, comm)
-            _check_rows(x, shards.count(comm.rank), "this shard")
+            whole_number("root", root, 0, comm.size - 1)
+            _check_rows(x, shards.counts[comm.rank], "this shard")
             same |= {"dtype": x.dtype, "shape of a row": x.shape[1:], "array": type(x)}
         call.agree(same)
         device = device_of(x)
@@ -70,11 +68,6 @@ def gather(plan: AttentionPlan, shards: Distribution, x: Array, root: int) -> Ar
         sequence = np.empty_like(packed)
         sequence[_order(shards)] = packed
         return device.upload(sequence)
-
-
-def _check_root(root: int, comm: MPI.Intracomm) -> None:
-    if not isinstance(root, (int, np.integer)) or not 0 <= root < comm.size:
-        raise ValueError(f"root must be one of {comm.size} ranks, got {root!r}")
 
 
 def _check_rows(x: Array, rows: int, what: str) -> None:

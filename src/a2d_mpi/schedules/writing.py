@@ -1,0 +1,247 @@
+"""Writing programs: a method, a problem and a layout give the programs of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from itertools import chain
+
+from a2d_mpi.core.config import PHASES, AttentionConfig
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.masks.mask import Causal, Full, Mask
+from a2d_mpi.schedules.group import Group
+from a2d_mpi.schedules.method import METHODS
+from a2d_mpi.schedules.passes import lowered
+from a2d_mpi.schedules.problem import Problem
+from a2d_mpi.schedules.program import Program
+from a2d_mpi.schedules.slices import WHOLE, OfSlice, sharing
+from a2d_mpi.sharding.distribution import Distribution, distribute
+
+
+def leaves_open(method: str, layout: Layout, config: AttentionConfig, mask: Mask) -> bool:
+    """Return True if neither the method nor the layout nor the mask fixes the distribution."""
+    if METHODS[method].distribution or layout.distribution:
+        return False
+    return mask.default_distribution == "balanced" and config.seqlen == config.seqlen_kv
+
+
+def default_distribution(
+    method: str,
+    layout: Layout,
+    config: AttentionConfig,
+    mask: Mask,
+    speed: float | None = None,
+) -> tuple[str, str]:
+    """Return the default distribution of a method, and the reason for users.
+
+    Parameters
+    ----------
+    method : str
+        One of `METHODS`.
+    layout : Layout
+    config : AttentionConfig
+    mask : Mask
+    speed : float, optional
+        Speed of the machine, as in `a2d_mpi.sharding.choice.choose`.
+
+    Returns
+    -------
+    name, why : str
+    """
+    chosen = METHODS[method]
+    if leaves_open(method, layout, config, mask):
+        from a2d_mpi.sharding.choice import choose
+
+        sizes = *chosen.even_tiles(layout), config.dtype_of("q").itemsize
+        return choose(mask, config.seqlen, *sizes, speed)
+    if chosen.distribution:
+        return chosen.distribution, f"the distribution of {method}"
+    if layout.distribution:
+        return layout.distribution, "the planner's pick"
+    return mask.default_distribution, f"the default of {type(mask).__name__}"
+
+
+def problem_of(
+    method: str,
+    layout: Layout,
+    config: AttentionConfig,
+    mask: Mask,
+    distribution: str | None = None,
+    distribution_kv: str | Distribution | None = None,
+) -> Problem:
+    """Return the problem of a method on a layout, with the owner of each token.
+
+    Parameters
+    ----------
+    method : str
+        One of `METHODS`.
+    layout : Layout
+    config : AttentionConfig
+    mask : Mask
+    distribution : str, optional
+        Distribution of the queries and, in self-attention, of the keys.  Default: see
+        `default_distribution`.
+    distribution_kv : str or Distribution, optional
+        Distribution of the keys in cross-attention: a name, or the shards of all ranks.  Default:
+        the distribution of the queries.
+
+    Raises
+    ------
+    ValueError
+        If there is no method or distribution of this name, it does not fit, or the mask's
+        `visible` returns invalid intervals.
+    """
+    n, m = config.seqlen, config.seqlen_kv
+    chosen, aligned = METHODS[method], mask.aligned(n, m)
+    if type(aligned) not in (Causal, Full):
+        from a2d_mpi.masks.validity import check_visible
+
+        check_visible(aligned, n, m)
+    name, why = distribution, "asked for"
+    if name is None:
+        name, why = default_distribution(method, layout, config, mask)
+    sizes = *chosen.even_tiles(layout), layout.heads
+    keys = queries = distribute(name, mask if n == m else Full(), n, *sizes, why)
+    if isinstance(distribution_kv, Distribution):
+        keys = distribution_kv
+    elif n != m or distribution_kv not in (None, name):
+        keys = distribute(distribution_kv or name, Full(), m, *sizes)
+    plain = AttentionConfig(**config.arguments)  # without the fields of a subclass
+    return Problem(plain, queries, keys, aligned)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A program that is not written yet.  Equal drafts give programs with equal steps.
+
+    Attributes
+    ----------
+    writer : callable
+        Function that writes the steps.
+    group : Group
+    rank : int
+        Rank in the group.
+    ranks : range
+        Rank in the layout of every rank of the group.  Drafts may be equal if these differ.
+    overlap : bool
+        Whether to compute while messages travel.
+    of_slice : OfSlice
+        As of a `Program`.
+    """
+
+    writer: Callable[[Program], None]
+    group: Group
+    rank: int
+    ranks: range = field(compare=False)
+    overlap: bool
+    of_slice: OfSlice = WHOLE
+
+    def write(self) -> Program:
+        """Write the program: the steps of the method, completed by all passes."""
+        program = Program(self.group, self.rank, self.ranks, self.of_slice)
+        self.writer(program)
+        program = lowered(program, self.overlap)
+        if program.first and program.last:
+            return program
+        from a2d_mpi.schedules.pipeline import with_shared_keys
+
+        return with_shared_keys(program)
+
+
+def write(
+    method: str, phase: str, layout: Layout, problem: Problem, rank: int, overlap: bool = True
+) -> list[Program]:
+    """Write the programs that one rank runs one after the other; of slices, parts of programs.
+
+    The arguments are as in `drafts_of`.
+    """
+    drafts = drafts_of(method, phase, layout, problem, rank, overlap)
+    written = {x: x.write() for x in set(chain.from_iterable(drafts))}
+    programs = [[written[x] for x in of_slice] for of_slice in drafts]
+    if len(programs) == 1:
+        return programs[0]
+    from a2d_mpi.schedules.pipeline import pipelined
+
+    shared = sharing(problem.config.cp_group(layout.heads), len(programs))
+    return pipelined(programs, shared, layout, overlap)
+
+
+def drafts_of(
+    method: str, phase: str, layout: Layout, problem: Problem, rank: int, overlap: bool = True
+) -> list[list[Draft]]:
+    """Return the programs of one rank, slice by slice, before they are written.
+
+    The rank runs the program of its context-parallel group.  Without a head axis and slices this
+    is all: one draft, whose writer is the method's function.  A first reader stops at its
+    ``return``.  With a head axis, exchanges of heads come before and after it.  Several slices are
+    taken and put in the same way.  Ranks have the same program if writer, group and rank in the
+    group are equal.  So the U ranks of a position share the program of their context-parallel
+    groups.  Ranks of equal Ulysses groups share the exchanges of heads.
+
+    Parameters
+    ----------
+    method : str
+        One of `METHODS`.
+    phase : {"forward", "backward"}
+    layout : Layout
+    problem : Problem
+        The problem of all ranks of the layout, with all heads.
+    rank : int
+        Rank in the layout.
+    overlap : bool
+        Whether to compute while messages travel.
+
+    Raises
+    ------
+    ValueError
+        If there is no method of this name, or the heads do not fit the layout.
+    """
+    slices, u = (layout.slices or (1, 1))[PHASES.index(phase)], layout.heads
+    cp_groups, ulysses_group = _groups(method, layout, problem, slices)
+    position, head = divmod(rank, u)
+    attend = getattr(METHODS[method], phase)
+    across = cp_groups[head], position, range(head, layout.size, u), overlap
+    if u == slices == 1:
+        return [[Draft(attend, *across)]]
+    from a2d_mpi.schedules.heads import EXCHANGES
+
+    take, put = EXCHANGES[phase]
+    here = ulysses_group(position), head, range(position * u, (position + 1) * u), overlap
+    shared, drafts = sharing(problem.config.cp_group(u), slices), []
+    for i in range(slices):
+        ends = i % shared == 0, (i + 1) % shared == 0
+        three = (take, here), (attend, across), (put, here)  # TAKE, ATTEND, PUT
+        drafts.append([Draft(x, *at, OfSlice(k, *ends)) for k, (x, at) in enumerate(three)])
+    return drafts
+
+
+@lru_cache(maxsize=4)  # the programs of all ranks share the caches of groups
+def _groups(
+    method: str, layout: Layout, problem: Problem, slices: int
+) -> tuple[list[Group], Callable[[int], Group]]:
+    """Return the context-parallel groups, and a function from a position to its Ulysses group.
+
+    Programs compute the heads of one slice.
+    """
+    chosen, u = METHODS[method], layout.heads
+    whole, shares_kv = problem.cp_group(u), problem.config.nheads_kv < u
+    config = whole.config.cp_group(slices)
+
+    @cache
+    def ulysses_group(position: int) -> Group:
+        members = problem.of(range(position * u, (position + 1) * u))
+        return Group(1, u, members, config, shares_kv)
+
+    cp_groups = [
+        Group(
+            *chosen.group_shape(layout),
+            whole,
+            config,
+            shares_kv,
+            layout.nodes_of_group(head) if chosen.knows_nodes else None,
+            chosen.is_ring(layout),
+        )
+        for head in range(u)
+    ]
+    return cp_groups, ulysses_group
