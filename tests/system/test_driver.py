@@ -23,10 +23,14 @@ from helpers import (
     assert_refused,
     drive_each,
     execute,
+    parser_of,
     read_run,
 )
+from mpi4py import MPI
 
+from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.core import reference
+from a2d_mpi.experiments import job
 
 # The others, in which MPI has no part: what is wrong is found, and said, in Python.
 launches = pytest.mark.launches
@@ -136,6 +140,26 @@ def test_full_disk(tmp_path, found):
     assert output.read_text() == "precious"
     assert [x.name for x in tmp_path.iterdir()] == ["run.h5"]
     assert ("passed" in done.stdout) == (found == "while writing")  # nothing that is known is lost
+
+
+@pytest.mark.parametrize("options, outputs", [
+    ("--dtype bfloat16 --save-outputs", 12 * (32 * 2 + 4)),  # out and lse
+    ("--dtype float64 --save-outputs --backward", 12 * (4 * 32 * 8 + 8)),
+    ("--backward", 0),
+])  # fmt: skip
+def test_size_of_the_file(monkeypatch, options, outputs):
+    """The bytes that are looked for on the disk are those of the results that are written."""
+    asked = []
+
+    def check(path, schema, nbytes):
+        asked.append(nbytes)
+        raise OSError("no room")
+
+    monkeypatch.setattr(job, "check_output", check)
+    given = [str(SAMPLE), "--output", "x.h5", *options.split()]
+    with pytest.raises(CollectiveError, match="no room"):
+        job.attention(MPI.COMM_SELF, parser_of("drivers/attention.py").parse_args(given))
+    assert asked == [1536 * outputs + (1 << 20)]
 
 
 DIES = """

@@ -41,7 +41,7 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     info, config, mask = together(comm, lambda: _validated(args, comm.size))
     # Before a grid is chosen for the mask.
     agree(comm, None, {"an input file": bool(args.input), "dout in the input file": info.has_dout})
-    if comm.rank == 0 and info.config.seqlen < info.config.nheads:
+    if args.input and comm.rank == 0 and info.config.seqlen < info.config.nheads:
         log.warning(_SWAPPED, info.path, info.config.seqlen, info.config.nheads)
     if args.output:
         saved = RESULTS[: 5 if args.backward else 2] if args.save_outputs else ()
