@@ -116,7 +116,7 @@ def _bench_kernel(ranks: int, args: argparse.Namespace) -> int:
                     except RuntimeError as error:
                         reason = str(error).partition("\n")[0]
                         log.info("torch's attention by %s does not run: %s", backend, reason)
-            if device is HOST and (multiply := _product(plan.dtype, plan.headdim, torch)):
+            if device is HOST and (multiply := _product(plan.dtype, plan.headdim)):
                 calls["product"] = multiply
             seconds = in_turn(calls, args.trials, device=device)
             product_seconds = seconds.pop("product", None)
@@ -166,10 +166,10 @@ def kernel_calls(
     return {"forward": forward, "backward": backward}
 
 
-def _product(dtype: np.dtype, headdim: int, torch: ModuleType | None) -> Callable[[], None] | None:
+def _product(dtype: np.dtype, headdim: int) -> Callable[[], None] | None:
     """Return a call of this CPU's product of (512, headdim) and (headdim, 512) in a dtype.
 
-    NumPy has none in 16 bits: there it is oneDNN's, or else torch's; None if both are missing.
+    NumPy has none in 16 bits: there it is oneDNN's; None if it is missing.
     """
     a, b = np.random.default_rng(0).standard_normal((2, BLOCK, headdim)).astype(dtype)
     if dtype.itemsize > 2:
@@ -180,10 +180,7 @@ def _product(dtype: np.dtype, headdim: int, torch: ModuleType | None) -> Callabl
 
         check_products(dtype.name)
     except (ImportError, ValueError):
-        if torch is None:
-            return None
-        x, y = (torch.from_numpy(x.view("i2")).view(getattr(torch, dtype.name)) for x in (a, b))
-        return lambda: torch.mm(x, y.T)
+        return None
     out = np.empty((BLOCK, BLOCK), np.float32)
     multiply = Product(dtype.name, "mn = mk nk", {"m": BLOCK, "n": BLOCK, "k": headdim})
     places = a.ctypes.data, b.ctypes.data, out.ctypes.data

@@ -239,13 +239,14 @@ def new_file(
                 if schema and not extend:
                     file.attrs.update({"schema": schema[0], "schema_version": schema[1]})
                 yield file
-            disk.check()
+            if disk.problem:
+                raise disk.problem
             os.fsync(disk.fileno())
         os.replace(temporary, target)
 
 
 class _Disk(io.FileIO):
-    """A file that keeps the first error of writing for `check`.
+    """A file that keeps the first error of writing, in `problem`.
 
     HDF5 cannot close a file after a failed write, and may crash at exit.
     """
@@ -267,10 +268,6 @@ class _Disk(io.FileIO):
         except OSError as error:
             self.problem = self.problem or error
             return size or 0
-
-    def check(self) -> None:
-        if self.problem:
-            raise self.problem
 
 
 def check_output(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping, 
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from tqdm import tqdm
@@ -351,17 +351,6 @@ def _open_log(prog: str, quiet: bool) -> None:
     log.setLevel(logging.WARNING if quiet else logging.INFO)
 
 
-class _Lines:
-    """A stream that logs the text of progress bars, line by line."""
-
-    def write(self, text: str) -> None:
-        if line := text.strip():
-            log.info("%s", line)
-
-    def flush(self) -> None:
-        """Do nothing: the log has no buffer."""
-
-
 def progress(items: Iterable | None = None, rank: int = 0, **options: object) -> tqdm:
     """Show progress on the first rank: a bar if stderr is a terminal, or a line every half minute.
 
@@ -369,7 +358,11 @@ def progress(items: Iterable | None = None, rank: int = 0, **options: object) ->
     """
     if sys.stderr is None or not sys.stderr.isatty():
         form = "{desc}: {n_fmt} of {total_fmt} after {elapsed}, {remaining} left"
-        options |= {"file": _Lines(), "mininterval": LINES, "delay": LINES, "bar_format": form}
+        # A stream for tqdm, which ends a bar with blanks.
+        lines = SimpleNamespace(
+            write=lambda text: text.strip() and log.info("%s", text.strip()), flush=lambda: None
+        )
+        options |= {"file": lines, "mininterval": LINES, "delay": LINES, "bar_format": form}
         options |= {"miniters": 1, "maxinterval": math.inf}
     quiet = rank != 0 or not log.isEnabledFor(logging.INFO)
     return tqdm(items, disable=quiet, leave=False, **options)
