@@ -69,7 +69,7 @@ def backward(
     # p.differentiate in `backward`: the side with more bytes is finished owner by owner.
     tile = mask.dense(Queries, Keys)  # (C n, R m)
     dQ, dK, dV = reference.attention_backward(dO, Q, K, V, L, D, tile, **options)
-    # send_sums and finish: sums of both sides travel at the same time.
+    # send_held_back and finish: sums of both sides travel at the same time.
     dq, dk, dv = returned(row, queries, dQ), returned(col, keys, dK), returned(col, keys, dV)
     return sum(dq), sum(dk), sum(dv)
 

@@ -2,8 +2,7 @@
 
 import sys
 
-from a2d_mpi.experiments.hdf5 import read_file
-from a2d_mpi.experiments.job import RESULT_SCHEMA
+from a2d_mpi.experiments.hdf5 import RESULT_SCHEMA, read_file
 from a2d_mpi.experiments.results import flat
 
 path, hosts, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

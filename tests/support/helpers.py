@@ -163,8 +163,7 @@ def assert_all(comm: MPI.Intracomm, ok: bool, message: str) -> None:
 
 def read_run(path: str | Path) -> dict[str, Any]:
     """Read a file of drivers/attention.py."""
-    from a2d_mpi.experiments.hdf5 import read_file
-    from a2d_mpi.experiments.job import RESULT_SCHEMA
+    from a2d_mpi.experiments.hdf5 import RESULT_SCHEMA, read_file
 
     return read_file(path, RESULT_SCHEMA)
 

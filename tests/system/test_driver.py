@@ -170,7 +170,7 @@ t.NumpyKernel.forward = forward
 """
 # The other ranks wait for this rank, which does not wait for them.
 PART = """
-import a2d_mpi.experiments.job as job
+import a2d_mpi.experiments.attention as job
 from a2d_mpi.comm.agreement import CollectiveError
 def open_grid(comm, *_):
     if rank == 1:
@@ -182,8 +182,8 @@ job.open_grid = open_grid
 
 @launches
 @pytest.mark.parametrize("sabotage, said", [
-    ("if rank: sys.modules['a2d_mpi.experiments.job'] = None",  # before the program begins
-     "import of a2d_mpi.experiments.job halted"),
+    ("if rank: sys.modules['a2d_mpi.experiments.attention'] = None",  # before the program begins
+     "import of a2d_mpi.experiments.attention halted"),
     (PART, "attention.py: rank 1 failed, others did not: of a part of the ranks"),
     (DIES.format("raise RuntimeError('a defect')"), "a defect"),
     (DIES.format("os.kill(os.getpid(), 2)"), "rank 1 interrupted\n"),

@@ -76,7 +76,7 @@ def test_main_job_loads_what_it_uses():
     code = "import sys, a2d_mpi.__main__ as x; x.build_parser('attention'); print(*sys.modules)"
     modules = {*launch(0, "-c", code, timeout=60, cwd=ROOT).stdout.split()}
     loaded = {x for x in modules if x.startswith("a2d_mpi.")}
-    assert "a2d_mpi.experiments.job" in loaded
+    assert "a2d_mpi.experiments.attention" in loaded
     folders = {x.split(".")[1] for x in loaded}
     assert not folders & {"linear", "figures", "torch"}
     assert not {"torch", "transformers"} & modules

@@ -10,7 +10,7 @@ import pytest
 from machines import H100
 
 from a2d_mpi import Causal
-from a2d_mpi.attention import executor
+from a2d_mpi.attention import tags
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.arrays import IntervalMask
@@ -51,8 +51,8 @@ def test_the_pipeline(method, layout, phase):
     parts, *_ = programs_of(method, layout, phase, 8 // layout.heads)
     seen, posted = Counter(), set()
     for p in parts:
-        key = p.slice, p.number
-        assert p.slice == 0 or seen[p.slice - 1, p.number] > seen[key]
+        key = p.slice, p.stage
+        assert p.slice == 0 or seen[p.slice - 1, p.stage] > seen[key]
         seen[key] += 1
         for step in p.steps:
             if isinstance(step, Message):
@@ -68,7 +68,7 @@ def extents(p, rows, inputs):
     for i, (name, width) in enumerate(zip(TENSORS_OF[array.kind], p.group.row_bytes(array))):
         where, offset, _ = inputs.get(name, ((name, "caller"), 0, 0))
         if array.role != "given":
-            memory = array.memory if array.role == "buffer" else f"{p.number}.{p.slice} {name}"
+            memory = array.memory if array.role == "buffer" else f"{p.stage}.{p.slice} {name}"
             where, offset = (memory, i), 0
         for x in rows.runs:
             yield name, where, offset + x.start * width, offset + x.stop * width
@@ -79,7 +79,7 @@ def races(parts):
     found, under_way, writes, keys = [], {}, [], {}
     inputs, results = {}, {}  # of programs: place and time of each tensor
     for now, p in enumerate(parts):
-        key, before = (p.slice, p.number), (p.slice, p.number - 1)
+        key, before = (p.slice, p.stage), (p.slice, p.stage - 1)
         given = inputs.setdefault(key, keys | results.get(before, {}))
         for step in p.steps:
             if isinstance(step, Wait):
@@ -109,7 +109,7 @@ def races(parts):
             for rows in p.results.values()
             for name, where, begin, _ in extents(p, rows, given)
         }
-        if p.number == TAKE:
+        if p.stage == TAKE:
             keys |= {x: y for x, y in results[key].items() if x in ("k", "v")}
     return found
 
@@ -152,11 +152,11 @@ def stuck(ranks):
                     pair = between if isinstance(step, Send) else between[::-1]
                     # In a triangle, the column of one rank is the row of another.
                     line = {step.channel, *p.channels[step.channel]} - {"row", "col"}
-                    what = pair, p.slice, p.number, frozenset(line), kind, step.tag, step.turn
-                    ends[p.slice, p.number, step.index] = what
+                    what = pair, p.slice, p.stage, frozenset(line), kind, step.tag, step.turn
+                    ends[p.slice, p.stage, step.index] = what
                     steps.append((isinstance(step, Send), what))
                 elif isinstance(step, Wait):
-                    steps += [(None, ends[p.slice, p.number, x]) for x in step.messages]
+                    steps += [(None, ends[p.slice, p.stage, x]) for x in step.messages]
         left.append(steps[::-1])
     going = True
     while going:
@@ -229,8 +229,8 @@ def test_the_planner_tries_slices():
 
 def test_tags():
     """Messages that may travel at once have tags of their own, of those that MPI guarantees."""
-    found = doctest.testmod(executor)
+    found = doctest.testmod(tags)
     assert found.failed == 0 < found.attempted
     owners, turns = range(8), range(20)
-    every = [executor.mpi_tag(*x) for x in product(TENSORS_OF, owners, turns, range(ALIVE))]
+    every = [tags.mpi_tag(*x) for x in product(TENSORS_OF, owners, turns, range(ALIVE))]
     assert len(set(every)) == len(every) and max(every) + 3 < 1 << 15

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from a2d_mpi.attention.device_state import DeviceState
+from a2d_mpi.attention.tags import mpi_tag
 from a2d_mpi.comm.channel import Channel
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.devices.protocol import Array
@@ -16,45 +17,11 @@ from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.masks.intervals import Intervals
 from a2d_mpi.schedules import steps
 from a2d_mpi.schedules.program import Program, common_rows, index_of
-from a2d_mpi.schedules.slices import ALIVE, ATTEND
+from a2d_mpi.schedules.slices import ATTEND
 from a2d_mpi.schedules.steps import KINDS, Rows, TokenArray
 
 Channels = Mapping[str, Channel]  # by the names of the programs
 Tensors = dict[str, Array]  # by name
-
-_TENSORS = 4  # most tensors of a kind that is no parcel; each tensor has a tag of its own
-_TAGS = {kind: _TENSORS * i for i, kind in enumerate(KINDS)}
-_STRIDE = _TENSORS * len(KINDS)
-_TURNS = 32000 // _STRIDE // ALIVE // 8 * 8  # MPI guarantees tags up to 32767
-
-
-def mpi_tag(kind: str, tag: int, turn: int, slice_: int) -> int:
-    """Return MPI's tag for the first tensor of a message; its other tensors have the next tags.
-
-    Parameters
-    ----------
-    kind : str
-        One of `KINDS`.
-    tag, turn : int
-        As of a `a2d_mpi.schedules.steps.Message`.
-    slice_ : int
-        Slice of the heads.
-
-    Notes
-    -----
-    Messages with other arguments may overtake this one.  `ALIVE` slices travel at once.  Sums of
-    different tags and turns do not clash: several turns have only rings, with one tag, and lines
-    of two ranks, where a rank sends rows of one owner.
-
-    Examples
-    --------
-    Keys and values of owner 2 have the tags of one slice, and of the next slice:
-
-    >>> mpi_tag("kv", 2, 0, slice_=0), mpi_tag("kv", 2, 0, slice_=1)
-    (88, 10648)
-    """
-    place = slice_ % ALIVE * _TURNS + (tag + 8 * turn) % _TURNS
-    return _TAGS[kind] + _STRIDE * place
 
 
 class Options(NamedTuple):
@@ -103,9 +70,9 @@ class CompiledPhase:
         # Each part: executor, compiled steps, and whether its program begins and ends with it.
         self._parts: list[tuple[Executor, list[tuple], bool, bool]] = []
         compiled: dict[int, tuple] = {}  # slices have the same steps
-        last = {(p.slice, p.number): i for i, p in enumerate(programs)}
+        last = {(p.slice, p.stage): i for i, p in enumerate(programs)}
         for i, p in enumerate(programs):
-            key = p.slice, p.number
+            key = p.slice, p.stage
             if begins := key not in executors:
                 executors[key] = Executor(p, self._slices)
             for step in p.steps:
@@ -113,7 +80,7 @@ class CompiledPhase:
                     compiled[id(step)] = _COMPILED[type(step)](step, p)
             ready = [compiled[id(step)] for step in p.steps]
             self._parts.append((executors[key], ready, begins, last[key] == i))
-        self._last, self._in_buffers = programs[-1].number, bool(programs[-1].copied)
+        self._last, self._in_buffers = programs[-1].stage, bool(programs[-1].copied)
         self._config = programs[-1].group.problem.config
 
     def run(
@@ -160,7 +127,7 @@ class CompiledPhase:
             i = executor.slice
             if begins:
                 read = keys | tensors.pop(i, given)
-                new = whole if executor.number == self._last else {}
+                new = whole if executor.stage == self._last else {}
                 executor.begin(state, channels, read, options.of_slice(i, self._slices), new)
             executor.run(ready)
             if ends:
@@ -182,10 +149,10 @@ class Executor:
     """
 
     def __init__(self, program: Program, slices: int) -> None:
-        self.slice, self.number, self._slices = program.slice, program.number, slices
+        self.slice, self.stage, self._slices = program.slice, program.stage, slices
         self._arrays, self._results = program.arrays, program.results
         # Sizes with all heads of the problem, and with the heads that this rank computes.
-        self._config, self._group = program.group.problem.config, program.group.config
+        self._whole, self._local = program.group.problem.config, program.group.config
         self._pending: list[list[Any]] = [[]] * program.messages  # requests of each message
         self._work: Workspace | None = None
 
@@ -200,7 +167,7 @@ class Executor:
         """Begin a call with the caller's arrays; results are made in `new`, unless it has them."""
         self._state, self._channels, self._options = state, channels, options
         self._given, self._new = given, new
-        self._sink = options.sink if self.number == ATTEND else None
+        self._sink = options.sink if self.stage == ATTEND else None
         if self._work is not state.work:
             self._work = state.work
             self._views: dict[Rows, list[Array]] = state.work.cache()
@@ -250,7 +217,7 @@ class Executor:
     def _buffers(self, array: TokenArray) -> list[Array]:
         """Return all rows of each tensor of a buffer."""
         as_computed = array.as_computed and getattr(self._state.kernel, "rounds_partials", False)
-        shapes = _shapes(array, self._group, () if as_computed else array.accumulated)
+        shapes = _shapes(array, self._local, () if as_computed else array.accumulated)
         work = self._state.work
         if array.parcel:
             return work.parcel((array.memory, 0), shapes)
@@ -269,7 +236,7 @@ class Executor:
 
         If `wide`, they have the accumulation dtype, whatever the program says.
         """
-        config, names = self._config if array.all_heads else self._group, KINDS[array.kind]
+        config, names = self._whole if array.all_heads else self._local, KINDS[array.kind]
         tensors = _shapes(array, config, names if wide else array.accumulated)
         return {name: self._state.device.empty(*x) for name, x in zip(names, tensors)}
 
@@ -335,15 +302,15 @@ class Executor:
             if x.shape == y.shape and x.dtype == y.dtype:  # it travels as it is
                 device.put(y, x)
             else:
-                getattr(device, how)(y, x, self._group.wire)
+                getattr(device, how)(y, x, self._local.wire)
 
     def _move_heads(self, step: steps.TakeHeads | steps.PutHeads, whole: Rows) -> None:
         """Take heads from rows of all heads, or put them there."""
-        first = (step.head * self._slices + self.slice) * self._group.nheads
+        first = (step.head * self._slices + self.slice) * self._local.nheads
         tensors = self._tensors(step.source), self._tensors(step.target)
         with self._state.clocks.span("merge"):
             for name, x, y in zip(KINDS[self._kind(whole)], *map(_with_elements, tensors)):
-                head = first * self._config.shape(name)[0] // self._config.nheads
+                head = first * self._whole.shape(name)[0] // self._whole.nheads
                 if whole is step.source:
                     self._state.device.take_heads(y, x, head)
                 else:

@@ -63,8 +63,8 @@ class AttentionPlan(Caller):
     distribution : {"contiguous", "zigzag", "striped", "triangle", "balanced"}, optional
         Owner of each token.  In cross-attention it may be a pair of names, the first for tokens of
         q and the second for tokens of k and v.  Default: zigzag for `Causal`, contiguous for
-        `Full` and windows.  For other masks, the default is the contiguous, zigzag or balanced
-        distribution with the least predicted time on a typical machine.  A grid of
+        `Full` and `SlidingWindow`.  For other masks, the default is the contiguous, zigzag or
+        balanced distribution with the least predicted time on a typical machine.  A grid of
         `ProcessGrid.from_layout` may have another default, the distribution of the layout.
     wire : {"bfloat16", "mxfp8", "mxfp4"}, optional
         Narrow format of tensors in messages: see `a2d_mpi.core.wire`.  q, k, v and dout are
@@ -617,7 +617,7 @@ class AttentionPlan(Caller):
             any_rank = call.agree(flags=mine)
             state.choose_transport(any_rank.staged)
             for channel in self._channels.values():
-                channel.start(phase, state.transport, call.watch)
+                channel.begin_phase(phase, state.transport, call.watch)
             sink, dsink, largest = tensors.pop("sink", None), (), None
             if max_logits:
                 largest = np.full(self.nheads // self.grid.heads, -np.inf, self.compute_dtype)

@@ -60,7 +60,7 @@ class Channel:
         # Start and end of each `wait`, in seconds of time.perf_counter: exposed communication.
         self.waits: list[tuple[float, float]] = []
 
-    def start(self, phase: str, transport: Transport, watch: Watch) -> None:
+    def begin_phase(self, phase: str, transport: Transport, watch: Watch) -> None:
         """Begin a phase: later messages count towards it, and `waits` starts empty."""
         self.phase, self.waits, self._transport, self._watch = phase, [], transport, watch
 
@@ -69,11 +69,11 @@ class Channel:
 
         The tensors must not change until `wait` has completed the returned messages.
         """
-        return self._start(self._transport.send, 0, tensors, peer, tag)
+        return self._post(self._transport.send, 0, tensors, peer, tag)
 
     def irecv(self, tensors: Sequence[Array], peer: int, tag: int) -> list[Any]:
         """Start receiving into C-contiguous tensors, with tags from `tag` on."""
-        return self._start(self._transport.receive, 1, tensors, peer, tag)
+        return self._post(self._transport.receive, 1, tensors, peer, tag)
 
     def wait(self, messages: list[Any]) -> None:
         """Block until the messages are complete, and empty the list."""
@@ -82,8 +82,8 @@ class Channel:
             self._transport.wait(messages)
         self.waits.append((start, time.perf_counter()))
 
-    def _start(
-        self, start: Callable, direction: int, tensors: Sequence[Array], peer: int, tag: int
+    def _post(
+        self, post: Callable, direction: int, tensors: Sequence[Array], peer: int, tag: int
     ) -> list[Any]:
         """Start and count the messages of the tensors; `direction` is as in `Traffic.count`."""
         started = []
@@ -93,5 +93,5 @@ class Channel:
                 flat = tensor.reshape(-1).view(np.uint8)
                 messages = -(-flat.size // self._transport.limit)
                 self.traffic.count(self.phase, self.name, direction, flat.size, messages)
-                started += start(self.comm, flat, peer, t)
+                started += post(self.comm, flat, peer, t)
         return started

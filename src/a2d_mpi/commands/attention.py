@@ -9,8 +9,8 @@ Exit code 0: all checks passed.  1: a check failed.  2: bad input, or the output
 
 from collections.abc import Callable
 
+from a2d_mpi.experiments.attention import attention
 from a2d_mpi.experiments.cli import add_grid
-from a2d_mpi.experiments.job import attention
 from a2d_mpi.experiments.options import CHECK_HELP, Parser, add_engine, add_options, path, slices
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from a2d_mpi.core.atomic import check_writable, replacing
 
+RESULT_SCHEMA = ("a2d_mpi result", 2)  # a run of attention; those of many runs are in `results`
 # Arrays of fewer bytes would hardly shrink.  Larger ones are tensors and weights: their digits are
 # random, and packing them would take a second for each 50 MB.
 PACKED = range(128, 1 << 24)

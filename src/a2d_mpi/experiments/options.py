@@ -192,8 +192,8 @@ OPTIONS: dict[str, dict[str, object]] = {
     "head-ranks": {"type": whole(1), "metavar": "U", "default": 1,
                    "help": "ranks that share the heads"},
     "distribution": {"choices": DISTRIBUTIONS,
-                     "help": "distribution of tokens over ranks; default: the fastest one for "
-                             "the mask, as predicted"},
+                     "help": "distribution of tokens over ranks; default: the one of the mask, or "
+                             "the fastest one, as predicted"},
     "overlap": {"action": argparse.BooleanOptionalAction, "default": True,
                 "help": "communicate while computing; --no-overlap: in turn"},
     # Measurement.

@@ -17,7 +17,7 @@ import h5py
 import numpy as np
 
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.experiments.hdf5 import check_output, fill, new_file, read_file
+from a2d_mpi.experiments.hdf5 import RESULT_SCHEMA, check_output, fill, new_file, read_file
 from a2d_mpi.experiments.options import FAILED_CHECK, aligned
 from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.simulator import PARTS
@@ -26,7 +26,6 @@ from a2d_mpi.schedules.method import METHODS
 if TYPE_CHECKING:
     import pandas
 
-RESULT_SCHEMA = ("a2d_mpi result", 2)
 BENCHMARK_SCHEMA = ("a2d_mpi benchmark", 2)
 TRAINING_SCHEMA = ("a2d_mpi.training", 2)
 TABLE = ("  plan", "phase", "ms", "ratio", "wait", "predicted", "received", "checks")

@@ -291,7 +291,7 @@ class LinearAttention(Caller):
             with call.checks():
                 self._check_arrays(arrays, phase, kept)
             call.agree(flags=Flags(recorded=recorded))
-            self._channel.start(phase, transport, call.watch)
+            self._channel.begin_phase(phase, transport, call.watch)
             start = time.perf_counter()
             # Suppress warnings, which every rank would print: results show overflows and NaN.
             with self._threads.limited(), np.errstate(over="ignore", invalid="ignore"):

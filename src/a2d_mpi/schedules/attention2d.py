@@ -63,7 +63,7 @@ def backward(p: Program) -> None:
 
     def differentiate(early_rows: Rows, late_rows: Rows) -> None:
         q, kv = (late_rows, early_rows) if by_query else (early_rows, late_rows)
-        p.differentiate(q, kv, q._replace(array=sums[row]), kv._replace(array=sums[col]))
+        p.differentiate(q, kv, q.of(sums[row]), kv.of(sums[col]))
 
     own = p.rows(late.array, p.rank)
     differentiate(p.rows(early.array, p.rank), own)
@@ -72,10 +72,10 @@ def backward(p: Program) -> None:
             differentiate(rows, own)
         else:
             differentiate(p.rows(early.array), rows)
-            late.give(owner, rows._replace(array=sums[late]))
-    late.send_sums()
+            late.give(owner, rows.of(sums[late]))
+    late.send_held_back()
     early.give_all(sums[early])
-    early.send_sums()
+    early.send_held_back()
     for line in (row, col):
         line.finish(sums[line])
     p.results = {"dq": p.rows("dq", p.rank), "dkv": p.rows("dkv", p.rank)}

@@ -171,7 +171,7 @@ class Line:
         self._trees = trees or star(p.rank, ranks)
         self._back = back or self._trees
         self._near, self._chunks = near, chunks
-        self._unsent: list[tuple[int, Rows]] = []
+        self._held_back: list[tuple[int, Rows]] = []
         self._order = {x: i for i, x in enumerate(ranks)}
         for channel in (name, f"{name} node")[: 1 + bool(near)]:
             p.channels[channel] = tuple(sorted(ranks))
@@ -219,7 +219,7 @@ class Line:
     def give(self, owner: int, rows: Rows) -> None:
         """Send a finished partial result to the parent, or hold it back if others add to it."""
         if owner in self._back.branches:
-            self._unsent.append((owner, rows))
+            self._held_back.append((owner, rows))
         else:
             self._send(self._back.parents[owner], owner, rows)
 
@@ -234,15 +234,15 @@ class Line:
 
         Before that, send what `give` still holds back.
         """
-        self.send_sums()
+        self.send_held_back()
         self._combine(self.p.rank, array)
 
-    def send_sums(self) -> None:
+    def send_held_back(self) -> None:
         """Send the results to which other ranks add: the ones that `give` held back."""
-        for owner, rows in self._unsent:
+        for owner, rows in self._held_back:
             self._combine(owner, rows.array)
             self._send(self._back.parents[owner], owner, self.p.stored(rows))
-        self._unsent = []
+        self._held_back = []
 
     def _by_result(self) -> list[int]:
         """Return the other owners in the order of their results, see the top of the module."""

@@ -151,7 +151,7 @@ def encoded(p: Program) -> Program:
         if name not in new.arrays:
             memory = f"{array.memory} on the wire"
             new.arrays[name] = replace(array, role="buffer", wire=True, memory=memory)
-        return rows._replace(array=name)
+        return rows.of(name)
 
     for step in p.steps:
         array = p.arrays[step.rows.array] if isinstance(step, steps.Message) else None

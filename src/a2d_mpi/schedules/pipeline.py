@@ -94,7 +94,7 @@ def with_shared_keys(p: Program) -> Program:
     ValueError
         If the method is a ring, which passes keys on and does not hold them.
     """
-    if p.number != ATTEND:
+    if p.stage != ATTEND:
         return p
     if p.group.ring:
         own = p.group.config.nheads_kv
@@ -153,8 +153,8 @@ def pipelined(
             new = p.with_steps()
             new.slice = i
             for name, array in p.arrays.items():
-                turn = (i // shared if array.of_keys else i) % turns(p.number, layout)
-                new.arrays[name] = replace(array, memory=f"{p.number}.{turn} {array.memory}")
+                turn = (i // shared if array.of_keys else i) % turns(p.stage, layout)
+                new.arrays[name] = replace(array, memory=f"{p.stage}.{turn} {array.memory}")
             for part, steps in enumerate((p.steps[:a], p.steps[a:b], p.steps[b:])):
-                parts[i, p.number, part] = new.with_steps(steps)
+                parts[i, p.stage, part] = new.with_steps(steps)
     return [parts[x] for x in order(layout, len(programs), overlap)]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
+from copy import copy as clone
 from itertools import pairwise
 from typing import Any
 
@@ -59,7 +59,7 @@ class Program:
 
     def __init__(self, group: Group, rank: int, ranks: range, of_slice: OfSlice = WHOLE) -> None:
         self.group, self.rank, self.ranks, self.mask = group, rank, ranks, group.problem.mask
-        self.number, self.first, self.last = of_slice
+        self.stage, self.first, self.last = of_slice
         self.arrays: dict[str, TokenArray] = {}
         self.channels: dict[str, tuple[int, ...]] = {}
         self.steps: list[Step] = []
@@ -73,7 +73,7 @@ class Program:
 
     def with_steps(self, other: Iterable[Step] = ()) -> Program:
         """Return a program with the same arrays and other steps, for a pass."""
-        new = copy.copy(self)
+        new = clone(self)
         new.arrays, new.steps = dict(self.arrays), list(other)
         return new
 
@@ -174,14 +174,14 @@ class Program:
         if not self.group.config.mixed_precision or array.accumulated == SUMS:
             return rows
         name = self.array(f"rounded {rows.array}", array.kind, array.pieces)
-        self.copy(rows, rows._replace(array=name))
-        return rows._replace(array=name)
+        self.copy(rows, rows.of(name))
+        return rows.of(name)
 
     def compensation(self, rows: Rows) -> Rows:
         """Declare the compensation of lse in merges into rows; return its rows."""
         pieces = self.arrays[rows.array].pieces
         name = self.array(f"compensation of {rows.array}", "compensation", pieces)
-        return rows._replace(array=name)
+        return rows.of(name)
 
     # Arrays and tokens.
 

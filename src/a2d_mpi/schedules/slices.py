@@ -22,13 +22,13 @@ class OfSlice(NamedTuple):
 
     Attributes
     ----------
-    number : int
+    stage : int
         `TAKE`, `ATTEND` or `PUT`.
     first, last : bool
         Whether the slice is the first, and the last, of those that share KV heads.
     """
 
-    number: int = ATTEND
+    stage: int = ATTEND
     first: bool = True
     last: bool = True
 

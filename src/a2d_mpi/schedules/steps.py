@@ -57,6 +57,10 @@ class Rows(NamedTuple):
         """Number of rows."""
         return sum(map(len, self.runs))
 
+    def of(self, array: str) -> Rows:
+        """Return the same rows of another array, which has the same pieces."""
+        return Rows(array, self.runs)
+
 
 @dataclass(frozen=True)
 class TokenArray:

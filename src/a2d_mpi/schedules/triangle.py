@@ -145,13 +145,13 @@ def backward(p: Program) -> None:
     p.clear(dq)
     p.clear(dkv)
     for line, owner, queries, keys, done in lines.calls():
-        into = (x._replace(array=sums[x.array]) for x in (queries, keys))
+        into = (x.of(sums[x.array]) for x in (queries, keys))
         p.differentiate(queries, keys, *into)
         if done:
             line.give(owner, p.rows(sums[line.array], owner))
     early.give_all(sums[early.array])
     for line in (lines.late, early):
-        line.send_sums()
+        line.send_held_back()
     for places in lines.own.values() if early.others else ():
         kept = p.rows(sums[early.array], p.rank, places)
         p.combine(kept, p.rows("dkv" if early is lines.k else "dq", p.rank, places))

@@ -53,7 +53,7 @@ class Steps:
         comm = grid.comm_of("all", tuple(range(grid.comm.size)))
         self._channels = {x: Channel(comm, x, self.traffic) for x in ("all", "tokens")}
         for channel in self._channels.values():
-            channel.start("decode", self._transport, grid.watch)
+            channel.begin_phase("decode", self._transport, grid.watch)
         self._near = len(set(grid.layout.nodes or range(2))) == 1
 
     def attend(

@@ -68,7 +68,7 @@ class GradientSum:
             self._transport = DeviceTransport(self._device, staged)
         self._traffic = Traffic()
         self._channel = Channel(self.comm, "all", self._traffic)
-        self._channel.start("gradients", self._transport, watch)
+        self._channel.begin_phase("gradients", self._transport, watch)
         self._started: list[tuple[slice, Array, Array, list]] = []
 
     @property

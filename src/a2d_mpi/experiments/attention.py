@@ -21,11 +21,10 @@ from a2d_mpi.core.sizes import check_memory, flops
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.cli import open_grid, together
 from a2d_mpi.experiments.files import InputInfo, inspect_input, read_shard
-from a2d_mpi.experiments.hdf5 import check_output, fill, new_file
+from a2d_mpi.experiments.hdf5 import RESULT_SCHEMA, check_output, fill, new_file
 from a2d_mpi.experiments.measure import RESULTS, Measurement, open_device, origin_of, random_rows
 from a2d_mpi.experiments.options import FAILED_CHECK, aligned, checked_rows, log, progress
 from a2d_mpi.experiments.origin import sha256
-from a2d_mpi.experiments.results import RESULT_SCHEMA
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning.workload import Workload
