@@ -86,7 +86,7 @@ def enter(
     module: torch.nn.Module, owner: int, name: str, running: Running, names: Sequence[str]
 ) -> None:
     """Let `forward` of a model, also of a copy, take the plans of its batch."""
-    own = vars(module).get("forward")
+    own, original = vars(module).get("forward"), id(module)
     inner = getattr(own or module.forward, "__func__", None)
     if inner is None:  # of accelerate
         inner = lambda module, *args, **kwargs: own(*args, **kwargs)  # noqa: E731
@@ -105,7 +105,9 @@ def enter(
     def begin_compiled(module: torch.nn.Module, given: dict[str, Any]) -> torch.Tensor | None:
         ours, problem = module.config._attn_implementation == name, wrong_arguments(given)
         positions, mask = given.get("position_ids"), given.get("attention_mask")
-        if ours and cache_of(given) is not None:
+        if ours and id(module) != original:
+            problem = COPY
+        elif ours and cache_of(given) is not None:
             problem = "a compiled model takes no cache over ranks: call the model itself"
         if positions is None and not ours:
             return None
