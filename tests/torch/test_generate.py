@@ -42,8 +42,7 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_text(folder, tmp_path, ranks):
+def test_text(folder, tmp_path):
     """Each prompt gets the sampled tokens of one process; a cache of all tokens but the last."""
     file = tmp_path / "prompt.txt"
     file.write_bytes(bytes(range(1, 200)))
@@ -55,14 +54,14 @@ def test_text(folder, tmp_path, ranks):
         expected.append(bytes(made[0, ids.shape[1] :].tolist()).decode(errors="replace"))
     options = ["--prompt-file", file, "--prompt", PROMPT, "--tokens", 9]
     options += ["--temperature", 0.7, "--seed", 3]
-    done = drive("generate.py", ranks, folder, *options)
+    done = drive("generate.py", 3, folder, *options)
     text = r"--- prompt 0\n(.*)\n\n199 tokens .*\n--- prompt 1\n(.*)\n\n19 tokens .*tokens/s "
     found = re.fullmatch(text + r"\(9 in all\); .*\n", done.stdout, re.DOTALL)
     assert found, done.stdout
     assert [*found.groups()] == [re.sub(r"\r\n?", "\n", x) for x in expected]
     kept = [int(x) for x in re.findall(r"all\); (\d+) bytes of cache", done.stdout)]
     token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, elements, bytes
-    assert all(x >= token * -(-n // ranks) for x, n in zip(kept, (207, 27))), kept
+    assert all(x >= token * -(-n // 3) for x, n in zip(kept, (207, 27))), kept
 
 
 def test_refused(folder, tmp_path):
@@ -102,21 +101,15 @@ def test_bytes_are_streamed(capsys):
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("what, said", [
-    ("os.kill(os.getpid(), signal.SIGKILL)", ""),
-    ("os.kill(os.getpid(), signal.SIGINT)", "generate.py: rank 1 interrupted"),
-    ("raise MemoryError('no memory')", "generate.py: rank 1 failed"),
-])  # fmt: skip
-def test_a_rank_that_ends(folder, what, said):
+def test_a_rank_that_fails(folder):
     """The job ends in the middle of the text, with one message."""
-    sabotage = f"""
-import os, signal
+    sabotage = """
 from a2d_mpi.torch import decoding
 attend, calls = decoding.Steps.attend, []
 def counted(*given):
     calls.append(1)
     if rank == 1 and len(calls) == 40:
-        {what}
+        raise MemoryError("no memory")
     return attend(*given)
 decoding.Steps.attend = counted
 """
@@ -124,7 +117,8 @@ decoding.Steps.attend = counted
     done = drive("generate.py", 3, folder, *options, sabotage=sabotage, code=None)
     assert done.returncode != 0 and done.seconds < SECONDS
     assert "tokens/s" not in done.stdout
-    assert said in done.stderr and done.stderr.count("generate.py: ") == bool(said), done.stderr
+    assert done.stderr.count("generate.py: ") == 1, done.stderr
+    assert "generate.py: rank 1 failed" in done.stderr
 
 
 @pytest.mark.launches

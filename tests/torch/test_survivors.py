@@ -9,7 +9,7 @@ from pathlib import Path
 
 import h5py
 import pytest
-from helpers import drive
+from helpers import assert_each_refused, drive
 from killing import (
     ASKING,
     PROMPTS,
@@ -141,10 +141,10 @@ def test_answers_go_on(tmp_path, folder, stages, first):
 @launches
 def test_refused_where_jobs_end(tmp_path):
     """--survive is refused before any output if MPI ends jobs."""
-    train = "train.py", 2, *TRAINING, *files(tmp_path)
-    for words in (train, ("generate.py", 2, "llama-tiny", "--prompt", "a")):
-        done = drive(*words, "--survive", code=2)
-        assert "needs Open MPI with ULFM" in done.stderr and done.stderr.count("error:") == 1
+    train, ask = [*TRAINING, *files(tmp_path)], ["llama-tiny", "--prompt", "a"]
+    cases = [("train.py", train), ("generate.py", ask)]
+    said = "needs Open MPI with ULFM"
+    assert_each_refused([(x, [*y, "--survive"], [], said) for x, y in cases], 2)
     assert not [*tmp_path.iterdir()]
 
 

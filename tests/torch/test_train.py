@@ -212,6 +212,7 @@ def test_models_texts_and_refusals(tmp_path, folders, words):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
     (tmp_path / "empty").write_text("")
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
     more, long = ["--dtype", "bfloat16", "--checkpoint-layers"], ["--seqlen", 2048]
     profile = ["--profile", ROOT / "data" / "results" / "16x1.toml"]
     good = [
@@ -229,6 +230,8 @@ def test_models_texts_and_refusals(tmp_path, folders, words):
             "gpt2-tiny", *SHORT, *long, "--separator", ""],
         "/none: No such file": ["llama-tiny", "/none"],
         "empty has no text": ["llama-tiny", tmp_path / "empty"],
+        "needs text in UTF-8: 'utf-8' codec can't decode byte 0x80 in position 128": [
+            words, tmp_path / "binary"],
         "holds out none or all": ["llama-tiny", *SHORT, "--validate", 1e-3],
         "tokens, but --seqlen 2048 needs more": [
             "llama-tiny", *SHORT, *long, "--validate", 0.1],

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,13 +15,14 @@ from transformers import TextStreamer
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.host import HOST
-from a2d_mpi.experiments.checkpoint import latest
-from a2d_mpi.experiments.cli import grid_shape, together
+from a2d_mpi.experiments.cli import grid_shape, least_bytes, together
 from a2d_mpi.experiments.measure import open_device
-from a2d_mpi.experiments.models import Tokenizer, open_model
+from a2d_mpi.experiments.models import Tokenizer, checkpoint_of, open_model
 from a2d_mpi.experiments.options import progress
 from a2d_mpi.experiments.ranks import check_survive, surviving
 from a2d_mpi.experiments.user_files import texts_of
+from a2d_mpi.masks.mask import Causal
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.torch import ContextParallel
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     check_survive(comm, args.survive)
     device = open_device(comm, args.device)
     torch.set_num_threads(args.threads)
-    name = comm.bcast(together(comm, lambda: _checkpoint(args.model), on=0))
+    name = comm.bcast(together(comm, lambda: checkpoint_of(args.model), on=0))
     # Every rank reads all weights, each from its own disk or from a shared one.
     session = together(comm, lambda: Session(args, *open_model(name, seed=args.seed)))
     if device is not HOST:
@@ -43,7 +42,10 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         session.model.to(f"cuda:{device.index}")
     wrong = f"--room must be tokens for each of the {comm.size} ranks, got {args.room}"
     agree(comm, wrong if args.room and len(args.room) != comm.size else None)
-    shape = grid_shape(comm.size, args.rows, args.cols, args.head_ranks)
+    rows, cols = args.rows, args.cols
+    if (rows, cols) == (None, None):
+        rows, cols = least_bytes(comm, args.method, session.prefill(comm.size), args.head_ranks)
+    shape = grid_shape(comm.size, rows, cols, args.head_ranks)
     grid = ProcessGrid(comm, *shape, args.head_ranks)
     return surviving("generate.py", grid, session.work, args.survive, args.method) or 0
 
@@ -86,6 +88,19 @@ class Session:
                 )
         self.number, self.answer = 0, []
         self._printer = _Printer(tokenizer)
+
+    def prefill(self, ranks: int) -> Workload:
+        """Return what attention of the longest prompt computes, for the choice of a grid."""
+        config = self.model.config.get_text_config()
+        nheads = config.num_attention_heads
+        return Workload(
+            seqlen=max(ranks, *map(len, self.prompts)),
+            nheads=nheads,
+            nheads_kv=getattr(config, "num_key_value_heads", None) or nheads,
+            headdim=getattr(config, "head_dim", None) or config.hidden_size // nheads,
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            mask=Causal(),
+        )
 
     def work(self, grid: ProcessGrid, comm: MPI.Intracomm) -> int:
         """Answer what is not answered yet; also on a smaller grid after a loss.  Collective."""
@@ -198,16 +213,6 @@ class _Printer(TextStreamer):
 
     def _advance(self) -> None:
         self._bar.update(self._bar.n < self._layers)
-
-
-def _checkpoint(name: str | Path) -> str | Path:
-    """Return the model's name or folder; of a folder of checkpoints the latest one."""
-    if not isinstance(name, Path) or (name / "config.json").exists():
-        return name
-    path, _, refused = latest(name)
-    for why in refused.values():
-        print(f"refused: {why}", file=sys.stderr, flush=True)
-    return path or name
 
 
 def _bytes_sent(cp: ContextParallel) -> int:

@@ -5,10 +5,12 @@ PyTorch is imported when a model is opened, so that --help and options do withou
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from a2d_mpi.experiments.checkpoint import latest
 from a2d_mpi.experiments.options import path
 
 if TYPE_CHECKING:
@@ -54,10 +56,13 @@ class Tokenizer:
         self.own = own
 
     def encode(self, text: bytes | str) -> list[int]:
-        """Return the tokens of a text; bytes that are not UTF-8 are kept, or replaced."""
+        """Return the tokens of a text; ValueError if a tokenizer gets no UTF-8."""
         if self.own is None:
             return [*(text.encode(errors="surrogateescape") if isinstance(text, str) else text)]
-        text = text.decode(errors="replace") if isinstance(text, bytes) else text
+        try:
+            text = text.decode() if isinstance(text, bytes) else text
+        except UnicodeDecodeError as error:
+            raise ValueError(f"the model's tokenizer needs text in UTF-8: {error}") from None
         return self.own(text, verbose=False)["input_ids"]
 
     def decode(self, tokens: int | Iterable[int], **options: Any) -> str:
@@ -73,6 +78,19 @@ def model_name(text: str) -> str | Path:
     return text if text in NAMES else path(text)
 
 
+def checkpoint_of(name: str | Path) -> str | Path:
+    """Return the name or folder of a model; of a folder of checkpoints the latest whole one.
+
+    Says on stderr which later ones are damaged.
+    """
+    if not isinstance(name, Path) or (name / "config.json").exists():
+        return name
+    found, _, refused = latest(name)
+    for why in refused.values():
+        print(f"refused: {why}", file=sys.stderr, flush=True)
+    return found or name
+
+
 def open_model(
     name: str | Path, dtype: str | None = None, seed: int = 0
 ) -> tuple[PreTrainedModel, Tokenizer]:
@@ -81,8 +99,7 @@ def open_model(
     Parameters
     ----------
     name : str or Path
-        One of `NAMES`, a folder of transformers with a config, or one of checkpoints of
-        drivers/train.py, of which the latest is taken.
+        One of `NAMES`, or a folder of transformers with a config; see `checkpoint_of`.
     dtype : str, optional
         Storage dtype of the weights.  Default: as the folder's config says; float32 for a name.
     seed : int
@@ -111,7 +128,7 @@ def open_model(
         config = AutoConfig.for_model(**_NAMED[name])
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         return _as(model, dtype), Tokenizer()
-    folder = max(Path(name).glob("step-[0-9]*[0-9]"), default=Path(name))
+    folder = Path(name)
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"MODEL must be one of {', '.join(NAMES)}, or a folder with config.json, got {name}"

@@ -118,7 +118,7 @@ def read_texts(
     Raises
     ------
     ValueError
-        If a file has no text, or no document is left or held out.
+        If a file has no text, or no tokens, or no document is left or held out.
     OSError
         If a file cannot be read.
     """
@@ -126,7 +126,10 @@ def read_texts(
     for path in paths:
         content = read_regular(path)
         parts = content.split(separator) if separator else [content]
-        encoded = [np.array(encode(x), np.int64) for x in parts if x]
+        try:
+            encoded = [np.array(encode(x), np.int64) for x in parts if x]
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
         if not any(map(len, encoded)):
             raise ValueError(f"{path} has no text")
         documents += [x for x in encoded if len(x)]

@@ -30,7 +30,7 @@ from a2d_mpi.experiments.cli import holding, open_grid, together
 from a2d_mpi.experiments.files import Check, attributes_of
 from a2d_mpi.experiments.hdf5 import check_output, write_file
 from a2d_mpi.experiments.measure import open_device, origin_of, seconds_of_calls
-from a2d_mpi.experiments.models import Tokenizer, open_model
+from a2d_mpi.experiments.models import Tokenizer, checkpoint_of, open_model
 from a2d_mpi.experiments.options import progress
 from a2d_mpi.experiments.origin import blas_name, cpu_name
 from a2d_mpi.experiments.ranks import check_room, check_survive, surviving
@@ -119,8 +119,12 @@ def opened(comm: MPI.Intracomm, args: argparse.Namespace, device: Device) -> Tra
         if args.resume and not args.folder:
             raise ValueError("--resume needs --folder")
         texts = read_texts(args.text, args.separator, args.validate, tokenizer.encode)
+        if comm.rank == 0 and tokenizer.own is None and not texts[0].tokens.all():
+            text = "train.py: TEXT has zero bytes, as binary files have; tokens are bytes"
+            print(text, file=sys.stderr, flush=True)
         return Trainer(args, device, model.train(), tokenizer, *texts)
 
+    args.model = comm.bcast(together(comm, lambda: checkpoint_of(args.model), on=0))
     trainer = together(comm, read)
     agree(comm, None, {f"{x} of the run": y for x, y in trainer.run.items()})
     return trainer

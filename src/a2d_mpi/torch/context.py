@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
-from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,16 +26,30 @@ from a2d_mpi.masks.documents import Documents, positions_in
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.sharding.choice import predict_times
-from a2d_mpi.torch.attention import IGNORED, call_of
-from a2d_mpi.torch.balance import balance_loss, hide
+from a2d_mpi.torch.attention import IGNORED
+from a2d_mpi.torch.balance import balance_loss
 from a2d_mpi.torch.batches import agreed, packed
+from a2d_mpi.torch.entry import (
+    COPY,
+    IMPLEMENTATION,
+    MASKS,
+    Plans,
+    Running,
+    cache_of,
+    enter,
+    functions,
+    give_back,
+    own_attention,
+    owners,
+    undo,
+    wrong_arguments,
+)
 from a2d_mpi.torch.gradients import sum_gradients
 from a2d_mpi.torch.layers import (
     NUMBERS,
     Kind,
     Masks,
     attention_of,
-    causal_of,
     inputs_of,
     known_mask,
     layers_of,
@@ -46,7 +57,6 @@ from a2d_mpi.torch.layers import (
     register,
     run,
     same,
-    tag,
 )
 
 if TYPE_CHECKING:  # they load all of transformers
@@ -59,22 +69,8 @@ if TYPE_CHECKING:  # they load all of transformers
 PROBED = 16  # tokens of a rank in the probe
 KEPT = 8  # sets of documents whose plans are kept
 GENERATES = "transformers>=5.0"  # for generation; the oldest in which all tried models are right
-MASKS = 1 << 16  # most masks of a model's functions; a tag has the number of plans and of a mask
 ENTRY = "call the model with **batch.inputs of a new batch = cp.shard(...), not a layer alone"
-COPY = "a copy of a model needs a ContextParallel of its own, and batches of that one"
-LABELS = "the model would shift labels on each rank alone: give them to cp.shard"
-OTHER = f"the ContextParallel of this batch has been freed, or belongs to another model: {COPY}"
 PADDING = "a plan takes no padding mask: pack sequences as documents"
-IMPLEMENTATION = "the model has got another attention implementation: call cp.free() first"
-# Arguments that some models pass to their attention and no plan can use.
-OTHERS = (
-    "position_bias", "head_mask", "indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k",
-)  # fmt: skip
-_owners: weakref.WeakValueDictionary[int, ContextParallel] = weakref.WeakValueDictionary()
-
-Plans = dict[Kind, AttentionPlan]
-_before: dict[str, str] = {}  # the attention that models had, by the one that they got
-SWITCHES = "training", "gradient_checkpointing"  # attributes of modules that may change
 
 
 class _Ticket(NamedTuple):
@@ -200,7 +196,7 @@ class ContextParallel:
         call = Call(grid.comm)
         with call.checks(text=lambda x: f"{type(model).__name__}: {x}"):
             if isinstance(model, PreTrainedModel):
-                _undo(model, _before, {})
+                undo(model, own_attention, {})
             self.layers = layers_of(model, self.longest)
             if MPI.Group.Difference(grid.comm.Get_group(), self.replicas.Get_group()).size:
                 raise ValueError("replicas must have all ranks that share a step, as this grid's")
@@ -216,8 +212,8 @@ class ContextParallel:
         self._generation: Generation | None = None
         self.numbering, self._probing = NUMBERS, probe
         owner, kinds = next(NUMBERS), [*dict.fromkeys(kinds)]
-        _owners[owner], self._running, self._name = self, _Running([]), f"a2d_mpi_{owner}"
-        register(self._name, *_functions(owner, f"_{self._name}", self._running))
+        owners[owner], self._running, self._name = self, Running([]), f"a2d_mpi_{owner}"
+        register(self._name, *functions(owner, f"_{self._name}", self._running))
         self._firsts = [next(x for x, y in self.layers.items() if y == kind) for kind in kinds]
         for module, kind in self.layers.items():
             setattr(module, f"_{self._name}", kinds.index(kind))
@@ -227,19 +223,19 @@ class ContextParallel:
                 self._probe()
             self._plans_of(None)
         self._running.dtypes += [getattr(torch, self.plans[x].dtype.name) for x in kinds]
-        _before[self._name] = model.config._attn_implementation
+        own_attention[self._name] = model.config._attn_implementation
         model.set_attn_implementation(self._name)
         # A model in the model may be called alone, and adapters call `forward`, without hooks.
-        models = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
-        names = [[*inspect.signature(x.forward).parameters] for x in models]
-        self._entries = {x: y for x, y in zip(models, names) if "position_ids" in y}
-        for x, y in self._entries.items():
-            _enter(x, owner, self._name, self._running, y)
-        self._state = {x: _state_of(x) for x in self._paths if x not in models}
+        self._entries = set()
+        for x in (x for x in model.modules() if isinstance(x, PreTrainedModel)):
+            names = [*inspect.signature(x.forward).parameters]
+            if "position_ids" in names:
+                enter(x, owner, self._name, self._running, names)
+                self._entries.add(x)
         self._freed = False
         self._others = [] if self.replicas is grid.comm else [self.replicas]
         grid.failures.others.extend(self._others)
-        self._end = weakref.finalize(self, _undo, model, [self._name], self._sets)
+        self._end = weakref.finalize(self, undo, model, [self._name], self._sets)
         self._end.atexit = False
 
     @contextmanager
@@ -280,7 +276,12 @@ class ContextParallel:
         module: torch.nn.Module | None,
         within: torch.Tensor | None,
         mask: torch.Tensor | None,
-        call: _LayerCall,
+        rows: int,
+        scaling: float,
+        softcap: float | None,
+        window: int | None,
+        causal: bool | None,
+        problem: str,
     ) -> AttentionPlan | Step:
         """Return the plan of a layer, or raise ValueError on all ranks.
 
@@ -301,22 +302,22 @@ class ContextParallel:
         kind, found = known.layers[module], known._masks.found
         plan = self._sets[number][kind]
         try:
-            asked = known_mask(where, shown, call.window, call.causal, found, known.longest)
+            asked = known_mask(where, shown, window, causal, found, known.longest)
         except ValueError as error:
             plan.refuse(str(error))
         problems = {
             f"{where} asks for {asked} in this call, but its plan has {kind.mask}": (
                 asked != kind.mask
             ),
-            f"the batch must be one sequence, got {call.rows}": (
-                call.rows != 1 and not hasattr(plan, "attend")
+            f"the batch must be one sequence, got {rows}": (
+                rows != 1 and not hasattr(plan, "attend")
             ),
-            call.problem: bool(call.problem),
-            f"the model scales logits by {call.scaling}, but the plan by {plan.softmax_scale}": (
-                not math.isclose(call.scaling, plan.softmax_scale)
+            problem: bool(problem),
+            f"the model scales logits by {scaling}, but the plan by {plan.softmax_scale}": (
+                not math.isclose(scaling, plan.softmax_scale)
             ),
-            f"the model has the soft-cap {call.softcap}, but the plan has {plan.logit_softcap}": (
-                call.softcap != plan.logit_softcap
+            f"the model has the soft-cap {softcap}, but the plan has {plan.logit_softcap}": (
+                softcap != plan.logit_softcap
             ),
         }
         for problem in (x for x, is_there in problems.items() if is_there):
@@ -334,13 +335,15 @@ class ContextParallel:
 
     def _begin(self, module: torch.nn.Module, given: dict[str, Any]) -> int | None:
         """Return the number of the plans of a call of a model, which are in its arguments."""
-        positions, cache = given.get("position_ids"), _cache_of(given)
+        positions, cache = given.get("position_ids"), cache_of(given)
         ticket = getattr(positions, "a2d_mpi", None)
         if ticket is None and cache is not None:
             number = self._generator.begin(cache, given)
-            problem = _wrong(given)
+            problem = wrong_arguments(given)
             return self._checked(number, module.training, {problem: bool(problem)})
-        return self._number(positions, given.get("attention_mask"), module.training, _wrong(given))
+        return self._number(
+            positions, given.get("attention_mask"), module.training, wrong_arguments(given)
+        )
 
     def _number(
         self,
@@ -372,11 +375,6 @@ class ContextParallel:
                 training and not self._training
             ),
         }
-        for x, was in self._state.items():
-            now = {y: vars(x).get(y) for y in was}
-            for y in was if now != was else ():
-                what = f"{self._paths[x]}.{y} was {was[y]} and is {now[y]}"
-                problems[f"{what}: make a new ContextParallel"] = was[y] != now[y]
         self._refuse(problems, number)
         return number
 
@@ -755,286 +753,7 @@ class ContextParallel:
         while self._others:
             self.grid.failures.others.remove(self._others.pop())
         self._freed = True
-        _give_back(self.model, [self._name], self._sets)
-
-
-class _Running:
-    """The call that a model is in, in this thread.
-
-    Attributes
-    ----------
-    number : () int64 tensor or None
-        Of its plans.  Compiled frames see the latest one of any thread, because the compiler knows
-        no attributes of threads.
-    resting : bool
-        Whether the model is called without plans.
-    dtypes : list of torch.dtype
-        Of the plans of each kind of layers.
-    """
-
-    def __init__(self, dtypes: list[torch.dtype]) -> None:
-        self.shared: torch.Tensor | None = None
-        self.is_compiled, self.resting, self.dtypes = False, False, dtypes
-        self._own = threading.local()
-
-    def get(self) -> torch.Tensor | None:
-        """Return `number`."""
-        if torch.compiler.is_compiling():
-            return self.shared
-        own = getattr(self._own, "number", None)
-        # Below a compiled frame whose graph breaks there are frames that are not compiled.
-        return self.shared if own is None and self.is_compiled else own
-
-    def set(self, number: torch.Tensor | None) -> None:
-        """Set `number`."""
-        self.shared = number
-        if torch.compiler.is_compiling():
-            self.is_compiled = number is not None
-        else:
-            self.is_compiled, self._own.number = False, number
-
-
-class _LayerCall(NamedTuple):
-    """Demands of a layer on its plan; see `AttentionPlan`."""
-
-    rows: int
-    scaling: float
-    softcap: float | None
-    window: int | None
-    causal: bool | None
-    problem: str
-
-
-def _owner_of(number: int) -> ContextParallel:
-    """Return the `ContextParallel` of a number; ValueError if it was deleted."""
-    owner = _owners.get(number)
-    if owner is None:
-        raise ValueError("ContextParallel was deleted: make another one, of the model or its copy")
-    return owner
-
-
-def _functions(owner: int, name: str, running: _Running) -> tuple[Callable, Callable]:
-    """Return the attention and the mask function of a `ContextParallel`.
-
-    Layers have the number of their kind in the attribute `name`.  The compiler traces them.  In a
-    graph all that depends on a batch is in a tensor: the number of its plans, and masks, which
-    have this number and the number of a mask.  Only the kernels of operators read it.
-    """
-
-    @torch.compiler.assume_constant_result
-    def mask_number(mask_function: Callable) -> int:
-        return _owner_of(owner)._masks.number_of(mask_function)
-
-    def mask(
-        mask_function: Callable, attention_mask: torch.Tensor | None = None, **_: Any
-    ) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            number = torch.tensor(-1) if running.get() is None else running.get()
-            return tag(number * MASKS + mask_number(mask_function))
-        found = _owner_of(owner)
-        shown = found._mask(mask_function, attention_mask)
-        shown = tag(running.get() * MASKS + shown)
-        shown.a2d_mpi_owner = found  # which a layer needs if it is computed again
-        return shown
-
-    def attention(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        **others: Any,
-    ) -> tuple[torch.Tensor, None]:
-        if scaling is None:
-            scaling = query.shape[-1] ** -0.5
-        causal = causal_of(module, others)
-        problem = _problem_of(module, dropout, others)
-        sinks = [others.get(x) for x in ("s_aux", "sinks")]
-        sink = next((x for x in sinks if x is not None), None)
-        asked = query.shape[0], scaling, others.get("softcap"), others.get("sliding_window")
-        kind = getattr(module, name, -1)
-        if torch.compiler.is_compiling():
-            given = running.get(), attention_mask, owner, kind, *asked, causal, problem
-            number = torch.ops.a2d_mpi.layer(*given)
-        else:
-            call = _LayerCall(*asked, causal, problem)
-            found = _owner_of(owner)
-            plan = found._plan_for(module, running.get(), attention_mask, call)
-            if hasattr(plan, "attend"):  # a step of generation
-                return plan.attend((query, key, value), sink), None
-            number = torch.tensor(plan.serial)
-        # (1, heads, n, headdim) to (n, heads, headdim)
-        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-        if any(torch.is_autocast_enabled(x) for x in ("cpu", "cuda")):
-            q, k, v = (x.to(running.dtypes[kind]) for x in (q, k, v))
-        if sink is not None:
-            sink = sink.to(torch.promote_types(q.dtype, torch.float32))
-        out, _ = call_of(number, q, k, v, sink)
-        return out[None], None
-
-    return attention, mask
-
-
-def _problem_of(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -> str:
-    """Return what no plan can compute in a call of a layer, or nothing."""
-    if dropout != 0:
-        return f"dropout must be 0 in attention, got {dropout}"
-    if others.get("output_attentions") or getattr(module.config, "output_attentions", False):
-        return "output_attentions must be false: a plan does not keep the weights of attention"
-    for x in OTHERS:
-        if others.get(x) is not None:
-            return f"the model passes {x}, which a plan cannot use"
-    return ""
-
-
-@torch.library.custom_op(
-    "a2d_mpi::layer",
-    mutates_args=(),
-    schema="(Tensor? within, Tensor? mask, int owner, int kind, SymInt rows, float scaling, "
-    "float? softcap, SymInt? window, bool? causal, str problem) -> Tensor",
-)
-def _layer(within, mask, owner, kind, *asked):
-    """Return the number of the plan of a layer, () int64, in a compiled graph."""
-    found = _owner_of(owner)
-    module = found._firsts[kind] if kind >= 0 else None
-    return torch.tensor(found._plan_for(module, within, mask, _LayerCall(*asked)).serial)
-
-
-@torch.library.custom_op(
-    "a2d_mpi::begin",
-    mutates_args=(),
-    schema="(Tensor positions, Tensor? mask, int owner, bool ours, bool training, str problem)"
-    " -> (Tensor, Tensor)",
-)
-def _begin(positions, mask, owner, ours, training, problem):
-    """Return positions and the number of their plans, () int64, in a compiled graph."""
-    number = -1
-    if ours:
-        found = _owner_of(owner)
-        unknown = [x for x in found.model.modules() if f"_{found._name}" in vars(x)]
-        if {*unknown} - {*found.layers}:
-            problem = f"ContextParallel does not know a layer: {COPY}"
-        number = found._number(positions, mask, training, problem)
-    elif ticket := getattr(positions, "a2d_mpi", None):
-        problem = OTHER if ticket.owner._freed else IMPLEMENTATION
-        ticket.owner._refuse({problem: True}, ticket.plans)
-    return positions.clone(), torch.tensor(number)
-
-
-@_layer.register_fake
-def _(*_):
-    return torch.empty((), dtype=torch.int64)
-
-
-@_begin.register_fake
-def _(positions, *_):
-    return torch.empty_like(positions), torch.empty((), dtype=torch.int64)
-
-
-def _enter(
-    module: torch.nn.Module, owner: int, name: str, running: _Running, names: Sequence[str]
-) -> None:
-    """Let `forward` of a model, also of a copy, take the plans of its batch."""
-    own, original = vars(module).get("forward"), id(module)
-    inner = getattr(own or module.forward, "__func__", None)
-    if inner is None:  # of accelerate
-        inner = lambda module, *args, **kwargs: own(*args, **kwargs)  # noqa: E731
-
-    def begin(module: torch.nn.Module, given: dict[str, Any]) -> int | None:
-        found = _owners.get(owner)
-        if found is not None and not found._freed and module in found._entries:
-            return found._begin(module, given)
-        for x in given.values():
-            if ticket := getattr(x, "a2d_mpi", None):
-                ticket.owner._refuse({OTHER: True}, ticket.plans)
-        if module.config._attn_implementation == name:  # a copy is a model as any other
-            module.set_attn_implementation(_before[name])
-        return None
-
-    def begin_compiled(module: torch.nn.Module, given: dict[str, Any]) -> torch.Tensor | None:
-        ours, problem = module.config._attn_implementation == name, _wrong(given)
-        positions, mask = given.get("position_ids"), given.get("attention_mask")
-        if ours and id(module) != original:
-            problem = COPY
-        elif ours and _cache_of(given) is not None:
-            problem = "a compiled model takes no cache over ranks: call the model itself"
-        if positions is None and not ours:
-            return None
-        positions = torch.empty(0, dtype=torch.int64) if positions is None else positions
-        mask = mask if isinstance(mask, torch.Tensor) else None
-        asked = positions, mask, owner, ours, module.training, problem
-        given["position_ids"], number = torch.ops.a2d_mpi.begin(*asked)
-        return number if ours else None
-
-    @wraps(inner)
-    def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if running.get() is not None or running.resting:  # within a call
-            return inner(module, *args, **kwargs)
-        given = dict(zip(names, args)) | kwargs
-        if torch.compiler.is_compiling():
-            number = begin_compiled(module, given)
-        else:
-            number = begin(module, given)
-        if number is None:
-            return inner(module, **given)
-        number = number if isinstance(number, torch.Tensor) else torch.tensor(number)
-        # Without a mask of padding, transformers takes jumps of positions for documents.
-        no_mask = "attention_mask" in names and given.get("attention_mask") is None
-        if no_mask and _cache_of(given) is None:
-            given["attention_mask"] = torch.ones_like(given["position_ids"])
-        running.set(number)
-        try:
-            output = inner(module, **given)
-        finally:
-            running.set(None)
-        return hide(output)
-
-    forward.a2d_mpi = name, own
-    module.forward = MethodType(forward, module)
-
-
-def _cache_of(given: dict[str, Any]) -> SpreadCache | None:
-    """Return the cache over ranks among the arguments of a call."""
-    caches = (given.get(x) for x in ("cache", "past_key_values"))
-    return next((x for x in caches if hasattr(x, "kept")), None)
-
-
-def _wrong(given: dict[str, Any]) -> str:
-    """Return what is wrong with the arguments of a call for a batch, or nothing."""
-    if given.get("labels") is not None:
-        return LABELS
-    last = given.get("logits_to_keep", 0)
-    counts = isinstance(last, int) and last != 0 and _cache_of(given) is None
-    return "logits_to_keep would count this rank's tokens" if counts else ""
-
-
-def _undo(model: torch.nn.Module, names: Collection[str], sets: dict[int, Plans]) -> None:
-    """Undo what `ContextParallel` did to a model, or to the one that it is a copy of."""
-    _give_back(model, names, sets)
-    for x in model.modules():
-        for name in names:
-            vars(x).pop(f"_{name}", None)
-        function = getattr(vars(x).get("forward"), "__func__", None)
-        name, own = getattr(function, "a2d_mpi", (None, None))
-        if name in names:
-            vars(x).pop("forward")
-            vars(x).update({"forward": own} if own else {})
-
-
-def _give_back(model: torch.nn.Module, names: Collection[str], sets: dict[int, Plans]) -> None:
-    """Give a model its own attention back, in place of some others, and release buffers."""
-    if model.config._attn_implementation in names:
-        model.set_attn_implementation(_before[model.config._attn_implementation])
-    for plan in (x for plans in sets.values() for x in plans.values()):
-        plan.free()
-
-
-def _state_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the numbers, texts and switches of a module that no call should change."""
-    plain = {x: y for x, y in vars(module).items() if isinstance(y, (bool, int, float, str))}
-    return {x: y for x, y in plain.items() if x[0] != "_" and x not in SWITCHES}
+        give_back(self.model, [self._name], self._sets)
 
 
 def _after(mask_function: Callable, padding: int) -> Callable:
