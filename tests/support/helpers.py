@@ -43,21 +43,30 @@ rank = MPI.COMM_WORLD.rank
 sys.argv = [{driver!r}, *sys.argv[1:]]
 runpy.run_path({driver!r}, run_name="__main__")
 """
-# Run drivers one after the other, each with a list of options, and more options on rank 1.
+# Run drivers one after the other, each with a list of options, more options on rank 1, and perhaps
+# on the first few ranks only, while the others sleep.
 EACH = """
-import json, os, runpy, sys
+import json, os, runpy, sys, time
 {}
 import a2d_mpi
 from mpi4py import MPI
-rank = MPI.COMM_WORLD.rank
+world = MPI.COMM_WORLD
+rank = world.rank
 {}
-for driver, options, more in json.loads(sys.argv[1]):
+for driver, options, more, *few in json.loads(sys.argv[1]):
     sys.argv = [driver, *options, *more * (rank == 1)]
     code = 0
+    if few:
+        MPI.COMM_WORLD = world.Split(0 if rank < few[0] else MPI.UNDEFINED, rank)
     try:
-        runpy.run_path(driver, run_name="__main__")
+        if MPI.COMM_WORLD:
+            runpy.run_path(driver, run_name="__main__")
     except SystemExit as end:
         code = end.code or 0
+    if few:
+        MPI.COMM_WORLD, arrived = world, world.Ibarrier()
+        while not arrived.Test():
+            time.sleep(0.005)
     if rank == 0:
         print("exit code", code, flush=True)
 """
@@ -281,7 +290,7 @@ def drive_on_gpu(
 
 
 def drive_each(
-    cases: Sequence[tuple[str, Sequence[object], Sequence[str]]],
+    cases: Sequence[tuple],
     ranks: int,
     sabotage: str = "",
     timeout: float = 100,
@@ -292,8 +301,8 @@ def drive_each(
 
     Parameters
     ----------
-    cases : sequence of (str, sequence, sequence)
-        Drivers, their options, and more options on rank 1.
+    cases : sequence of (str, sequence, sequence[, int])
+        Drivers, their options, more options on rank 1, and the number of ranks if not all.
     ranks, sabotage, timeout, cwd, numba
         As in `drive` and `launch`.
 
@@ -305,9 +314,9 @@ def drive_each(
         Of each the exit code, -1 if it was not said, and what was on stdout until then.
     """
     each = []
-    for program, common, more in cases:
+    for program, common, more, *few in cases:
         name, *words = [program] if isinstance(program, Path) else program.split()
-        each.append((str(DRIVERS / name), [*words, *map(str, common)], [*more]))
+        each.append((str(DRIVERS / name), [*words, *map(str, common)], [*more], *few))
     code = EACH.format("" if numba else NO_NUMBA, sabotage)
     done = launch(ranks, "-c", code, json.dumps(each), timeout=timeout, cwd=cwd)
     parts = re.split(r"^exit code (\d+)\n", done.stdout, flags=re.MULTILINE)
@@ -343,10 +352,12 @@ def assert_each_refused(
     assert not wrong, f"not refused with exit code 2: {wrong}"
 
 
-def assert_one_line_each(done: subprocess.CompletedProcess, texts: Sequence[str]) -> None:
+def assert_one_line_each(
+    done: subprocess.CompletedProcess, texts: Sequence[str], seconds: float = SECONDS
+) -> None:
     """Assert that drivers printed one line on stderr for each text, and ended soon."""
     messages = re.findall(r"^\w+\.py: error: .*$", done.stderr, re.MULTILINE)
     wrong = [(text, line) for text, line in zip_longest(texts, messages) if text not in str(line)]
     assert not wrong and len(messages) == len(texts), done.stderr
     assert "Traceback" not in done.stderr + done.stdout
-    assert done.seconds < SECONDS
+    assert done.seconds < seconds

@@ -88,15 +88,18 @@ def hashes(done):
 
 
 @cache
-def hashes_from_the_start(method, program):
+def hashes_from_the_start(method):
     """Return the hashes of results on new grids, by shape."""
-    heads = (1, 2) if method == "attention2d" and program == DYING else (1,)
-    jobs = [launch(5, program, "whole", method, x, timeout=200) for x in heads]
+    heads = (1, 2) if method == "attention2d" else (1,)
+    jobs = [launch(5, DYING, "whole", method, x, timeout=200) for x in heads]
     return {shape: found for done in jobs for shape, found in hashes(done)}
 
 
-def what_was_lost(done, method, stages, program=DYING):
-    """Return what is wrong with a job of `lose`, or ""; and the seconds until ranks were told."""
+def what_was_lost(done, method, stages, expected=None):
+    """Return what is wrong with a job of `lose`, or ""; and the seconds until ranks were told.
+
+    `expected` are hashes of results by the shapes of grids.
+    """
     told = re.findall(r"^\w+ lost .* after (\S+)$", done.stdout, re.MULTILINE)
     told, found = list(map(float, told)), hashes(done)
     if done.returncode:
@@ -105,7 +108,7 @@ def what_was_lost(done, method, stages, program=DYING):
         return f"told after {told} s", told
     if len(found) != len(stages):
         return f"{len(found)} of {len(stages)} stages", told
-    expected = hashes_from_the_start(method, program)
+    expected = expected or hashes_from_the_start(method)
     return "".join(f"other results on {x}; " for x, y in found if expected[x] != y), told
 
 
@@ -125,11 +128,11 @@ def files(folder):
     return ["--folder", folder / "checkpoints", "--output", folder / "out.h5"]
 
 
-def survive(program, folder, stages, *options, timeout=300):
+def survive(program, folder, stages, *options, sabotage="", timeout=300):
     """Run a driver whose ranks die, see `dying.arm`; again if Open MPI itself crashed."""
     notes = folder / "notes"
     arm = f"sys.path.insert(0, {str(DYING.parent)!r})\n" \
-          f"import dying; dying.arm({str(notes)!r}, {stages!r})"  # fmt: skip
+          f"import dying; dying.arm({str(notes)!r}, {stages!r})\n{sabotage}"  # fmt: skip
     run = partial(drive, program, 6, *options, "--survive", sabotage=arm, mpi=ULFM, code=None)
     for _ in range(3):
         shutil.rmtree(folder, ignore_errors=True)

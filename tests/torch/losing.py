@@ -1,10 +1,10 @@
 """Models whose ranks die; see `dying.lose`.
 
     mpiexec --with-ft ulfm -n 6 python tests/torch/losing.py lose FOLDER STAGES
-    mpiexec -n 5 python tests/torch/losing.py whole
+    mpiexec -n 6 python tests/torch/losing.py whole OPTIONS TRAININGS
 
 The phases are the methods of `Model`, and "shrink".  The hash is that of the model's weights, its
-gradients after a step, and tokens that it generates.
+gradients after a step, and tokens that it generates.  `whole` also trains, see `dying.train`.
 """
 
 import json
@@ -98,3 +98,4 @@ if __name__ == "__main__":
         dying.lose(more[0], json.loads(more[1]), acts=acts, say_hash=say_hash)
     else:
         dying.whole("attention2d", 1, say_hash)
+        dying.train(*map(json.loads, more))

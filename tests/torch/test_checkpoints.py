@@ -4,19 +4,20 @@ Needs the extra `torch`: `bash jobs/test.sh torch`.
 """
 
 import json
-import os
 import re
 import shutil
 
 import pytest
 import torch
 import transformers
-from helpers import ROOT, drive, drive_each, launch
+from helpers import ROOT, drive_each, launch
+from safetensors.torch import load_file
 
 from a2d_mpi.core.atomic import locked
 from a2d_mpi.experiments import checkpoint
 from a2d_mpi.experiments.checkpoint import RUN, State, latest, load, resumed, save
 from a2d_mpi.experiments.hdf5 import read_file
+from a2d_mpi.experiments.models import checkpoint_of, open_model
 from a2d_mpi.experiments.results import TRAINING_SCHEMA
 
 TEXT = ROOT / "LICENSE"
@@ -151,43 +152,51 @@ def test_unreadable_checkpoints_are_not_damaged(tmp_path, monkeypatch):
     assert names(tmp_path) == before
 
 
-# Calls 0 to 6 write step 3, calls 7 to 13 write step 4, and then step 2 is removed.
-@pytest.mark.parametrize("call", [0, 1, 3, 4, 5, 11, 12, 14, 15])
-def test_killed_while_writing(tmp_path, call):
+def test_killed_while_writing(tmp_path):
     """Whenever a rank is killed, a checkpoint is complete or not there, and nothing is left."""
-    keep(tmp_path, 2)
+    # Calls 0 to 6 write step 3, calls 7 to 13 write step 4, and then step 2 is removed.
+    calls = [0, 1, 3, 4, 5, 11, 12, 14, 15]
+    for call in calls:
+        (tmp_path / f"{call}").mkdir()
+        keep(tmp_path / f"{call}", 2)
     code = f"""
-import os, shutil, sys
-sys.path[:0] = {[str(ROOT / "tests" / "torch"), str(ROOT / "tests" / "support")]!r}
+import os, shutil
 from pathlib import Path
 from a2d_mpi.core.atomic import locked
 from a2d_mpi.experiments.checkpoint import State, save
-calls = 0
 def counted(real):
     def call(*given, **options):
         global calls
         calls += 1
-        if calls == {call + 1}:
+        if calls == last + 1:
             os._exit(9)
         return real(*given, **options)
     return call
 for owner, name in ((os, "mkdir"), (os, "fsync"), (os, "rename"), (shutil, "rmtree")):
     setattr(owner, name, counted(getattr(owner, name)))
-state = State({{"seed": "0"}})
-folder = Path({str(tmp_path)!r})
-with locked(folder):
-    for step in (3, 4):
-        while state.step < step:
-            state.add_step(1.0, [0.0], {{}})
-        save(folder, state, lambda x: (x / "weights").write_text("1"))
+for last in {calls}:
+    calls = 0
+    child = os.fork()
+    if child:
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        continue
+    state = State({{"seed": "0"}})
+    with locked(folder := Path({str(tmp_path)!r}, str(last))):
+        for step in (3, 4):
+            while state.step < step:
+                state.add_step(1.0, [0.0], {{}})
+            save(folder, state, lambda x: (x / "weights").write_text("1"))
+    os._exit(0)
 """
-    launch(0, "-c", code, timeout=60, code=9)
-    _, history, refused = latest(tmp_path)
-    assert not refused and history.step == (2 if call < 5 else 3 if call < 12 else 4)
-    keep(tmp_path, 5)
-    with locked(tmp_path):
-        pass
-    assert not [x for x in names(tmp_path) if x.startswith(".")], names(tmp_path)
+    assert launch(0, "-c", code, timeout=60).stdout.split() == ["9"] * len(calls)
+    for call in calls:
+        folder = tmp_path / f"{call}"
+        _, history, refused = latest(folder)
+        assert not refused and history.step == (2 if call < 5 else 3 if call < 12 else 4), call
+        keep(folder, 5)
+        with locked(folder):
+            pass
+        assert not [x for x in names(folder) if x.startswith(".")], names(folder)
 
 
 def bits(folder, step):
@@ -200,97 +209,116 @@ def bits(folder, step):
     return [x.numpy().tobytes() for x in tensors], load(path).losses, moments["param_groups"]
 
 
-def test_resumes(tmp_path):
-    """A resumed run has the bits of one without a break, on other grids the numbers."""
-    options = [*TRAIN, "--steps", 6, "--every", 2]
+# Of runs in the folder "nodes" only rank 0 sees files.  Files of runs in the folder "full" cannot
+# become larger while a checkpoint is written; MPI needs files, too.
+SABOTAGE = """
+import builtins, contextlib, resource
+from a2d_mpi.experiments import checkpoint
+real_open, real_folder = builtins.open, checkpoint.new_folder
+def hide(file, *args, **kwargs):
+    if rank and str(file).startswith("{0}/nodes"):
+        raise OSError(f"rank {{rank}} opens {{file}}")
+    return real_open(file, *args, **kwargs)
+@contextlib.contextmanager
+def limited(path):
+    endless = resource.RLIM_INFINITY
+    most = 1 << 20 if str(path).startswith("{0}/full") else endless
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, endless))
+    try:
+        with real_folder(path) as temporary:
+            yield temporary
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (endless, endless))
+builtins.open, checkpoint.new_folder = hide, limited
+"""
+BITS = {"cut": [], "damaged": [], "nodes": []}  # runs with the bits of one without a break
+OTHERS = {"whole": [], "grid": ["--cols", 2], "changed": ["--rate", 0.1], "full": []}
 
-    def of(name, *more):
-        return "train.py", [*options, "--folder", tmp_path / name, *more], []
 
-    done, found = drive_each([of("whole"), of("other")], 2, timeout=LONG)
-    assert [code for code, _ in found] == [0, 0], done.stderr
-    assert names(tmp_path / "whole") == ["step-000000004", "step-000000006"]
-    expected = bits(tmp_path / "whole", 6)
-    for name in ("cut", "damaged", "grid", "ranks"):
-        shutil.copytree(tmp_path / "whole", tmp_path / name)
-    for name in ("cut", "grid", "ranks", "other"):
-        shutil.rmtree(path_of(tmp_path / name, 6))
-    weights = path_of(tmp_path / "damaged", 6) / "model.safetensors"
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Train, and resume copies of the run, in two launches.
+
+    Return their folder, the bits without a break, exit code and stdout by name, and the stderr
+    of both launches.
+    """
+    path = tmp_path_factory.mktemp("runs")
+    whole = [*TRAIN, "--steps", 6, "--every", 2, "--folder"]
+    infinite = [*TRAIN, "--steps", 30, "--every", 1, "--rate", 1e6, "--clip", 0, "--folder"]
+    cases = [("train.py", [*whole, path / "whole"], []),
+             ("train.py", [*infinite, path / "infinite"], [])]  # fmt: skip
+    first, (started, ended) = drive_each(cases, 2, timeout=LONG)
+    assert started[0] == 0, first.stderr
+    assert names(path / "whole") == ["step-000000004", "step-000000006"]
+    expected, cases = bits(path / "whole", 6), {}
+    for name, more in (BITS | OTHERS | {"ranks": []}).items():
+        if name != "whole":
+            shutil.copytree(path / "whole", path / name)
+        if name not in ("whole", "damaged"):
+            shutil.rmtree(path_of(path / name, 6))
+        more = [*more, "--resume", "--output", path / f"{name}.h5"]
+        cases[name] = "train.py", [*whole, path / name, *more], [], 2 + (name == "ranks")
+    weights = path_of(path / "damaged", 6) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    cases = [of(x, "--resume") for x in ("cut", "damaged", "whole")]
-    cases.append(of("grid", "--resume", "--cols", 2, "--output", tmp_path / "grid.h5"))
-    cases.append(of("other", "--resume", "--rate", 0.1))
-    done, found = drive_each(cases, 2, timeout=LONG)
-    assert [code for code, _ in found] == [0, 0, 0, 0, 2], done.stderr
-    for name in ("cut", "damaged"):
-        assert bits(tmp_path / name, 6) == expected
-    assert names(tmp_path / "damaged") == [*names(tmp_path / "whole"), "step-000000006.damaged"]
-    assert done.stderr.count("because") == 1 and "nothing to do" in found[2][1]
-    said = [x for x in done.stderr.splitlines() if x.startswith("train.py: ")]
-    resumed = ["train.py: resumes after step 4 of 6"] * 3
-    assert [x for x in said if "resumes after step 4" in x] == resumed, said
-    said = [x for x in said if not re.match("train.py: (resumes|step) ", x)]
-    assert len(said) == 2 and "rows was 2, now 1; cols was 1, now 2: from now on" in said[0]
+    done, found = drive_each([*cases.values()], 3, SABOTAGE.format(path), timeout=LONG)
+    found = dict(zip(cases, found)) | {"infinite": ended}
+    return path, expected, found, first.stderr, done.stderr
+
+
+def test_resumes(runs):
+    """A resumed run has the bits of one without a break, on other grids the numbers.
+
+    Only rank 0 reads and writes checkpoints.
+    """
+    path, expected, found, _, stderr = runs
+    for name in BITS:
+        assert found[name][0] == 0 and bits(path / name, 6) == expected, name + stderr
+    assert [found[x][0] for x in ("whole", "grid", "ranks", "changed")] == [0, 0, 0, 2], stderr
+    assert names(path / "damaged") == [*names(path / "whole"), "step-000000006.damaged"]
+    assert stderr.count("because") == 1 and "nothing to do" in found["whole"][1]
+    said = [x for x in stderr.splitlines() if x.startswith("train.py: ")]
+    assert said.count("train.py: resumes after step 4 of 6") == 6, said
+    said = [x for x in said if not re.match("train.py: (resumes|steps?:?) ", x)]
+    assert len(said) == 4 and "rows was 2, now 1; cols was 1, now 2: from now on" in said[0]
     assert "has other options: rate was 0.001, now 0.1" in said[1]
-    drive("train.py", 3, *options, "--folder", tmp_path / "ranks", "--resume", timeout=LONG)
+    assert "ranks was 2, now 3; " in said[3] and ": from now on" in said[3]
     for name in ("grid", "ranks"):
-        losses = load(path_of(tmp_path / name, 6)).losses
+        losses = load(path_of(path / name, 6)).losses
         assert losses[:4] == expected[1][:4]
         assert losses == pytest.approx(expected[1], rel=1e-5)
-    ranges = load(path_of(tmp_path / "ranks", 6)).ranges
+    ranges = load(path_of(path / "ranks", 6)).ranges
     assert [(x["begin"], x["end"], x["ranks"]) for x in ranges] == [(0, 4, 2), (4, 6, 3)]
-    run = read_file(tmp_path / "grid.h5", TRAINING_SCHEMA)
+    run = read_file(path / "grid.h5", TRAINING_SCHEMA)
     assert [x["rows"] for x in run["ranges"].values()] == [2, 1] and len(run["loss"]) == 6
 
 
-def test_ranks_of_other_nodes_need_no_folder(tmp_path):
-    """Only rank 0 reads and writes checkpoints."""
-    options = [*TRAIN, "--folder", tmp_path / "run", "--every", 2]
-    drive("train.py", 2, *options, "--steps", 4, timeout=LONG)
-    shutil.rmtree(path_of(tmp_path / "run", 4))
-    hidden = f"""
-import builtins
-real = builtins.open
-def hide(file, *args, **kwargs):
-    if rank and str(file).startswith({str(tmp_path)!r}):
-        raise OSError(f"rank {{rank}} opens {{file}}")
-    return real(file, *args, **kwargs)
-builtins.open = hide
-"""
-    drive("train.py", 2, *options, "--steps", 4, "--resume", sabotage=hidden, timeout=LONG)
-    assert load(path_of(tmp_path / "run", 4)).step == 4
+def test_model_of_a_folder_of_checkpoints(runs, tmp_path, capsys):
+    """A model is taken from the latest checkpoint that is whole, and others are told."""
+    path = shutil.copytree(runs[0] / "whole", tmp_path / "run")
+    weights = path_of(path, 6) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    found = open_model(checkpoint_of(path))[0].state_dict()
+    told = capsys.readouterr().err
+    assert told.startswith(f"refused: {path_of(path, 6)} is damaged: ") and told.count("\n") == 1
+    expected = load_file(path_of(path, 4) / "model.safetensors")
+    assert all(torch.equal(found[x], y) for x, y in expected.items())
 
 
-# Files cannot become larger while a checkpoint is written; MPI needs files, too.
-FULL = """
-import resource
-from a2d_mpi.experiments import checkpoint
-real = checkpoint.new_folder
-def limited(path):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
-    return real(path)
-checkpoint.new_folder = limited
-"""
-
-
-def test_full_disk(tmp_path):
+def test_full_disk(runs):
     """If a checkpoint cannot be written, the job ends, and earlier ones stay."""
-    options = [*TRAIN, "--folder", tmp_path / "run", "--every", 2, "--steps", 4]
-    drive("train.py", 2, *options, timeout=LONG)
-    shutil.rmtree(path_of(tmp_path / "run", 4))
-    before = bits(tmp_path / "run", 2)
-    done = drive("train.py", 2, *options, "--resume", sabotage=FULL, timeout=LONG, code=2)
-    assert done.stderr.count("train.py: error: ") == 1 and "Traceback" not in done.stderr
-    assert f"train.py: error: cannot write {path_of(tmp_path / 'run', 4)}: " in done.stderr
-    assert names(tmp_path / "run") == ["step-000000002"] and bits(tmp_path / "run", 2) == before
+    path, _, found, _, stderr = runs
+    assert found["full"][0] == 2 and "Traceback" not in stderr
+    assert f"train.py: error: cannot write {path_of(path / 'full', 6)}: " in stderr
+    assert names(path / "full") == ["step-000000004"]
+    assert bits(path / "full", 4) == bits(path / "whole", 4)
 
 
-def test_not_finite(tmp_path):
+def test_not_finite(runs):
     """A loss that is not finite ends the training, and its checkpoints stay."""
-    done = drive("train.py", 2, *TRAIN, "--folder", tmp_path, "--every", 1, "--steps", 30,
-                 "--rate", 1e6, "--clip", 0, timeout=LONG, code=1)  # fmt: skip
-    assert "the training ends, and its checkpoints stay" in done.stderr
-    for path in tmp_path.iterdir():
-        model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    path, _, found, stderr, _ = runs
+    assert found["infinite"][0] == 1, stderr
+    assert "the training ends, and its checkpoints stay" in stderr
+    for step in (path / "infinite").iterdir():
+        model = transformers.AutoModelForCausalLM.from_pretrained(step)
         assert all(x.isfinite().all() for x in model.parameters())
-    assert len(os.listdir(tmp_path)) in (1, 2)
+    assert len(names(path / "infinite")) in (1, 2)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 import transformers
-from helpers import SECONDS, assert_each_refused, drive
+from helpers import SECONDS, assert_one_line_each, drive, drive_each
 from killing import family, kill, start
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
@@ -42,8 +42,22 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_text(folder, tmp_path):
-    """Each prompt gets the sampled tokens of one process; a cache of all tokens but the last."""
+# Tell the grid.
+GRID = """
+from a2d_mpi.experiments import generate
+real = generate.ProcessGrid
+def told(*given):
+    print(f"rank {rank}: grid", *given[1:], file=sys.stderr)
+    return real(*given)
+generate.ProcessGrid = told
+"""
+
+
+def test_text_and_refusals(folder, tmp_path):
+    """Each prompt gets the sampled tokens of one process; a cache of all tokens but the last.
+
+    The grid is the one with the fewest bytes: keys of few heads are sent.
+    """
     file = tmp_path / "prompt.txt"
     file.write_bytes(bytes(range(1, 200)))
     model, expected = transformers.AutoModelForCausalLM.from_pretrained(folder), []
@@ -54,17 +68,7 @@ def test_text(folder, tmp_path):
         expected.append(bytes(made[0, ids.shape[1] :].tolist()).decode(errors="replace"))
     options = ["--prompt-file", file, "--prompt", PROMPT, "--tokens", 9]
     options += ["--temperature", 0.7, "--seed", 3]
-    done = drive("generate.py", 3, folder, *options)
-    text = r"--- prompt 0\n(.*)\n\n199 tokens .*\n--- prompt 1\n(.*)\n\n19 tokens .*tokens/s "
-    found = re.fullmatch(text + r"\(9 in all\); .*\n", done.stdout, re.DOTALL)
-    assert found, done.stdout
-    assert [*found.groups()] == [re.sub(r"\r\n?", "\n", x) for x in expected]
-    kept = [int(x) for x in re.findall(r"all\); (\d+) bytes of cache", done.stdout)]
-    token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, elements, bytes
-    assert all(x >= token * -(-n // 3) for x, n in zip(kept, (207, 27))), kept
 
-
-def test_refused(folder, tmp_path):
     save(tmp_path / "odd", 300)
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "config.json").write_text("{}")
@@ -75,19 +79,32 @@ def test_refused(folder, tmp_path):
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
     fast.save_pretrained(tmp_path / "few")
     mine = ["--prompt", "x"]
-    assert_each_refused([
-        ("generate.py", [folder], [], "give --prompt or --prompt-file"),
-        ("generate.py", [folder, "--prompt", ""], [], "--prompt must not be empty"),
-        ("generate.py", [folder, "--prompt-file", tmp_path / "empty"], [], "must not be empty"),
-        ("generate.py", [folder, "--prompt-file", tmp_path / "no"], [], "No such file"),
-        ("generate.py", [folder, *mine, "--room", "1,2,3"], [], "tokens for each of the 2 ranks"),
-        ("generate.py", [folder, *mine, "--room", "40,40"], [], "do not fit"),
-        ("generate.py", [folder, *mine, "--room", "1,2"], ["--room", "1,3"], "on --room"),
-        ("generate.py", [folder, *mine, "--tokens", 401], [], "1 tokens and 401 new ones"),
-        ("generate.py", [tmp_path / "odd", *mine], [], "a vocabulary of 256, got 300"),
-        ("generate.py", [tmp_path / "none", *mine], [], "none"),
-        ("generate.py", [tmp_path / "few", "--prompt", "a far"], [], "0 to 99, got 100"),
-    ], 2)  # fmt: skip
+    refused = [
+        ([folder], [], "give --prompt or --prompt-file"),
+        ([folder, "--prompt", ""], [], "--prompt must not be empty"),
+        ([folder, "--prompt-file", tmp_path / "empty"], [], "must not be empty"),
+        ([folder, "--prompt-file", tmp_path / "no"], [], "No such file"),
+        ([folder, *mine, "--room", "1,2"], [], "tokens for each of the 3 ranks"),
+        ([folder, *mine, "--room", "40,40,2"], [], "do not fit"),
+        ([folder, *mine, "--room", "1,2,3"], ["--room", "1,3,3"], "on --room"),
+        ([folder, *mine, "--tokens", 401], [], "1 tokens and 401 new ones"),
+        ([tmp_path / "odd", *mine], [], "a vocabulary of 256, got 300"),
+        ([tmp_path / "none", *mine], [], "none"),
+        ([tmp_path / "few", "--prompt", "a far"], [], "0 to 99, got 100"),
+    ]
+    cases = [("generate.py", [folder, *options], [])]
+    cases += [("generate.py", *x[:2]) for x in refused]
+    done, said = drive_each(cases, 3, GRID, timeout=300)
+    assert [code for code, _ in said] == [0, *[2] * len(refused)], done.stderr
+    assert_one_line_each(done, [x for *_, x in refused], 300)
+    assert "rank 0: grid 3 1 1\n" in done.stderr
+    text = r"--- prompt 0\n(.*)\n\n199 tokens .*\n--- prompt 1\n(.*)\n\n19 tokens .*tokens/s "
+    found = re.fullmatch(text + r"\(9 in all\); .*\n", said[0][1], re.DOTALL)
+    assert found, said[0]
+    assert [*found.groups()] == [re.sub(r"\r\n?", "\n", x) for x in expected]
+    kept = [int(x) for x in re.findall(r"all\); (\d+) bytes of cache", said[0][1])]
+    token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, elements, bytes
+    assert all(x >= token * -(-n // 3) for x, n in zip(kept, (207, 27))), kept
 
 
 def test_bytes_are_streamed(capsys):
@@ -114,11 +131,11 @@ def counted(*given):
 decoding.Steps.attend = counted
 """
     options = ["--prompt", PROMPT, "--tokens", 300]
-    done = drive("generate.py", 3, folder, *options, sabotage=sabotage, code=None)
+    done = drive("generate.py", 2, folder, *options, sabotage=sabotage, code=None)
     assert done.returncode != 0 and done.seconds < SECONDS
     assert "tokens/s" not in done.stdout
+    assert "generate.py: rank 1 failed" in done.stderr, done.stderr
     assert done.stderr.count("generate.py: ") == 1, done.stderr
-    assert "generate.py: rank 1 failed" in done.stderr
 
 
 @pytest.mark.launches
@@ -127,11 +144,11 @@ def test_ctrl_c(tmp_path):
     save(tmp_path, max_position_embeddings=100_000)
     # Sampled bytes have spaces: a streamer prints words.
     options = ["--prompt", PROMPT, "--tokens", 90_000, "--temperature", 1]
-    job = start(3, tmp_path, *options, program="generate.py")
+    job = start(2, tmp_path, *options, program="generate.py")
     try:
         assert job.stdout.read(1)  # the text has begun
         processes, ranks = family(job)
-        assert len(ranks) == 3
+        assert len(ranks) == 2
         job.send_signal(signal.SIGINT)
         stdout, stderr = job.communicate(timeout=SECONDS)
         assert "tokens/s" not in stdout and "Traceback" not in stderr

@@ -1,4 +1,4 @@
-"""What docs/pytorch.md shows.
+"""What docs/pytorch.md and docs/distributed.md show, and the example of PyTorch.
 
 Needs the extra `torch`: `bash jobs/test.sh torch`.
 """
@@ -6,7 +6,8 @@ Needs the extra `torch`: `bash jobs/test.sh torch`.
 import importlib
 import re
 
-from helpers import launch
+import pytest
+from helpers import ROOT, launch
 from pages import blocks, read
 
 from a2d_mpi.experiments.models import open_model
@@ -25,19 +26,66 @@ with torch.no_grad():
 error = embeddings - torch.nn.functional.normalize(torch.stack(alone))
 assert error.abs().max() < 1e-6, error
 """
+# Compiling for the CPU takes half a minute.
+QUICK = """
+import torch
+compiled, real = [], torch.compile
+torch.compile = lambda x: compiled.append(x) or real(x, backend="aot_eager")
+"""
+# A Trainer on one process gets the sequences of both replicas.
+REPLICAS = """
+good = [len(compiled) == 2, len({*comm.allgather(tuple(x.item() for x in norms))}) == 1]
+if comm.rank == 0:
+    pairs = [{x: torch.stack([y[x] for y in z]) for x in z[0]} for z in zip(texts(0), texts(1))]
+    torch.manual_seed(0)
+    one = LlamaForCausalLM(LlamaConfig(**config.to_dict()))  # config names the attention of cp
+    alone = Trainer(one, arguments, train_dataset=pairs, data_collator=lambda x: x[0])
+    alone.train()
+    for step, found, exact in zip(range(3), trainer.state.log_history, alone.state.log_history):
+        good += [abs(found[x] / exact[x] - 1) < 1e-5 for x in ("loss", "grad_norm")]
+    good += [torch.allclose(x, y, 0, 1e-6) for x, y in zip(model.parameters(), one.parameters())]
+    print("good", all(good), len(good))
+"""
+# The programs run in one launch, because PyTorch takes long to import.
+EACH = "import runpy, sys\nfor x in sys.argv[1:]: runpy.run_path(x, run_name='__main__')"
 
 
-def test_page(tmp_path):
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """Run the programs; return their folder, and what they printed."""
+    path, example = tmp_path_factory.mktemp("pages"), ROOT / "examples" / "pytorch.py"
+    for name, parts in {
+        "pytorch": [*blocks("docs/pytorch.md", "python"), END],
+        "distributed": [QUICK, *blocks("docs/distributed.md", "python"), REPLICAS],
+    }.items():
+        (path / f"{name}.py").write_text("\n".join(parts))
+    open_model("gemma3-tiny")[0].save_pretrained(path / "FOLDER")
+    programs = example, path / "pytorch.py", path / "distributed.py"
+    return path, launch(4, "-c", EACH, *programs, cwd=path, timeout=300).stdout
+
+
+def test_example(printed):
+    """The example of PyTorch trains."""
+    assert len((ROOT / "examples" / "pytorch.py").read_text().splitlines()) <= 25
+    found = re.findall(r"rank (\d), step (\d): loss (\d\.\d+)", printed[1])
+    first, last = ([float(x) for _, y, x in found if y == step] for step in "04")
+    assert len(found) == 20 and len(first) == 4 and max(last) < min(first), found
+
+
+def test_page_of_distributed(printed):
+    """All ways have the same norms, and the Trainer has those of one process."""
+    folder, said = printed
+    assert re.search("^good True 29$", said, re.M) and (folder / "trained").is_dir(), said
+
+
+def test_page(printed):
     """The examples run as one program; names of the room exist."""
-    example = tmp_path / "example.py"
-    example.write_text("\n".join([*blocks("docs/pytorch.md", "python"), END]))
-    open_model("gemma3-tiny")[0].save_pretrained(tmp_path / "FOLDER")
-    done = launch(4, example, cwd=tmp_path, timeout=200)
-    steps = re.findall(r"^(\d) ([\d.]+)$", done.stdout, re.MULTILINE)
-    assert [step for step, _ in steps] == ["0", "1", "2"], done.stdout
+    said = printed[1]
+    steps = re.findall(r"^(\d) ([\d.]+)$", said, re.MULTILINE)
+    assert [step for step, _ in steps] == ["0", "1", "2"], said
     first, _, last = (float(loss) for _, loss in steps)
     assert last < first < 6
-    (kept,) = re.findall(r"^torch.Size\(\[1, 2340\]\) \[([\d, ]+)\]$", done.stdout, re.MULTILINE)
+    (kept,) = re.findall(r"^torch.Size\(\[1, 2340\]\) \[([\d, ]+)\]$", said, re.MULTILINE)
     kept = [int(x) for x in kept.split(",")]
     assert len(kept) == 4 and max(kept) < 1.2 * min(kept), kept
     room = importlib.import_module("a2d_mpi.torch")

@@ -54,10 +54,13 @@ def sequence(number=0):
     return torch.randint(VOCAB, (1, N), generator=torch.Generator().manual_seed(number))
 
 
-@pytest.fixture(params=[3, 4])
+BOTH = pytest.mark.parametrize("part", [3, 4], indirect=True)
+
+
+@pytest.fixture
 def part(request, comm):
-    """All ranks in groups of three or of four; the last group may be smaller."""
-    part = comm.Split(comm.rank // request.param, comm.rank)
+    """All ranks in groups of three, or of `param`; the last group may be smaller."""
+    part = comm.Split(comm.rank // getattr(request, "param", 3), comm.rank)
     yield part
     part.Free()
 
@@ -99,6 +102,7 @@ def summed_in_order(part, dtype, upload=np.array, download=np.array):
     sums.free()
 
 
+@BOTH
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_order_of_ranks(part, dtype):
     """All ranks get the sum in the order of ranks, bit for bit."""
@@ -216,6 +220,7 @@ def far(found, exact):
     ("Mixtral", "in the call", N), ("Mixtral", "in the config", 40),
     ("Qwen3Moe", "in the call", 40), ("GptOss", "in the config", N),
 ])  # fmt: skip
+@BOTH
 def test_balance_loss(part, parallel, name, asked, end):
     """Loss, balance loss and all gradients are those of one process, without padding."""
     ids, one, in_call = sequence(), build(name), asked == "in the call"

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import assert_all, launch
-from pages import blocks
+from helpers import assert_all
 from refused import message_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -308,33 +307,3 @@ def test_process_groups_that_are_refused(comm, monkeypatch):
     same = (dist.get_rank(), dist.get_world_size()) == (comm.rank, comm.size)
     assert_all(comm, same and int(total) == sum(range(comm.size)), f"{total}")
     dist.destroy_process_group()
-
-
-# Compiling for the CPU takes half a minute.
-QUICK = """
-import torch
-compiled, real = [], torch.compile
-torch.compile = lambda x: compiled.append(x) or real(x, backend="aot_eager")
-"""
-# A Trainer on one process gets the sequences of both replicas.
-END = """
-good = [len(compiled) == 2, len({*comm.allgather(tuple(x.item() for x in norms))}) == 1]
-if comm.rank == 0:
-    pairs = [{x: torch.stack([y[x] for y in z]) for x in z[0]} for z in zip(texts(0), texts(1))]
-    torch.manual_seed(0)
-    one = LlamaForCausalLM(LlamaConfig(**config.to_dict()))  # config names the attention of cp
-    alone = Trainer(one, arguments, train_dataset=pairs, data_collator=lambda x: x[0])
-    alone.train()
-    for step, found, exact in zip(range(3), trainer.state.log_history, alone.state.log_history):
-        good += [abs(found[x] / exact[x] - 1) < 1e-5 for x in ("loss", "grad_norm")]
-    good += [torch.allclose(x, y, 0, 1e-6) for x, y in zip(model.parameters(), one.parameters())]
-    print("good", all(good), len(good))
-"""
-
-
-def test_page(tmp_path):
-    """The examples run as one program: all ways have the same norms, the Trainer one process's."""
-    example = tmp_path / "example.py"
-    example.write_text("\n".join([QUICK, *blocks("docs/distributed.md", "python"), END]))
-    done = launch(4, example, timeout=200, cwd=tmp_path)
-    assert "\ngood True 29\n" in done.stdout and (tmp_path / "trained").is_dir(), done.stdout

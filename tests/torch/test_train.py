@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import ROOT, drive, drive_each
+from helpers import ROOT, assert_one_line_each, drive_each
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -111,22 +111,44 @@ def expected(folders):
     return {x: plain(folders[x], **y) for x, (_, y) in CASES.items()}
 
 
-@pytest.mark.parametrize("ranks, ways", [
-    (3, ["--method", "ring"]), (4, ["--rows", 2, "--head-ranks", 2]), (6, ["--rows", 2]),
-])  # fmt: skip
-def test_equals_one_process(tmp_path, folders, expected, ranks, ways):
+WAYS = {3: ["--method", "ring"], 4: ["--rows", 2, "--head-ranks", 2], 6: ["--rows", 2]}
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory, folders, words):
+    """Run all trainings of this file in one launch, because PyTorch takes long to import.
+
+    Return the folder of their files, the exit code and stdout of each, what is to be said of those
+    that are refused, and stderr.
+    """
+    path = tmp_path_factory.mktemp("jobs")
+    cases = {}
+    for ranks, ways in WAYS.items():
+        for name, (options, _) in CASES.items():
+            files = ["--folder", path / f"{name}-{ranks}", "--output", path / f"{name}-{ranks}.h5"]
+            command = [folders[name], TEXT, *COMMON, *options, *ways, *files]
+            cases[name, ranks] = "train.py", command, [], ranks
+    for dtype in ("float32", "float64"):
+        command = [folders["gpt2"], *SHORT, "--seed", MARK, "--dtype", dtype]
+        cases["wrong", dtype] = "train.py", command, [], 2
+    refused = refused_ones(path, words)
+    for x, command in (good_ones(path, words) | refused).items():
+        cases[x] = "train.py", command, [], 2
+    done, found = drive_each([*cases.values()], max(WAYS), WRONG, timeout=LONG)
+    return path, dict(zip(cases, found)), [*refused], done.stderr
+
+
+@pytest.mark.parametrize("ranks", WAYS)
+def test_equals_one_process(jobs, expected, ranks):
     """Losses and weights after ten steps are those of plain transformers."""
-    files = {x: ["--folder", tmp_path / x, "--output", tmp_path / f"{x}.h5"] for x in CASES}
-    cases = [("train.py", [folders[x], TEXT, *COMMON, *options, *ways, *files[x]], [])
-             for x, (options, _) in CASES.items()]  # fmt: skip
-    done, found = drive_each(cases, ranks, timeout=LONG)
-    assert [code for code, _ in found] == [0, 0], done.stdout + done.stderr
-    for (name, (losses, model)), (_, said) in zip(expected.items(), found):
-        assert said.count("(passed, bound 1e-10)") == 2
-        run = read_file(tmp_path / f"{name}.h5", TRAINING_SCHEMA)
+    path, found, _, stderr = jobs
+    for name, (losses, model) in expected.items():
+        code, said = found[name, ranks]
+        assert code == 0 and said.count("(passed, bound 1e-10)") == 2, said + stderr
+        run = read_file(path / f"{name}-{ranks}.h5", TRAINING_SCHEMA)
         assert np.allclose(run["loss"], losses, rtol=1e-6, atol=0), (run["loss"], losses)
         assert losses[-1] < losses[0] - 0.1
-        (folder,) = (tmp_path / name).iterdir()
+        (folder,) = (path / f"{name}-{ranks}").iterdir()
         trained = transformers.AutoModelForCausalLM.from_pretrained(folder)
         assert trained.dtype == torch.float64
         for x, y in zip(trained.parameters(), model.parameters()):
@@ -159,13 +181,14 @@ def evaluated(model):
     return float(torch.cat(losses).mean())
 
 
-# One rank has wrong gradients, in float32.
-WRONG = """
+# One rank has wrong gradients, in float32, in runs with this seed.
+MARK = 1234
+WRONG = f"""
 from a2d_mpi.torch import gradients
 real = gradients.GradientHooks._start
 def start(self):
     for x in self._parameters:
-        if rank == 1 and x.grad is not None and x.element_size() == 4:
+        if rank == 1 and x.grad is not None and x.element_size() == 4 and "{MARK}" in sys.argv:
             x.grad.mul_(1.01)
     real(self)
 gradients.GradientHooks._start = start
@@ -173,12 +196,11 @@ gradients.GradientHooks._start = start
 SHORT = [TEXT, "--seqlen", 60, "--separator", r"\n\n", "--steps", 2]
 
 
-def test_wrong_gradients_are_found(folders):
+def test_wrong_gradients_are_found(jobs):
     """The check of the first step fails if one rank has a wrong gradient."""
-    cases = [[folders["gpt2"], *SHORT], [folders["gpt2"], *SHORT, "--dtype", "float64"]]
-    done, found = drive_each([("train.py", x, []) for x in cases], 2, WRONG, timeout=LONG)
-    assert [code for code, _ in found] == [1, 0], done.stdout + done.stderr
-    assert "gradients: error" in found[0][1] and "(FAILED, bound 1e-05)" in found[0][1]
+    (code, said), (other, _) = (jobs[1]["wrong", x] for x in ("float32", "float64"))
+    assert (code, other) == (1, 0), said + jobs[3]
+    assert "gradients: error" in said and "(FAILED, bound 1e-05)" in said
 
 
 @pytest.fixture(scope="module")
@@ -198,8 +220,19 @@ def words(tmp_path_factory):
     return folder
 
 
-def test_models_texts_and_refusals(tmp_path, folders, words):
-    """Windows, experts, bfloat16, a tokenizer, two texts; bad input is refused in one line."""
+def good_ones(path, words):
+    """Windows, experts, bfloat16, a tokenizer, two texts, one of them binary."""
+    profile = ["--profile", ROOT / "data" / "results" / "16x1.toml"]
+    return {
+        "windows": ["gemma3-tiny", *SHORT, "--dtype", "bfloat16", "--checkpoint-layers"],
+        "experts": ["qwen3-moe-tiny", *SHORT, *profile],
+        "tokenizer": [words, ROOT / "README.md", *SHORT, "--folder", path / "words"],
+        "bytes": ["llama-tiny", path / "binary", *SHORT],
+    }
+
+
+def refused_ones(path, words):
+    """Return bad input by what is said of it."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2, "vocab_size": 256}
     whole = sizes | {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
@@ -208,30 +241,23 @@ def test_models_texts_and_refusals(tmp_path, folders, words):
         "bert": transformers.BertConfig(**whole),
         "vocabulary": transformers.LlamaConfig(**sizes | {"vocab_size": 300}),
     }.items():
-        config.save_pretrained(tmp_path / name)
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_text("{")
-    (tmp_path / "empty").write_text("")
-    (tmp_path / "binary").write_bytes(bytes(range(256)))
-    more, long = ["--dtype", "bfloat16", "--checkpoint-layers"], ["--seqlen", 2048]
-    profile = ["--profile", ROOT / "data" / "results" / "16x1.toml"]
-    good = [
-        ["gemma3-tiny", *SHORT, *more],
-        ["qwen3-moe-tiny", *SHORT, *profile],
-        [words, ROOT / "README.md", *SHORT, "--folder", tmp_path / "words"],
-    ]
-    refused = {
+        config.save_pretrained(path / name)
+    (path / "broken").mkdir()
+    (path / "broken" / "config.json").write_text("{")
+    (path / "empty").write_text("")
+    (path / "binary").write_bytes(bytes(range(256)))
+    long = ["--seqlen", 2048]
+    return {
         "MODEL must be one of llama-tiny, ": ["nope", *SHORT],
-        "transformers cannot open the model in": [tmp_path / "broken", *SHORT],
-        "vocabulary of 256, got 300": [tmp_path / "vocabulary", *SHORT],
-        "has dropout 0.1 in attention, not 0": [tmp_path / "dropout", *SHORT],
-        "its masks are not causal": [tmp_path / "bert", *SHORT],
+        "transformers cannot open the model in": [path / "broken", *SHORT],
+        "vocabulary of 256, got 300": [path / "vocabulary", *SHORT],
+        "has dropout 0.1 in attention, not 0": [path / "dropout", *SHORT],
+        "its masks are not causal": [path / "bert", *SHORT],
         "the model 1024 positions: --seqlen 1024": [
             "gpt2-tiny", *SHORT, *long, "--separator", ""],
         "/none: No such file": ["llama-tiny", "/none"],
-        "empty has no text": ["llama-tiny", tmp_path / "empty"],
-        "needs text in UTF-8: 'utf-8' codec can't decode byte 0x80 in position 128": [
-            words, tmp_path / "binary"],
+        "empty has no text": ["llama-tiny", path / "empty"],
+        "binary: the model's tokenizer needs text in UTF-8: ": [words, path / "binary"],
         "holds out none or all": ["llama-tiny", *SHORT, "--validate", 1e-3],
         "tokens, but --seqlen 2048 needs more": [
             "llama-tiny", *SHORT, *long, "--validate", 0.1],
@@ -242,14 +268,19 @@ def test_models_texts_and_refusals(tmp_path, folders, words):
             "llama-tiny", *SHORT, "--seqlen", "64K", "--separator", ""],
         "must be a number from 0": ["llama-tiny", *SHORT, "--clip", -1],
     }  # fmt: skip
-    cases = [("train.py", x, []) for x in (*good, *refused.values())]
-    done, found = drive_each(cases, 2, timeout=LONG)
-    assert [code for code, _ in found] == [0] * len(good) + [2] * len(refused), done.stderr
-    said = re.findall(r"^train\.py: error: (.*)$", done.stderr, re.MULTILINE)
+
+
+def test_models_texts_and_refusals(jobs):
+    """All kinds of models train, and bad input is refused in one line."""
+    path, found, refused, stderr = jobs
+    good = [found[x] for x in ("windows", "experts", "tokenizer", "bytes")]
+    assert all(code == 0 and text.count("(passed, bound") == 2 for code, text in good), good
+    assert [x for x, (code, _) in found.items() if code == 2] == refused, stderr
+    said = re.findall(r"^train\.py: error: (.*)$", stderr, re.MULTILINE)
     wrong = [(x, y) for x, y in zip(refused, said) if x not in y]
-    assert not wrong and len(said) == len(refused), done.stderr
-    assert all(text.count("(passed, bound") == 2 for _, text in found[: len(good)]), found
-    (folder,) = (tmp_path / "words").iterdir()
+    assert not wrong and len(said) == len(refused), stderr
+    assert "Loading weights" not in stderr  # on each rank
+    (folder,) = (path / "words").iterdir()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert tokenizer("the Work")["input_ids"] == [1, 4]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -257,7 +288,11 @@ def test_models_texts_and_refusals(tmp_path, folders, words):
     assert "a2d_mpi" not in str(config) and model.config._attn_implementation == "sdpa"
 
 
-def test_needs_torch():
-    without = "sys.modules['torch'] = None"
-    done = drive("train.py", 2, "llama-tiny", TEXT, sabotage=without, timeout=LONG, code=2)
-    assert done.stderr.count("error: ") == 1 and "pip install a2d_mpi[torch]" in done.stderr
+def test_needs_torch(tmp_path):
+    """All drivers with models say so where PyTorch is missing."""
+    output = ["--output", tmp_path / "new.h5"]
+    cases = {"train.py": [TEXT], "bench.py decode": output, "generate.py": ["--prompt", "a"]}
+    cases = [(x, ["llama-tiny", *y], []) for x, y in cases.items()]
+    done, found = drive_each(cases, 2, "sys.modules['torch'] = None")
+    assert [code for code, _ in found] == [2] * 3
+    assert_one_line_each(done, ["pip install a2d_mpi[torch]"] * 3)
