@@ -3,6 +3,7 @@
 import re
 import subprocess
 from configparser import ConfigParser
+from importlib.util import find_spec
 
 from helpers import ROOT
 
@@ -26,7 +27,7 @@ def needed(text, pattern=r"^ *([\w-]+)>=([\d.]+)"):
 
 BUILD = needed(re.search(r'requires = \["(.*)"\]', read("pyproject.toml"))[1])
 EXPECTED = {"python": PYTHON, **BUILD, **needed(CONFIG["options"]["install_requires"])}
-SPACK, CONDA = read("jobs/spack/package.py"), read("jobs/conda/meta.yaml")
+SPACK, CONDA = read("jobs/spack/package.py"), read("jobs/conda/recipe.yaml")
 OF_SPACK = EXPECTED | needed(EXTRAS["numba"]) | needed(EXTRAS["plot"])
 
 
@@ -39,7 +40,7 @@ def of_conda(text):
 
 
 def test_recipes():
-    assert of_spack(SPACK) == OF_SPACK and of_conda(CONDA) == EXPECTED
+    assert of_spack(SPACK) == OF_SPACK and of_conda(CONDA) == EXPECTED | needed(EXTRAS["numba"])
     assert f'version("{VERSION}")' in SPACK and f'license("{LICENSE}")' in SPACK
     for extra in ("numba", "plot"):
         assert f'variant("{extra}"' in SPACK and f'when="+{extra}")' in SPACK
@@ -48,6 +49,24 @@ def test_recipes():
     path = re.search(r"^  path: (.*)$", CONDA, re.MULTILINE)[1]
     assert (ROOT / "jobs" / "conda" / path).resolve() == ROOT
     compile(SPACK, "package.py", "exec")
+
+
+def test_conda_recipe():
+    """rattler-build, which the extra lint has, reads the recipe as it is meant."""
+    if find_spec("rattler_build") is None:
+        return
+    from rattler_build import Stage0Recipe, VariantConfig
+
+    recipe = Stage0Recipe.from_file(str(ROOT / "jobs/conda/recipe.yaml"))
+    (rendered,) = recipe.render(VariantConfig())
+    found = rendered.recipe.to_dict()
+    assert found["package"] == {"name": "a2d_mpi", "version": VERSION}
+    run = {x.replace(" >=", ">=") for x in found["requirements"]["run"]}
+    lists = (*CONFIG["options"]["install_requires"].split("\n"), EXTRAS["numba"])
+    assert run == {x.partition(";")[0] for x in lists if x} | {f"python>={PYTHON}"}
+    assert found["build"]["noarch"] == "python"
+    (script,) = CONFIG["options.entry_points"]["console_scripts"].split("\n")[1:]
+    assert script in CONDA
 
 
 def test_sdist_is_the_repository():

@@ -123,6 +123,8 @@ plot.py results {bench} --output {tmp}/folder --what model | model: no predictio
 plot.py results {bench} --output {tmp}/folder --workload mine | no workload 'mine': causal-n64
 plot.py results {bench} --output {tmp}/folder --ranks 3 | was not run on 3 ranks
 plot.py results {bench} --output /proc/none | /proc/none
+plot.py results {sample} --output {tmp}/folder | --what scaling needs what bench writes
+plot.py results {sample} --output {tmp}/folder --what training | needs what train writes
 plot.py results {sample} --output {tmp}/folder --what trace | is not a file of --trace
 plot.py results {empty} --output {tmp}/folder | schema_version must be
 plot.py results {empty} --output {tmp}/folder --what training | the run has no step

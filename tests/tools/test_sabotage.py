@@ -1,7 +1,7 @@
 """The drivers' check catches some faults; `tests/tools/sabotage.py` tries all."""
 
 import pytest
-from sabotage import SABOTAGES, by_check
+from sabotage import SABOTAGES, by_check, by_tests
 
 # By sabotage: a check that fails.
 SOME = {
@@ -9,6 +9,7 @@ SOME = {
     "inputs-changed-before-use": "inputs",
     "inputs-known-by-identity": "dq",
     "last-bit-in-one-call": "repeat",
+    "page-returns-rows-of-others": "out",
 }
 
 
@@ -24,3 +25,9 @@ def test_the_driver_catches_some():
     right, missed, told, *caught = by_check(runs)
     assert (right, missed, told) == ([], [], ["dk"])
     assert all(x in found for x, found in zip(SOME.values(), caught)), dict(zip(SOME, caught))
+
+
+@pytest.mark.thorough
+def test_tests_catch_the_others():
+    names = [name for name, x in SABOTAGES.items() if not x.by_results]
+    assert names and all(map(by_tests, names))

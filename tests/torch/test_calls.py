@@ -212,6 +212,10 @@ def another_layer(model):
     model.model.layers[1] = copy.deepcopy(model.model.layers[0])
 
 
+def dropout(model):
+    model.transformer.h[0].mlp.dropout.p = 0.1
+
+
 def scaled(model):
     model.model.rotary_emb.inv_freq.mul_(0.5)
 
@@ -239,6 +243,7 @@ def nothing(model):
 
 
 ASKS = "in this call, but its plan has"
+CHANGED = ": make a new ContextParallel"
 # A model, what is changed after ContextParallel was made, arguments of the call, and the error, or
 # None: then it is equal to one process with the same change.
 CHANGES = {
@@ -253,14 +258,21 @@ CHANGES = {
     ),
     "is_causal of a window": ("Mistral", nothing, {"is_causal": False}, ASKS),
     "is_causal of the config": ("Llama", causal_off, {}, f"asks for Full() {ASKS} Causal()"),
-    "is_causal of layers": ("Llama", of_layers(is_causal=False), {}, "has is_causal=False"),
+    "is_causal of layers": (
+        "Llama",
+        of_layers(is_causal=False),
+        {},
+        "self_attn.is_causal was True and is False: make",
+    ),
     "window": ("Mistral", windows, {}, ASKS),
     "window of one layer": ("Gemma 3", windows, {}, ASKS),
     "types of layers": ("Gemma 3", swapped, {}, "passes sliding_window=9, but its mask has none"),
     "chunks": ("Llama 4", chunks, {}, ASKS),
-    "soft-cap": ("Gemma 2", of_layers(attn_logit_softcapping=5.0), {}, "has the soft-cap 5.0"),
-    "scale": ("Llama", of_layers(scaling=0.5), {}, "the model scales logits by 0.5"),
-    "dropout": ("Llama", of_layers(attention_dropout=0.1), {}, "dropout must be 0 in attention"),
+    "temperature": ("Llama 4", of_layers(attn_temperature_tuning=True), {}, CHANGED),
+    "soft-cap": ("Gemma 2", of_layers(attn_logit_softcapping=5.0), {}, CHANGED),
+    "scale": ("Llama", of_layers(scaling=0.5), {}, CHANGED),
+    "dropout in attention": ("Llama", of_layers(attention_dropout=0.1), {}, CHANGED),
+    "other dropout": ("GPT-2", dropout, {}, CHANGED),
     "sdpa in one layer": ("Llama", sdpa_in_one_layer, {}, "another attention implementation"),
     "another layer": ("Llama", another_layer, {}, "ContextParallel does not know a layer"),
     "frequencies": ("Llama", scaled, {}, None),

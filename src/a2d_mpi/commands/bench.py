@@ -24,6 +24,7 @@ from a2d_mpi.experiments.options import (
     tokens,
     whole,
 )
+from a2d_mpi.experiments.sweep import add_list, add_plans, add_workloads
 
 
 def attention(parser: Parser) -> Callable:
@@ -41,7 +42,6 @@ def attention(parser: Parser) -> Callable:
     runs what is not there yet.  Other numbers of ranks may add to the same file.
     """
     from a2d_mpi.experiments.bench import bench
-    from a2d_mpi.experiments.sweep import add_plans, add_workloads
 
     add_workloads(parser)
     group = parser.add_argument_group("plans")
@@ -89,7 +89,6 @@ def kernels(parser: Parser) -> Callable:
     the file.
     """
     from a2d_mpi.experiments.bench_kernel import BACKENDS, MASKS, bench_kernel, shape
-    from a2d_mpi.experiments.sweep import add_list
 
     group = parser.add_argument_group("workloads and kernels")
     add = group.add_argument
@@ -124,14 +123,10 @@ def train(parser: Parser) -> Callable:
     one process in float64.  The learning rate is 0, so every step must repeat the first loss.
     "auto" plans causal attention with the heads of the first layer.
     """
-    from a2d_mpi.experiments.sweep import add_list, add_plans
-
     group = _add_model(parser, ("float32", "float64", "bfloat16"))
     add_list(group, "seqlens", "seqlen", default="1K")
     add_plans(parser, group, default="attention2d,ring")
-    add_options(group, "profile")
-    text = "keep only the input of each layer for the backward pass, and compute the rest again"
-    group.add_argument("--checkpoint-layers", action="store_true", help=text)
+    add_options(group, "profile", "checkpoint-layers")
     add_engine(parser)
     return partial(run_torch, "bench_steps.bench_train")
 
@@ -181,7 +176,6 @@ def linear(parser: Parser) -> Callable:
     all bytes with the formula.
     """
     from a2d_mpi.experiments.bench_linear import LINEAR, bench_linear
-    from a2d_mpi.experiments.sweep import add_list
     from a2d_mpi.schedules.method import METHODS
 
     group = parser.add_argument_group("workloads and plans")

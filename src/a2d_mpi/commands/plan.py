@@ -12,7 +12,9 @@ Exit code 0: done.  2: bad input, or no plan fits, or no SimGrid.
 
 from collections.abc import Callable
 
+from a2d_mpi.experiments import plan
 from a2d_mpi.experiments.options import Parser, add_options, listed, path, real, whole
+from a2d_mpi.experiments.sweep import PLANNED, add_plans, add_workloads
 
 
 def rank(parser: Parser) -> Callable:
@@ -41,9 +43,6 @@ def rank(parser: Parser) -> Callable:
       memory         of a rank
       the end        what the plan loses against the first plan
     """
-    from a2d_mpi.experiments import plan
-    from a2d_mpi.experiments.sweep import PLANNED
-
     plan.add_problem(parser, PLANNED, needs_heads=False)
     text = "config.json of a model of transformers, or a folder that has one; see above"
     parser.add_argument("--model", type=path, metavar="FILE", help=text)
@@ -74,15 +73,12 @@ def simulate(parser: Parser) -> Callable:
     It needs SimGrid and a compiler: apt-get install g++ libsimgrid-dev (Debian, Ubuntu).  Python
     needs nothing of it.
     """
-    from a2d_mpi.experiments.plan import RANKS, simulate_all
-    from a2d_mpi.experiments.sweep import add_plans, add_workloads
-
     group = parser.add_argument_group("machines")
     add = group.add_argument
     text = "TOML files of machines, see data/machines"
     add_options(group, "profile", type=listed(path), metavar="FILE,...", required=True, help=text)
     text = "numbers of ranks: 64,256"
-    add("--ranks", type=listed(whole(1, RANKS)), metavar="N,...", default="64", help=text)
+    add("--ranks", type=listed(whole(1, plan.RANKS)), metavar="N,...", default="64", help=text)
     text = "networks, see above: switch,fat tree:4"
     add("--networks", type=listed(str), metavar="NETWORK,...", default="switch", help=text)
     text = "ranks compute, copy and merge in no time"
@@ -97,7 +93,7 @@ def simulate(parser: Parser) -> Callable:
     group = parser.add_argument_group("output")
     add_options(group, "output", required=True)
     add_options(group, "resume")
-    return simulate_all
+    return plan.simulate_all
 
 
 COMMANDS, DEFAULT = (rank, simulate), "rank"

@@ -16,6 +16,7 @@ import argparse
 from collections.abc import Callable
 
 from a2d_mpi.experiments.options import Parser, add_options, listed, one_of, path, tokens, whole
+from a2d_mpi.experiments.sweep import add_list, add_plans
 
 
 def results(parser: Parser) -> Callable:
@@ -91,7 +92,6 @@ def masks(parser: Parser) -> Callable:
     in the colour of the rank that computes them: the rank in the row of the query's owner and the
     column of the key's owner.  Below: the distribution, and the largest area of a rank / mean.
     """
-    from a2d_mpi.experiments.sweep import add_list
     from a2d_mpi.figures.mask_plots import plot_masks
 
     add_list(_add_picture(parser, 96), "masks", "mask", default="all")
@@ -127,7 +127,6 @@ def schedule(parser: Parser) -> Callable:
     neighbours share nodes, whose ranks have shades of one colour.
     """
     from a2d_mpi.experiments.plan import add_problem
-    from a2d_mpi.experiments.sweep import add_plans
     from a2d_mpi.figures import schedule_plots
 
     parser.add_argument("output", type=path, help="PNG, SVG or PDF file")

@@ -49,8 +49,7 @@ def build(parser: Parser) -> Callable:
     add("--clip", type=real(0, 1e6), metavar="X", default=1.0, help=text)
     text = "storage dtype of weights; bfloat16: products in it (autocast), weights in float32"
     add_options(group, "dtype", choices=DTYPES, help=text)
-    text = "keep only the input of each layer for the backward pass, and compute the rest again"
-    add("--checkpoint-layers", action="store_true", help=text)
+    add_options(group, "checkpoint-layers")
     text = "compare the first step with one process in float64"
     add("--check", choices=("first", "none"), default="first", help=text)
     add_options(group, "seed")

@@ -65,6 +65,7 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         together(comm, lambda: check_memory(what, nbytes, grid.sharing))
     tensors = together(comm, lambda: _read(args, info, plan))
     digests = together(comm, lambda: _digests(args), on=0) if args.output else None
+    origin = origin_of(comm, device) | (digests or {})
     checked = args.check != "none"
     if checked:
         _refuse_nan(comm, tensors)
@@ -77,11 +78,10 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     if trace:
         with trace.calls(plan, args.method):
             measured.call(dict(measured.tensors))  # the checked results stay
-        together(comm, trace.write, on=0)
+        together(comm, lambda: trace.write(origin), on=0)
     for _ in progress(range(args.trials), comm.rank, desc="trials"):
         measured.trial()
     named = {"mask": args.mask, "input": info.path}
-    origin = origin_of(comm, device) | (digests or {})
     result = measured.result(args, named, origin)
     try:
         if args.output:

@@ -32,7 +32,7 @@ from a2d_mpi.experiments import benchmark, results
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.files import Check
 from a2d_mpi.experiments.measure import open_device, origin_of
-from a2d_mpi.experiments.models import open_model
+from a2d_mpi.experiments.models import checkpoint_of, open_model
 from a2d_mpi.experiments.options import progress
 from a2d_mpi.experiments.ranks import check_room
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
@@ -82,6 +82,7 @@ def _file(comm: MPI.Intracomm, args: argparse.Namespace, schema: tuple) -> tuple
     given, tree = (args.output, schema, args.resume, settings), {"settings": settings}
     earlier = comm.bcast(together(comm, lambda: results.done_before(*given), on=0))
     done = {name for name, passed in earlier.items() if passed}  # others are made again
+    args.model = comm.bcast(together(comm, lambda: checkpoint_of(args.model), on=0))
     return done, lambda x: results.extend_file(args.output, schema, tree | {"runs": x})
 
 
@@ -133,11 +134,11 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     numbers = args.ranks or [1 << i for i in range(comm.size.bit_length())]
     if max(numbers) > comm.size:
         raise CollectiveError(f"--ranks must be at most {comm.size}, got {max(numbers)}")
+    done, write = _file(comm, args, results.DECODING_SCHEMA)
     model, _ = together(comm, lambda: open_model(args.model, args.dtype, args.seed))
     config, n = model.config.get_text_config(), args.requests * max(args.contexts)
     row = 24 * config.num_hidden_layers * config.hidden_size + config.vocab_size
     check_room(comm, f"{n} tokens (--requests, --contexts) of one process", 8 * n * row, 1)
-    done, write = _file(comm, args, results.DECODING_SCHEMA)
 
     def runs() -> Iterator[benchmark.Run]:
         for ranks, context in product(numbers, args.contexts):

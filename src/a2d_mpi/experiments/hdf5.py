@@ -236,10 +236,13 @@ def new_file(
             # Formats before HDF5 1.8 limit an attribute to 64 KiB, too little for 4095 host names.
             # Those before 1.10 have a B-tree of 2 KB for each packed array.  Since then the header
             # of an array has the place of its only chunk.
-            with h5py.File(disk, "r+" if extend else "w", libver=("v110", "v110")) as file:
-                if schema and not extend:
-                    file.attrs.update({"schema": schema[0], "schema_version": schema[1]})
-                yield file
+            try:
+                with h5py.File(disk, "r+" if extend else "w", libver=("v110", "v110")) as file:
+                    if schema and not extend:
+                        file.attrs.update({"schema": schema[0], "schema_version": schema[1]})
+                    yield file
+            except (OSError, RuntimeError) as error:  # HDF5 may read what it could not write
+                raise (disk.problem or error) from None
             if disk.problem:
                 raise disk.problem
             os.fsync(disk.fileno())

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -84,8 +84,8 @@ class Trace:
         self._end = self._comm.allreduce(max(ends, default=self._end), max)
         self.events += chain.from_iterable(self._comm.gather(events) or [])
 
-    def write(self) -> None:
-        """Write the file.  Local, for rank 0.
+    def write(self, origin: Mapping[str, object]) -> None:
+        """Write the file, with the provenance of the job in it.  Local, for rank 0.
 
         Raises
         ------
@@ -96,8 +96,9 @@ class Trace:
         for x in self.events:
             if "id" in x:
                 x["id"] = numbers.setdefault(x["id"], len(numbers))
+        end = f'"displayTimeUnit": "ms",\n"otherData": {json.dumps(origin)}'
         lines = ",\n".join(map(json.dumps, self.events))
-        text = f'{{"traceEvents": [\n{lines}\n],\n"displayTimeUnit": "ms"}}\n'
+        text = f'{{"traceEvents": [\n{lines}\n],\n{end}}}\n'
         write_whole(self._path, text.encode())
 
 

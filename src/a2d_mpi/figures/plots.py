@@ -52,12 +52,16 @@ from a2d_mpi.planning.workload import Workload
 
 def plot(args: argparse.Namespace) -> int:
     """Draw the figures that are asked for; returns the exit code."""
-    read, figures = next(x for x in FILE_KINDS if args.what[0] in x[1])
+    read, figures, program = next(x for x in FILE_KINDS if args.what[0] in x[1])
     if others := [x for x in args.what if x not in figures]:
         raise ValueError(
             f"--what: {others[0]!r} is none of {', '.join(figures)}, as {args.what[0]!r} is"
         )
-    chosen = read(args)
+    try:
+        chosen = read(args)
+    except ValueError as error:
+        what = f"--what {args.what[0]} needs what {program} writes"
+        raise ValueError(f"{error}; {what}, see --help for others") from None
     plt = pyplot(**SETTINGS)
     os.makedirs(args.folder, exist_ok=True)
     missing = []
@@ -570,12 +574,16 @@ def draw_trace(plt, events: list[dict]):
 FIGURES = {"scaling": draw_scaling, "phases": draw_phases, "bytes": draw_bytes,
            "model": draw_model}  # fmt: skip
 AT_SCALE = {"slopes": draw_slopes, "winners": draw_winners}
-FILE_KINDS: list[tuple[Callable, dict[str, Callable]]] = [
-    (read_runs, FIGURES),
-    (lambda args: read_file(args.results, TRAINING_SCHEMA), {"training": draw_losses}),
-    (lambda args: read_file(args.results, BENCHMARK_SCHEMA)["figures"], {"kernels": draw_kernels}),
-    (lambda args: read_scale(args.results, args.workload), AT_SCALE),
-    (read_crossover, {"crossover": draw_crossover}),
-    (lambda args: read_trace(args.results), {"trace": draw_trace}),
+FILE_KINDS: list[tuple[Callable, dict[str, Callable], str]] = [
+    (read_runs, FIGURES, "bench"),
+    (lambda args: read_file(args.results, TRAINING_SCHEMA), {"training": draw_losses}, "train"),
+    (
+        lambda args: read_file(args.results, BENCHMARK_SCHEMA)["figures"],
+        {"kernels": draw_kernels},
+        "bench kernels",
+    ),
+    (lambda args: read_scale(args.results, args.workload), AT_SCALE, "plan simulate"),
+    (read_crossover, {"crossover": draw_crossover}, "jobs/run.py study"),
+    (lambda args: read_trace(args.results), {"trace": draw_trace}, "attention --trace"),
 ]
-OTHERS = [name for _, figures in FILE_KINDS[1:] for name in figures]
+OTHERS = [name for _, figures, _ in FILE_KINDS[1:] for name in figures]

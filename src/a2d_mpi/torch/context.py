@@ -69,6 +69,7 @@ if TYPE_CHECKING:  # they load all of transformers
 PROBED = 16  # tokens of a rank in the probe
 KEPT = 8  # sets of documents whose plans are kept
 GENERATES = "transformers>=5.0"  # for generation; the oldest in which all tried models are right
+SWITCHES = "training", "gradient_checkpointing"  # attributes of modules that may change
 ENTRY = "call the model with **batch.inputs of a new batch = cp.shard(...), not a layer alone"
 PADDING = "a plan takes no padding mask: pack sequences as documents"
 
@@ -227,7 +228,11 @@ class ContextParallel:
         model.set_attn_implementation(self._name)
         # A model in the model may be called alone, and adapters call `forward`, without hooks.
         self._entries = set()
-        for x in (x for x in model.modules() if isinstance(x, PreTrainedModel)):
+        self._state: dict[torch.nn.Module, dict[str, Any]] = {}  # what no call should change
+        for x in model.modules():
+            if not isinstance(x, PreTrainedModel):
+                self._state[x] = _state_of(x)
+                continue
             names = [*inspect.signature(x.forward).parameters]
             if "position_ids" in names:
                 enter(x, owner, self._name, self._running, names)
@@ -305,13 +310,15 @@ class ContextParallel:
             asked = known_mask(where, shown, window, causal, found, known.longest)
         except ValueError as error:
             plan.refuse(str(error))
+        is_one = rows == 1 or hasattr(plan, "attend")
+        is_scaled = math.isclose(scaling, plan.softmax_scale) and softcap == plan.logit_softcap
+        if asked == kind.mask and is_one and is_scaled and not problem:
+            return plan  # each step of generation comes here in each layer
         problems = {
             f"{where} asks for {asked} in this call, but its plan has {kind.mask}": (
                 asked != kind.mask
             ),
-            f"the batch must be one sequence, got {rows}": (
-                rows != 1 and not hasattr(plan, "attend")
-            ),
+            f"the batch must be one sequence, got {rows}": not is_one,
             problem: bool(problem),
             f"the model scales logits by {scaling}, but the plan by {plan.softmax_scale}": (
                 not math.isclose(scaling, plan.softmax_scale)
@@ -375,6 +382,11 @@ class ContextParallel:
                 training and not self._training
             ),
         }
+        for x, was in self._state.items():
+            now = {y: vars(x).get(y) for y in was}
+            for y in was if now != was else ():
+                what = f"{self._paths[x]}.{y} was {was[y]} and is {now[y]}"
+                problems[f"{what}: make a new ContextParallel"] = was[y] != now[y]
         self._refuse(problems, number)
         return number
 
@@ -766,3 +778,9 @@ def _inside(mask: Mask, seqlen: int, cu_seqlens: np.ndarray | None) -> Mask:
     if cu_seqlens is None and not isinstance(mask, Documents):
         return mask
     return Documents(np.array([0, seqlen]) if cu_seqlens is None else cu_seqlens, inside=mask)
+
+
+def _state_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the numbers, texts and switches of a module that no call should change."""
+    plain = {x: y for x, y in vars(module).items() if isinstance(y, (bool, int, float, str))}
+    return {x: y for x, y in plain.items() if x[0] != "_" and x not in SWITCHES}

@@ -154,7 +154,11 @@ def _begin(positions, mask, owner, ours, training, problem):
     """Return positions and the number of their plans, () int64, in a compiled graph."""
     number = -1
     if ours:
-        number = _owner_of(owner)._number(positions, mask, training, problem)
+        found = _owner_of(owner)
+        unknown = [x for x in found.model.modules() if f"_{found._name}" in vars(x)]
+        if {*unknown} - {*found.layers}:
+            problem = f"ContextParallel does not know a layer: {COPY}"
+        number = found._number(positions, mask, training, problem)
     elif ticket := getattr(positions, "a2d_mpi", None):
         problem = OTHER if ticket.owner._freed else IMPLEMENTATION
         ticket.owner._refuse({problem: True}, ticket.plans)
