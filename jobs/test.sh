@@ -142,7 +142,7 @@ if [[ $torch == missing ]]; then
   lines+=("torch: not in the active environment, so its tests were not run")
 elif [[ $torch ]]; then
   use_env any test,torch test,torch .venv-torch
-  record "torch, serial" limited "$most" \
+  record "torch, serial" yielding limited "$most" \
     python -m pytest tests/torch -q --color=no -m "not mpi" "$@"
   record "torch, 4 ranks" run_mpi 4 "$most" \
     python -m pytest tests/torch -q --color=no --with-mpi -m mpi "$@"
