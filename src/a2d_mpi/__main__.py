@@ -54,7 +54,7 @@ def build_parser(name: str, prog: str | None = None, comm: MPI.Intracomm | None 
         return parser
     prog, module = prog or f"{name}.py", import_module(f"a2d_mpi.commands.{name}")
     if hasattr(module, "COMMANDS"):
-        from a2d_mpi.experiments.programs import Commands
+        from a2d_mpi.experiments.subcommands import Commands
 
         return Commands(prog, module.__doc__, *module.COMMANDS, comm=comm, default=module.DEFAULT)
     parser = Parser(prog, module.__doc__, comm)
@@ -82,7 +82,7 @@ def start(name: str, prog: str | None = None) -> NoReturn:
                 sys.exit(2)
     build = partial(build_parser, name, prog)
     if comm is None:
-        from a2d_mpi.experiments.programs import run_serial
+        from a2d_mpi.experiments.subcommands import run_serial
 
         run_serial(build)
     from a2d_mpi.experiments.cli import run

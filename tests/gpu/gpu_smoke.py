@@ -23,7 +23,7 @@ from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import flops
 from a2d_mpi.devices.cuda import Cuda
 from a2d_mpi.devices.protocol import Array
-from a2d_mpi.experiments.benchmark import random_inputs
+from a2d_mpi.experiments.bench_parts import random_inputs
 from a2d_mpi.kernels.cupy import CupyKernel
 from a2d_mpi.kernels.graphs import NotSupported, graphs_of
 

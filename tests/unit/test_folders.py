@@ -67,7 +67,7 @@ except ImportError:
 
 # What few runs need, and what other drivers share.
 UNUSED = """
-benchmark check_wire programs ranks results sweep user_files
+bench_parts check_wire ranks results subcommands sweep user_files
 """
 
 

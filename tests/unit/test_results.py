@@ -22,7 +22,7 @@ from mpi4py import MPI
 import a2d_mpi
 from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.experiments import origin
-from a2d_mpi.experiments.benchmark import measured
+from a2d_mpi.experiments.bench_parts import measured
 from a2d_mpi.experiments.files import Check, attributes_of, inspect_input, read_shard
 from a2d_mpi.experiments.hdf5 import create, read_file, write_file
 from a2d_mpi.experiments.measure import TIMED_PARTS

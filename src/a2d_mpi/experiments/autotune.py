@@ -33,7 +33,7 @@ from a2d_mpi.core.merge import merge
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.bench_kernel import kernel_calls
-from a2d_mpi.experiments.benchmark import in_turn, random_inputs, seconds_of
+from a2d_mpi.experiments.bench_parts import in_turn, random_inputs, seconds_of
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.measure import Measurement, open_device
 from a2d_mpi.experiments.options import aligned, progress

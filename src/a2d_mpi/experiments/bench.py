@@ -13,7 +13,7 @@ from mpi4py import MPI
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments.benchmark import plan_of, random_inputs, turns
+from a2d_mpi.experiments.bench_parts import plan_of, random_inputs, turns
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.measure import Measurement, open_device, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows, log, progress

@@ -23,7 +23,7 @@ from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.core.sizes import flops, parse_count
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
-from a2d_mpi.experiments.benchmark import in_turn, random_inputs, report
+from a2d_mpi.experiments.bench_parts import in_turn, random_inputs, report
 from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.hdf5 import check_output

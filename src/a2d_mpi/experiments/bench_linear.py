@@ -24,7 +24,7 @@ from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import squarest
-from a2d_mpi.experiments import benchmark
+from a2d_mpi.experiments import bench_parts
 from a2d_mpi.experiments.check import check_attention, samples
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.files import Check
@@ -54,12 +54,12 @@ def bench_linear(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         if args.output:
             write_file(args.output, SCHEMA, {**tree, "runs": runs})
 
-    code = benchmark.measured(comm, columns, _runs(grid, args), write)
+    code = bench_parts.measured(comm, columns, _runs(grid, args), write)
     grid.free()
     return code
 
 
-def _runs(grid: ProcessGrid, args: argparse.Namespace) -> Iterator[benchmark.Run]:
+def _runs(grid: ProcessGrid, args: argparse.Namespace) -> Iterator[bench_parts.Run]:
     """Measure a plan after the other at all lengths; the last call of each is checked."""
     comm = grid.comm
     for seqlen, name in product(args.seqlens, args.plans):
@@ -69,7 +69,7 @@ def _runs(grid: ProcessGrid, args: argparse.Namespace) -> Iterator[benchmark.Run
             plan = LinearAttention(grid, Causal(), **sizes, norm="none", states=LINEAR[name])
         else:
             plan = make_plan(name, grid, Causal(), **sizes)
-        tensors = benchmark.random_inputs(plan, True, args.seed)
+        tensors = bench_parts.random_inputs(plan, True, args.seed)
         for _ in range(args.trials):
             plan.traffic.clear()
             results, taken = _called(plan, tensors)
@@ -130,5 +130,5 @@ def _check_linear(plan: LinearAttention, t: Mapping[str, object], seed: int) -> 
     }
     mine, bound = np.isin(tokens, own), BOUNDS[plan.dtype.name]
     rows = np.searchsorted(own, tokens[mine])
-    within = partial(benchmark.within, bound, comm=comm)
+    within = partial(bench_parts.within, bound, comm=comm)
     return {name: within(t[name][rows], x[mine]) for name, x in exact.items()}

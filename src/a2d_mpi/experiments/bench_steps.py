@@ -28,7 +28,7 @@ from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import squarest
 from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments import benchmark, results
+from a2d_mpi.experiments import bench_parts, results
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.files import Check
 from a2d_mpi.experiments.measure import open_device, origin_of
@@ -72,7 +72,7 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         check_rooms(comm, trainer)
         blocks.append(comm.bcast(together(comm, lambda x=trainer: plans(x), on=0)))
     runs = (x for block in blocks if block for x in _training_runs(comm, args, device, block))
-    return benchmark.measured(comm, ("plan", "tokens", "step", *PARTS, "error"), runs, write)
+    return bench_parts.measured(comm, ("plan", "tokens", "step", *PARTS, "error"), runs, write)
 
 
 def _file(comm: MPI.Intracomm, args: argparse.Namespace, schema: tuple) -> tuple[set, Callable]:
@@ -105,14 +105,14 @@ def _tokens(model: torch.nn.Module, seed: int, *shape: int) -> torch.Tensor:
 
 def _training_runs(
     comm: MPI.Intracomm, args: argparse.Namespace, device: Device, block: list[Configuration]
-) -> Iterator[benchmark.Run]:
+) -> Iterator[bench_parts.Run]:
     """Check a first step by each plan, time others in turn, and yield the runs."""
     trainers, grids = {}, {c: ProcessGrid.from_layout(comm, c.layout) for c in block}
     for c, grid in grids.items():
         trainers[c] = _trainer(args, device, c.case.seqlen, c.method)
         trainers[c].begin(comm, grid)
         trainers[c].step()  # compared with one process
-    for c in progress([*benchmark.turns(block, args.trials)], comm.rank, desc="steps"):
+    for c in progress([*bench_parts.turns(block, args.trials)], comm.rank, desc="steps"):
         comm.Barrier()
         trainers[c].step()
     for c, x in trainers.items():
@@ -140,7 +140,7 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     row = 24 * config.num_hidden_layers * config.hidden_size + config.vocab_size
     check_room(comm, f"{n} tokens (--requests, --contexts) of one process", 8 * n * row, 1)
 
-    def runs() -> Iterator[benchmark.Run]:
+    def runs() -> Iterator[bench_parts.Run]:
         for ranks, context in product(numbers, args.contexts):
             if (name := f"{ranks}-{context}") not in done:
                 part = comm.Split(int(comm.rank < ranks))
@@ -148,7 +148,7 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
                 part.Free()
 
     columns = ("ranks", "context", "token", "alone", "tokens/s", "sent bytes", "error")
-    return benchmark.measured(comm, columns, runs(), write)
+    return bench_parts.measured(comm, columns, runs(), write)
 
 
 def _decoded(
@@ -174,7 +174,7 @@ def _decoded(
         with torch.no_grad():
             exact = wide(tokens, logits_to_keep=n).logits.flatten(0, 1)  # (B n, V)
         logits = torch.stack(found.logits, 1).flatten(0, 1)
-        checks["logits"] = benchmark.within(BOUNDS[args.dtype], logits.numpy(), exact.numpy())
+        checks["logits"] = bench_parts.within(BOUNDS[args.dtype], logits.numpy(), exact.numpy())
         model.generate(ids, streamer=_clock(of_one), **options)
 
     together(comm, alone, on=0)

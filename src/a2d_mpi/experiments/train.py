@@ -24,7 +24,7 @@ from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments import options
-from a2d_mpi.experiments.benchmark import check_step
+from a2d_mpi.experiments.bench_parts import check_step
 from a2d_mpi.experiments.checkpoint import State, differences, path_of, resumed, save
 from a2d_mpi.experiments.cli import holding, open_grid, together
 from a2d_mpi.experiments.files import Check, attributes_of
