@@ -286,7 +286,7 @@ def test_benchmark_of_kernels(monkeypatch, tmp_path):
         monkeypatch, "bench.py kernels", 0, *sizes, ",".join(masks), sabotage=CPU_TORCH
     )
     assert len(re.findall(r"^40x2x8/[sc]\w+:.* \d\.\d+$", done.stdout, re.MULTILINE)) == 4
-    assert "causal_document:0,9,17,20,29,40" in done.stdout and "torch has no GPU" in done.stdout
+    assert "causal_document:0,9,17,20,29,40" in done.stdout and "torch has no GPU" in done.stderr
     found = read_file(tmp_path / "gpu.h5", BENCHMARK_SCHEMA)["figures"]["here"]
     assert {x.split("/")[1] for x in flat(found)} == set(masks)
     assert found["origin"]["device"] == "emulated GPU" and found["right"]

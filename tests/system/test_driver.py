@@ -30,7 +30,7 @@ from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.core import reference
-from a2d_mpi.experiments import job
+from a2d_mpi.experiments import attention as job
 
 # The others, in which MPI has no part: what is wrong is found, and said, in Python.
 launches = pytest.mark.launches

@@ -128,7 +128,7 @@ def _events(
         programs = write(plan.method, call.phase, plan.layout, plan.problem, rank, plan.overlap)
         labels: dict[int, tuple[str, dict]] = {len(call.spans) - 1: (f"{name} {call.phase}", {})}
         for program, times in zip(programs, call.programs):
-            of, posted = (section, number, program.slice, program.number), {}
+            of, posted = (section, number, program.slice, program.stage), {}
             for step, (begin, first), (end, last) in zip(program.steps, times, times[1:]):
                 args = _block(program, step) if isinstance(step, Attend | Differentiate) else {}
                 for span in range(first, last):  # one, or none
