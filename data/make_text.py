@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from a2d_mpi.core.atomic import check_writable, replacing
 from a2d_mpi.experiments.options import Parser
-from a2d_mpi.experiments.programs import run_serial
+from a2d_mpi.experiments.subcommands import run_serial
 
 if TYPE_CHECKING:
     import argparse
