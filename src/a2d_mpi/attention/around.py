@@ -1,4 +1,4 @@
-"""What a call does around its programs: rounding, delta, gradient of the sink, largest logits.
+"""Work of a call around its programs: rounding, delta, gradient of the sink, largest logits.
 
 Programs and kernels know no sink and no gradient of lse, and they take tensors that are rounded to
 the narrow format already.

@@ -26,7 +26,7 @@ Required = Callable[[int, Collection[int]], Runs]
 
 
 class Trees(NamedTuple):
-    """What one rank has to do with the trees of all owners of a line.
+    """Parents and children of one rank in the trees of all owners of a line.
 
     Attributes
     ----------

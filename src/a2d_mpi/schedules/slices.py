@@ -18,7 +18,7 @@ TAKE, ATTEND, PUT = range(3)  # programs of a slice
 
 
 class OfSlice(NamedTuple):
-    """What a program is of a slice of the heads.
+    """The part that a program has of a slice of the heads.
 
     Attributes
     ----------

@@ -310,25 +310,19 @@ class ContextParallel:
             asked = known_mask(where, shown, window, causal, found, known.longest)
         except ValueError as error:
             plan.refuse(str(error))
-        is_one = rows == 1 or hasattr(plan, "attend")
-        is_scaled = math.isclose(scaling, plan.softmax_scale) and softcap == plan.logit_softcap
-        if asked == kind.mask and is_one and is_scaled and not problem:
-            return plan  # each step of generation comes here in each layer
-        problems = {
-            f"{where} asks for {asked} in this call, but its plan has {kind.mask}": (
-                asked != kind.mask
-            ),
-            f"the batch must be one sequence, got {rows}": not is_one,
-            problem: bool(problem),
-            f"the model scales logits by {scaling}, but the plan by {plan.softmax_scale}": (
-                not math.isclose(scaling, plan.softmax_scale)
-            ),
-            f"the model has the soft-cap {softcap}, but the plan has {plan.logit_softcap}": (
-                softcap != plan.logit_softcap
-            ),
-        }
-        for problem in (x for x, is_there in problems.items() if is_there):
+        # Each step of generation comes here in each layer: no message is written for nothing.
+        if asked != kind.mask:
+            plan.refuse(f"{where} asks for {asked} in this call, but its plan has {kind.mask}")
+        if rows != 1 and not hasattr(plan, "attend"):
+            plan.refuse(f"the batch must be one sequence, got {rows}")
+        if problem:
             plan.refuse(problem)
+        theirs = plan.softmax_scale
+        if not math.isclose(scaling, theirs):
+            plan.refuse(f"the model scales logits by {scaling}, but the plan by {theirs}")
+        cap = plan.logit_softcap
+        if softcap != cap:
+            plan.refuse(f"the model has the soft-cap {softcap}, but the plan has {cap}")
         return plan
 
     def _refuse(self, problems: dict[str, bool], number: int | None) -> None:

@@ -1,4 +1,4 @@
-"""How the layers of a model get the plans of a batch.
+"""The way of the plans of a batch to the layers of a model.
 
 `ContextParallel` puts three functions into its model, and each of them runs in this order:
 
