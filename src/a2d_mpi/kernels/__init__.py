@@ -51,10 +51,8 @@ KERNELS: dict[str, Entry | None] = {
     # Products by oneDNN (extra `onednn`).
     "onednn": Entry(_lazy("onednn", "OneDnnKernel"), _HALF),
     "cupy": Entry(_lazy("cupy", "CupyKernel"), _ALL, gpu=True),
-    # Uses "cupy" for blocks that cuDNN does not compute.  Sums of gradients are fastest without a
-    # fixed order.  Gradients of "cudnn-deterministic" repeat bit for bit.
+    # Uses "cupy" for blocks that cuDNN does not compute.
     "cudnn": Entry(_lazy("cudnn", "make"), _HALF, gpu=True),
-    "cudnn-deterministic": Entry(_lazy("cudnn", "make", deterministic=True), _HALF, gpu=True),
 }
 # On the host (False) and on a GPU (True): the kernels from the fastest one to the one for all
 # problems.
