@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from blocks import WAYS, Block, gpu_failures, in_parts, plain_kernel, random_intervals
+from blocks import WAYS, Block, gpu_failures, in_parts, random_intervals
 from cases import METHODS, OTHERS, label
 from dense import wrong_with
 from helpers import DEEPER, assert_all, deeper, distance
@@ -75,7 +75,8 @@ def cudnn_kernel(cupy, block, **options):
         found = graphs_of(Cuda.current().index)
         options["graphs"] = Recorded(found, bool(block.visible.any()))
         made.append(options["graphs"])
-    return CudnnKernel(plain_kernel(cupy, block), **options)
+    given = block.dtype, block.scale, Cuda.current()
+    return CudnnKernel(*given, logit_softcap=block.cap, **options)
 
 
 MASKS = {  # shapes of their runs

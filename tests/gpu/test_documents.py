@@ -10,7 +10,6 @@ from a2d_mpi import Documents
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.kernels.shapes import TILE
-from a2d_mpi.masks.mask import Causal
 from a2d_mpi.schedules.steps import KernelCall
 from a2d_mpi.schedules.writing import problem_of, write
 
@@ -23,7 +22,7 @@ def batch(rng):
     while sum(lengths) < SEQLEN:
         share = rng.random() * (1 - SHORTEST / LONGEST)
         lengths.append(int(SHORTEST / (1 - share)))
-    return Documents(np.minimum(np.cumsum([0, *lengths]), SEQLEN), Causal())
+    return Documents(np.minimum(np.cumsum([0, *lengths]), SEQLEN), causal=True)
 
 
 def kernel_calls(mask):

@@ -31,8 +31,8 @@ class CudnnKernel:
 
     Parameters
     ----------
-    plain : CupyKernel
-        The kernel for runs that cuDNN does not compute.
+    given, options
+        As of `a2d_mpi.kernels.cupy.CupyKernel`.
     work : Workspace, optional
         Buffers of the kernel.
     graphs : Graphs, optional
@@ -40,6 +40,8 @@ class CudnnKernel:
 
     Attributes
     ----------
+    plain : CupyKernel
+        The kernel for runs that cuDNN does not compute.
     product_dtype : dtype
         Dtype to which probabilities are rounded before they are multiplied: the tensors' dtype.
     rounds_partials, fallbacks
@@ -56,9 +58,10 @@ class CudnnKernel:
     deterministic = False  # sums of gradients are fastest without a fixed order
 
     def __init__(
-        self, plain: CupyKernel, work: Workspace | None = None, graphs: Any = None
+        self, *given: Any, work: Workspace | None = None, graphs: Any = None, **options: Any
     ) -> None:
-        self.plain, self.device, self.dtype = plain, plain.device, plain.dtype
+        self.plain = plain = CupyKernel(*given, **options)
+        self.device, self.dtype = plain.device, plain.dtype
         self.product_dtype = plain.dtype
         self._work = work or Workspace(plain.device)
         self._calls = CallMaker(plain, graphs or graphs_of(plain.device.index))
@@ -165,9 +168,9 @@ class CudnnKernel:
         self.device.transpose(lse, stats)
         if native is not out:
             self.device.put(out, native[: len(out)])
-        if call.masked_rows is not None:
-            self._clear(out, call.masked_rows)
-            self._fill(lse, call.masked_rows)
+        if (places := call.masked[0]) is not None:
+            self._clear(out, places)
+            self._fill(lse, places)
 
     def _add_gradients(self, call: RunCall, inputs: list, sums: list, new: list[bool]) -> None:
         """Compute the gradients of one call by cuDNN.
@@ -206,9 +209,7 @@ class CudnnKernel:
         of x among q, k, v, out and dout.
         """
         of_keys, block = i in (1, 2), call.launch.block
-        rows, places = call.rows, call.masked_rows
-        if of_keys:
-            rows, places = call.keys, call.masked_keys
+        rows, places = (call.rows, call.keys)[of_keys], call.masked[of_keys]
         if call.in_place[of_keys]:
             return _at(x, rows)
         n = rows.stop - rows.start
@@ -247,11 +248,6 @@ class CudnnKernel:
 
     def _buffer(self, name: object, shape: tuple, dtype: Any = None) -> Array:
         return self._work.get(("kernel", name), shape, dtype or self.dtype)
-
-
-def make(*given: Any, work: Workspace | None, **options: Any) -> CudnnKernel:
-    """Make the kernel with a plain kernel of its own, which gets the other options."""
-    return CudnnKernel(CupyKernel(*given, **options), work)
 
 
 def _at(x: Array, rows: slice) -> int:

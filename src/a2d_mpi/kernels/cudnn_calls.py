@@ -34,7 +34,7 @@ class RunCall:
         What the launch takes besides tensors, on the device: for a general block, begin and end of
         its queries; for a padded block, the numbers of queries and keys.  n is a multiple of
         `ALIGN`.
-    masked_rows, masked_keys : (n,) int64 or None
+    masked : two of (n,) int64 or None
         Indices of the run's queries that see no key, and of the run's keys that no query of the
         block sees.  None if there are no such queries or keys.
     stats : int
@@ -49,8 +49,7 @@ class RunCall:
     launch: Launch | None
     intervals: tuple[Interval, ...]
     numbers: Array | None = None
-    masked_rows: Array | None = None
-    masked_keys: Array | None = None
+    masked: tuple[Array | None, Array | None] = (None, None)
     stats: int = 0
     in_place: tuple[bool, bool] = (True, True)
 
@@ -170,13 +169,11 @@ class CallMaker:
         launch, visible = self._launch_of(block, backward), Intervals([(ends[0], ends[1])])
         if launch is None:
             return RunCall(rows, keys, None, visible)
-        numbers, places = None, [None, None]
+        numbers, places = None, (None, None)
         if shape == "general":
             numbers = np.zeros((2, -(-block.nq // ALIGN) * ALIGN), np.int32)
             numbers[:, : run.size[0]] = ends
-            places = [
-                self._upload(np.flatnonzero(x)) for x in (ends[1] <= ends[0], masked[1][keys])
-            ]
+            places = self._places(ends[1] <= ends[0]), self._places(masked[1][keys])
         elif padded:
             numbers = np.zeros((2, ALIGN), np.int32)
             numbers[:, 0] = run.size
@@ -184,12 +181,13 @@ class CallMaker:
             where.start + n <= len(x) and not x[where.start : where.start + n].any() and at is None
             for where, n, x, at in zip((rows, keys), size, masked, places)
         )
-        uploaded = None if numbers is None else self._upload(numbers)
-        return RunCall(rows, keys, launch, visible, uploaded, *places, in_place=in_place)
+        if numbers is not None:
+            numbers = self._plain.device.upload(numbers)
+        return RunCall(rows, keys, launch, visible, numbers, places, in_place=in_place)
 
-    def _upload(self, x: np.ndarray) -> Array | None:
-        """Return the array on the device; None for an empty array."""
-        return self._plain.device.upload(x) if x.size else None
+    def _places(self, x: np.ndarray) -> Array | None:
+        """Return the indices of true elements, on the device; None if there are none."""
+        return self._plain.device.upload(np.flatnonzero(x)) if x.any() else None
 
     def _place_stats(self, calls: list[RunCall]) -> tuple[Array, int]:
         """Set the place of every launch's lse: one launch after the other, heads first.
@@ -203,8 +201,8 @@ class CallMaker:
                 n = call.launch.block.nq
                 source = np.full(n, -1)
                 source[: call.rows.stop - call.rows.start] = np.r_[call.rows]
-                if call.masked_rows is not None:
-                    source[self._plain.device.download(call.masked_rows)] = -1
+                if call.masked[0] is not None:
+                    source[self._plain.device.download(call.masked[0])] = -1
                 by_launch.append([source, first + np.arange(n), np.full(n, n)])
                 call.stats = 4 * first
                 first += -(-n * call.launch.block.nheads // ALIGN) * ALIGN
