@@ -122,7 +122,7 @@ def test_sizes_of_launches():
     rng = np.random.default_rng(0)
     found = {"causal": set(), "general": set()}
     for shape, sizes in found.items():
-        for n in rng.integers(1, LONGEST if shape == "general" else 16384, 500):
+        for n in rng.integers(1, LONGEST if shape == "general" else 16384, 500).tolist():
             i = np.arange(n)
             keys = slice(0, n if shape == "causal" else int(n + rng.integers(0, 4096)))
             run = Run(slice(0, n), shape, keys, 0, 0 * i, i + 1)

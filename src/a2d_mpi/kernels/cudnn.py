@@ -242,8 +242,7 @@ class CudnnKernel:
         size = max(call.launch.workspace_size, 1)
         workspace = self._buffer("workspace", (size,), np.uint8).data.ptr
         if (numbers := call.numbers) is not None:
-            step = numbers.nbytes // len(numbers)
-            pointers = *pointers, *(numbers.data.ptr + i * step for i in range(len(numbers)))
+            pointers = *pointers, numbers.data.ptr, numbers.data.ptr + numbers.nbytes // 2
         call.launch(pointers, workspace, cupy.cuda.get_current_stream().ptr)
 
     def _buffer(self, name: object, shape: tuple, dtype: Any = None) -> Array:
