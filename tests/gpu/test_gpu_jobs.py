@@ -219,7 +219,7 @@ GRAPHS = """
 import graphs, a2d_mpi.kernels.graphs as g
 shapes = "full", "causal", "anti-causal", "band", "general"
 made = graphs.HostGraphs(shapes if {} else ())
-g.graphs_of = lambda index, deterministic: made
+g.graphs_of = lambda index: made
 """
 NOT_KNOWN = "g.supported = lambda *_: 'not known'"
 # A product of matrices in no time: attention has a tiny share of its speed.

@@ -537,7 +537,7 @@ class AttentionPlan(Caller):
         """
         from a2d_mpi.planning import memory
 
-        kernel = self.kernel if self.kernel in memory.LIBRARIES else None
+        kernel = self.kernel if self.kernel in memory.KERNELS else None
         return memory.peak_memory(*self._work_of(rank), backward, kernel)
 
     def area(self, rank: int | None = None) -> int:

@@ -43,10 +43,13 @@ class Mask:
     positional : bool
         Whether the visible keys follow from the position of the query among the keys: query i
         stands at key i.  Only positional masks can be aligned with keys of another length.
+    varying : bool
+        Whether the mask belongs to a batch: those of other batches differ, as documents do.
     """
 
     default_distribution = "balanced"
     positional = False
+    varying = False
 
     def __new__(cls, *args: object, **others: object) -> Mask:
         """Make a mask; compare masks of a user's class by identity if it defines no ``__eq__``.
@@ -200,7 +203,9 @@ class Mask:
         for begin, end in self.visible(q_tokens):
             first = np.searchsorted(k_tokens, begin)
             positions.append((first, np.maximum(first, np.searchsorted(k_tokens, end))))
-        return Intervals(tidy(positions))
+        found = Intervals(tidy(positions))
+        found.varying = self.varying
+        return found
 
     def area(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> int:
         """Count the visible (query, key) pairs.  Balance and FLOP rates follow from this number.
@@ -317,6 +322,10 @@ class Intersection(Mask):
 
     first: Mask
     second: Mask
+
+    @property
+    def varying(self) -> bool:
+        return self.first.varying or self.second.varying
 
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
         both = product(self.first.visible(q_tokens), self.second.visible(q_tokens))

@@ -272,7 +272,7 @@ def _opening(machine: Machine, problem: Problem, rank: int, backward: bool) -> T
 @lru_cache(maxsize=4096)
 def _tape(draft: Draft, phase: str, machine: Machine, last: bool) -> Tape:
     """Read one program; `last`: its results are for the caller."""
-    program, backward = draft.write(), phase == PHASES[1]
+    program = draft.write()
     calls, config = iter(_kernel_seconds(program, machine, phase)), program.group.config
     awaited = _awaited_sends(program)
     parts: list[list[tuple[int, float, Sequence[int]]]] = [[]]
@@ -321,8 +321,7 @@ def _tape(draft: Draft, phase: str, machine: Machine, last: bool) -> Tape:
     parts += ([] for _ in range(3 - len(parts)))
     for rows in program.copied if last else ():
         spend(OTHER, machine.copying(nbytes(program, rows)))
-    needs = needs_of(program, backward, machine.host_kernel(config.dtype))
-    return _tape_of(parts, messages, needs)
+    return _tape_of(parts, messages, needs_of(program))
 
 
 def _message(program: Program, step: Message) -> tuple[int, ...]:
