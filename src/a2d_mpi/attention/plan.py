@@ -228,11 +228,10 @@ class AttentionPlan(Caller):
                 if "cupy" not in sys.modules:  # a GPU's memory is not the node's
                     check_room(programs["forward"], problem, self.grid.comm.rank, self.grid)
                 self._phases = {x: CompiledPhase(y) for x, y in programs.items()}
-                digest = problem.mask.digest(config.seqlen, config.seqlen_kv)
                 arguments = {
                     "method": type(self).__name__,
                     **config.arguments,
-                    "mask": f"{type(mask).__name__} (digest {digest})",
+                    "mask": f"{type(mask).__name__} (digest {problem.seen.digest})",
                     "distribution": self.distribution.name,
                     "distribution of the keys": self.problem.keys.name,
                     **self._compared,

@@ -302,8 +302,8 @@ class Program:
             return True
         if type(self.mask) is Causal:
             return self.extremes(queries)[1] >= self.extremes(keys)[0]
-        problem, runs = self.group.problem, (self.token_runs(queries), self.token_runs(keys))
-        return sees(self.mask, problem.queries.seqlen, problem.keys.seqlen, *runs)
+        runs = self.token_runs(queries), self.token_runs(keys)
+        return sees(self.group.problem.seen, *runs)
 
     def in_order(self, rows: Rows) -> bool:
         """Return True if rows are in the order of tokens."""

@@ -9,7 +9,8 @@ from itertools import chain
 
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.masks.mask import Causal, Full, Mask
+from a2d_mpi.masks.compiled import CompiledMask, compile_mask
+from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules.group import Group
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.passes import lowered
@@ -30,7 +31,7 @@ def default_distribution(
     method: str,
     layout: Layout,
     config: AttentionConfig,
-    mask: Mask,
+    seen: CompiledMask,
     speed: float | None = None,
 ) -> tuple[str, str]:
     """Return the default distribution of a method, and the reason for users.
@@ -41,7 +42,7 @@ def default_distribution(
         One of `METHODS`.
     layout : Layout
     config : AttentionConfig
-    mask : Mask
+    seen : CompiledMask
     speed : float, optional
         Speed of the machine, as in `a2d_mpi.sharding.choice.choose`.
 
@@ -49,12 +50,12 @@ def default_distribution(
     -------
     name, why : str
     """
-    chosen = METHODS[method]
+    chosen, mask = METHODS[method], seen.given
     if leaves_open(method, layout, config, mask):
         from a2d_mpi.sharding.choice import choose
 
         sizes = *chosen.even_tiles(layout), config.dtype_of("q").itemsize
-        return choose(mask, config.seqlen, *sizes, speed)
+        return choose(seen, *sizes, speed)
     if chosen.distribution:
         return chosen.distribution, f"the distribution of {method}"
     if layout.distribution:
@@ -66,7 +67,7 @@ def problem_of(
     method: str,
     layout: Layout,
     config: AttentionConfig,
-    mask: Mask,
+    mask: Mask | CompiledMask,
     distribution: str | None = None,
     distribution_kv: str | Distribution | None = None,
 ) -> Problem:
@@ -78,7 +79,8 @@ def problem_of(
         One of `METHODS`.
     layout : Layout
     config : AttentionConfig
-    mask : Mask
+    mask : Mask or CompiledMask
+        It is compiled here, unless it is already, for several problems of one mask.
     distribution : str, optional
         Distribution of the queries and, in self-attention, of the keys.  Default: see
         `default_distribution`.
@@ -89,26 +91,22 @@ def problem_of(
     Raises
     ------
     ValueError
-        If there is no method or distribution of this name, it does not fit, or the mask's
-        `visible` returns invalid intervals.
+        If there is no method or distribution of this name, it does not fit, or as of
+        `a2d_mpi.masks.compiled.compile_mask`.
     """
-    n, m = config.seqlen, config.seqlen_kv
-    chosen, aligned = METHODS[method], mask.aligned(n, m)
-    if type(aligned) not in (Causal, Full):
-        from a2d_mpi.masks.validity import check_visible
-
-        check_visible(aligned, n, m)
+    n, m, chosen = config.seqlen, config.seqlen_kv, METHODS[method]
+    seen = compile_mask(mask, n, m)
     name, why = distribution, "asked for"
     if name is None:
-        name, why = default_distribution(method, layout, config, mask)
+        name, why = default_distribution(method, layout, config, seen)
     sizes = *chosen.even_tiles(layout), layout.heads
-    keys = queries = distribute(name, mask if n == m else Full(), n, *sizes, why)
+    keys = queries = distribute(name, n, *sizes, why, seen if n == m else None)
     if isinstance(distribution_kv, Distribution):
         keys = distribution_kv
     elif n != m or distribution_kv not in (None, name):
-        keys = distribute(distribution_kv or name, Full(), m, *sizes)
+        keys = distribute(distribution_kv or name, m, *sizes)
     plain = AttentionConfig(**config.arguments)  # without the fields of a subclass
-    return Problem(plain, queries, keys, aligned)
+    return Problem(plain, queries, keys, seen)
 
 
 @dataclass(frozen=True)
