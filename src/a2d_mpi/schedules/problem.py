@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.masks.compiled import CompiledMask
@@ -39,7 +39,7 @@ class Problem:
     @cached_property
     def visibility(self) -> Visibility:
         """Tokens of each shard that other shards require."""
-        return Visibility(self.seen, self.queries, self.keys)
+        return _visibility(self.seen, self.queries, self.keys)
 
     def cp_group(self, heads: int) -> Problem:
         """Return the problem of a context-parallel group: all tokens, 1/`heads` of the heads.
@@ -57,3 +57,6 @@ class Problem:
         queries = self.queries.among(owners)
         keys = queries if self.keys == self.queries else self.keys.among(owners)
         return Problem(self.config, queries, keys)
+
+
+_visibility = lru_cache(maxsize=8)(Visibility)  # the planner's candidates share it

@@ -10,6 +10,7 @@ traffic small.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +40,7 @@ _TOTAL = 1 << 24
 Ranges = tuple[range, ...]
 
 
+@lru_cache(maxsize=8)  # up to 32 MiB each; the planner's grids share them
 def pairs_of_cuts(seen: CompiledMask, number: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the bounds of `number` equal runs, and the visible pairs between any two runs."""
     bounds = np.arange(number + 1, dtype=np.int64) * seen.seqlen // number
