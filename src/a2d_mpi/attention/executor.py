@@ -122,17 +122,15 @@ class CompiledPhase:
         """Run programs that take heads, attend and put heads, of all slices."""
         tensors: dict[int, Tensors] = {}  # of each slice
         whole: dict[str, Tensors] = {}  # arrays of results, to which all slices write
-        keys: Tensors = {}  # of the KV heads that were taken last
         for executor, ready, begins, ends in self._parts:
             i = executor.slice
             if begins:
-                read = keys | tensors.pop(i, given)
+                read = tensors.pop(i, given)
                 new = whole if executor.stage == self._last else {}
                 executor.begin(state, channels, read, options.of_slice(i, self._slices), new)
             executor.run(ready)
             if ends:
                 tensors[i] = executor.end()
-                keys |= {x: y for x, y in tensors[i].items() if x in ("k", "v")}
         return {name: x for of_slice in tensors.values() for name, x in of_slice.items()}
 
 

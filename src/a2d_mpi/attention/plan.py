@@ -84,8 +84,8 @@ class AttentionPlan(Caller):
     slices : int or (int, int), optional
         Slices into which a rank cuts its heads, in both phases, or in the forward and in the
         backward pass; see `a2d_mpi.schedules.pipeline`.  Messages of a slice travel while other
-        slices compute, and buffers shrink.  Results are the same bit for bit, but for dk and dv if
-        slices share KV heads.  Default: the planner's number, and without a planner the number of
+        slices compute, and buffers shrink.  A slice has whole KV heads.  Results are the same bit
+        for bit.  Default: the planner's number, and without a planner the number of
         `a2d_mpi.schedules.slices.default`; one for rings without a head axis and without overlap.
     transfers : {"auto", "device", "host"}
         Path of device arrays to MPI: directly, or through the host; see

@@ -10,7 +10,7 @@ import numpy as np
 
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.core.sizes import flops, misfit
+from a2d_mpi.core.sizes import flops
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.machine import Machine
@@ -21,7 +21,6 @@ from a2d_mpi.planning.survey import Survey, survey_of
 from a2d_mpi.planning.workload import Layers, Workload
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.problem import Problem
-from a2d_mpi.schedules.slices import sharing
 from a2d_mpi.schedules.writing import default_distribution, leaves_open, problem_of
 from a2d_mpi.sharding.choice import CHOICES
 
@@ -164,12 +163,10 @@ class Candidate:
         return False
 
     def sliced(self, numbers: Sequence[int]) -> Iterator[Layout]:
-        """Yield the layout with these numbers of slices, as far as heads and method allow."""
+        """Yield the layout with these numbers of slices, as far as the KV heads allow."""
         own = self._work.cp_group(self.layout.heads)
         for number in numbers:
-            # Rings do not hold keys.
-            refused = METHODS[self.method].is_ring(self.layout) and sharing(own, number) > 1
-            if not refused and not misfit(own.nheads, own.nheads_kv, number):
+            if own.nheads_kv % number == 0:
                 yield replace(self.layout, slices=(number, number))
 
     def slice_heads(self) -> None:

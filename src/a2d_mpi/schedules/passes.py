@@ -207,7 +207,7 @@ def alone(p: Program) -> Program:
     """
     own = {x.array for x in p.results.values()}
     calls = [x for x in p.steps if isinstance(x, steps.KernelCall)]
-    several = p.group.rows * p.group.cols > 1 or len(calls) != 1 or not (p.first and p.last)
+    several = p.group.rows * p.group.cols > 1 or len(calls) != 1
     if several or any(x not in calls[0] for x in map(p.rows, own)):
         return p
     new = p.with_steps(

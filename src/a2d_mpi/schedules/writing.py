@@ -16,7 +16,7 @@ from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.passes import lowered
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.slices import WHOLE, OfSlice, sharing
+from a2d_mpi.schedules.slices import ATTEND, PUT, TAKE
 from a2d_mpi.sharding.distribution import Distribution, distribute
 
 
@@ -124,7 +124,7 @@ class Draft:
         Rank in the layout of every rank of the group.  Drafts may be equal if these differ.
     overlap : bool
         Whether to compute while messages travel.
-    of_slice : OfSlice
+    stage : int
         As of a `Program`.
     """
 
@@ -133,18 +133,13 @@ class Draft:
     rank: int
     ranks: range = field(compare=False)
     overlap: bool
-    of_slice: OfSlice = WHOLE
+    stage: int = ATTEND
 
     def write(self) -> Program:
         """Write the program: the steps of the method, completed by all passes."""
-        program = Program(self.group, self.rank, self.ranks, self.of_slice)
+        program = Program(self.group, self.rank, self.ranks, self.stage)
         self.writer(program)
-        program = lowered(program, self.overlap)
-        if program.first and program.last:
-            return program
-        from a2d_mpi.schedules.pipeline import with_shared_keys
-
-        return with_shared_keys(program)
+        return lowered(program, self.overlap)
 
 
 def write(
@@ -161,8 +156,7 @@ def write(
         return programs[0]
     from a2d_mpi.schedules.pipeline import pipelined
 
-    shared = sharing(problem.config.cp_group(layout.heads), len(programs))
-    return pipelined(programs, shared, layout, overlap)
+    return pipelined(programs, layout, overlap)
 
 
 def drafts_of(
@@ -206,12 +200,8 @@ def drafts_of(
 
     take, put = EXCHANGES[phase]
     here = ulysses_group(position), head, range(position * u, (position + 1) * u), overlap
-    shared, drafts = sharing(problem.config.cp_group(u), slices), []
-    for i in range(slices):
-        ends = i % shared == 0, (i + 1) % shared == 0
-        three = (take, here), (attend, across), (put, here)  # TAKE, ATTEND, PUT
-        drafts.append([Draft(x, *at, OfSlice(k, *ends)) for k, (x, at) in enumerate(three)])
-    return drafts
+    three = Draft(take, *here, TAKE), Draft(attend, *across, ATTEND), Draft(put, *here, PUT)
+    return [[*three] for _ in range(slices)]
 
 
 @lru_cache(maxsize=4)  # the programs of all ranks share the caches of groups
