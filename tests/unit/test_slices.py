@@ -11,6 +11,7 @@ from machines import H100
 
 from a2d_mpi import Causal
 from a2d_mpi.attention import tags
+from a2d_mpi.comm import watch
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.arrays import IntervalMask
@@ -228,4 +229,4 @@ def test_tags():
     assert found.failed == 0 < found.attempted
     owners, turns = range(8), range(20)
     every = [tags.mpi_tag(*x) for x in product(TENSORS_OF, owners, turns, range(ALIVE))]
-    assert len(set(every)) == len(every) and max(every) + 3 < 1 << 15
+    assert len(set(every)) == len(every) and max(every) + 3 < watch._TAG < 1 << 15

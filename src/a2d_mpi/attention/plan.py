@@ -15,7 +15,7 @@ from a2d_mpi.attention import around
 from a2d_mpi.attention.arguments import check_grid, check_problem, check_room, check_tensors
 from a2d_mpi.attention.device_state import DeviceState
 from a2d_mpi.attention.executor import CompiledPhase, Options
-from a2d_mpi.comm.agreement import Caller, Flags
+from a2d_mpi.comm.calls import Caller, Flags
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import PHASES, AttentionConfig

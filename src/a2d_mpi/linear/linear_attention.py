@@ -12,7 +12,7 @@ import numpy as np
 from numpy import ndarray
 
 from a2d_mpi.attention.arguments import check_grid, check_tensors
-from a2d_mpi.comm.agreement import Caller, Flags
+from a2d_mpi.comm.calls import Caller, Flags
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import PHASES, AttentionConfig
