@@ -221,12 +221,12 @@ def test_buffers_of_slices():
     for kv, *shown in table("docs/planning.md", "KV heads"):
         config = AttentionConfig(1 << 17, 32, 128, int(kv), dtype="bfloat16")
         found = []
-        for number in (1, 2, 4, 8, 16, 32):
+        for number in (x for x in (1, 2, 4, 8, 16, 32) if x <= int(kv)):
             layout = Layout(8, 8, slices=(number, number))
             problem = problem_of("attention2d", layout, config, make_mask("causal", 1 << 17))
             held = buffers("attention2d", layout, problem, 27, backward=True)
             found.append(f"{held / (config.seqlen // 64 * config.nbytes('q')):.1f}")
-        assert shown == found
+        assert list(filter(None, shown)) == found
 
 
 def test_committed_results_passed_their_checks():

@@ -124,9 +124,8 @@ def draw(seed: int, ranks: int, wire: str | None = None, only: str | None = None
         "kernel": pick("auto", "numpy"),
         "softmax_scale": pick(None, None, None, None, float(rng.standard_normal()), -0.2, 1e-3),
     }
-    own, own_kv = nheads // shape[2], max(1, nheads_kv // shape[2])
-    most = own_kv if "ring" in method and cells > 1 else own
-    fit = [x for x in range(1, most + 1) if not misfit(own, own_kv, x)]
+    own_kv = max(1, nheads_kv // shape[2])
+    fit = [x for x in range(1, own_kv + 1) if own_kv % x == 0]
     cuts = np.random.default_rng([seed, ranks, 2])  # other draws do not depend on slices
     options["slices"] = tuple(int(cuts.choice(fit)) for _ in range(2))
     if wire:

@@ -33,6 +33,7 @@ from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
 import numpy as np
+from a2d_mpi.experiments.check_wire import WireErrors
 from blocks import BFLOAT16
 from cases import accounts
 from fuzz_cases import Case, draw, solve
@@ -48,7 +49,6 @@ from a2d_mpi.core.config import OF_KEYS
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.wire import FORMATS
 from a2d_mpi.experiments.check import _reference
-from a2d_mpi.experiments.check_wire import WireErrors
 from a2d_mpi.kernels.numpy import NumpyKernel
 
 TOO_MANY = 3  # failures, after which there is no use in going on
@@ -139,7 +139,7 @@ def _run(case: Case) -> dict[str, object]:
         patch.multiple("a2d_mpi.kernels.onednn", FEWEST=align, LEAST=0)
         if BFLOAT16 == "onednn"
         else nullcontext(),
-        patch("a2d_mpi.schedules.attention2d.GRAIN", grain),
+        patch("a2d_mpi.schedules.line.GRAIN", grain),
         np.errstate(all="ignore"),
     ):
         plan = make()

@@ -32,7 +32,7 @@ from a2d_mpi.schedules.attention2d import gradients_by_query
 SCHEDULES = "a2d_mpi.schedules"
 # What replaces a refinement.
 WITHOUT = {
-    "two chunks": {"attention2d.chunked": lambda places, ranks: [places] if places else []},
+    "two chunks": {"line.chunked": lambda places, ranks: [places] if places else []},
     "larger reduction first": {
         "attention2d.gradients_by_query": lambda group: not gradients_by_query(group)
     },

@@ -288,7 +288,7 @@ def least_bytes(
                     distribution = (
                         "zigzag"  # the search for a better one takes minutes on 512 ranks
                     )
-                problem = problem_of(method, layout, work, work.mask, distribution)
+                problem = problem_of(method, layout, work, work.seen, distribution)
                 moved = moves(method, layout, problem, comm.rank, work.phases)
                 received = sum(x.nbytes for x in moved if not x.sent)
         found.append((comm.allreduce(received, MPI.MAX), abs(rows - layout.cols), layout))

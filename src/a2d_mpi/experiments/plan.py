@@ -198,7 +198,7 @@ def _simulated(
     `coarse` is a share of the predicted time of the shortest phase.
     """
     work = what.case.work(what.overlap)
-    problem = problem_of(what.method, what.layout, work, work.mask)
+    problem = problem_of(what.method, what.layout, work, work.seen)
     plan = machine, what.method, what.layout, work
     predicted = predict(*plan)
     coarse *= min(float(x.total.max()) for x in predicted.values())

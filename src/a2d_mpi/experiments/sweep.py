@@ -226,7 +226,7 @@ class Configuration:
             Likewise ``backward ...``.  ``machine``: name of the machine.
         """
         work = self.case.work(self.overlap)
-        problem = problem_of(self.method, layout, work, work.mask, distribution)
+        problem = problem_of(self.method, layout, work, work.seen, distribution)
         found: dict[str, object] = {
             "memory": most_memory(self.method, layout, problem, work.backward)
         }

@@ -12,7 +12,7 @@ from a2d_mpi.planning.cost import nbytes
 from a2d_mpi.schedules.pipeline import turns
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.slices import ALIVE, ATTEND, sharing
+from a2d_mpi.schedules.slices import ALIVE, ATTEND
 from a2d_mpi.schedules.steps import KINDS
 from a2d_mpi.schedules.writing import drafts_of
 
@@ -101,27 +101,24 @@ def needs_of(program: Program) -> Needs:
     return Needs(program.buffers, of_results, copies)
 
 
-def needs_of_slices(needs: Sequence[Sequence[Needs]], shared: int, layout: Layout) -> list[Needs]:
+def needs_of_slices(needs: Sequence[Sequence[Needs]], layout: Layout) -> list[Needs]:
     """Return the memory of the programs of all slices.
 
     Parameters
     ----------
     needs : sequence of sequence of Needs
         By slice and program.
-    shared : int
-        Number of slices that share a KV head.
     layout : Layout
     """
     slices = len(needs)
     if slices == 1:
         return list(needs[0])
     found = []
-    # Programs of the first and the last of the slices that share a KV head have all buffers.
-    for number, (x, last) in enumerate(zip(needs[0], needs[shared - 1])):
+    for number, x in enumerate(needs[0]):
         buffers = {
             (f"{number}.{turn} {name}", i, of_keys): size
-            for (name, i, of_keys), size in (x.buffers | last.buffers).items()
-            for turn in range(min(turns(number, layout), slices // shared if of_keys else slices))
+            for (name, i, of_keys), size in x.buffers.items()
+            for turn in range(min(turns(number, layout), slices))
         }
         alive = min(ALIVE, slices) if number == ATTEND else 1
         found.append(x._replace(buffers=buffers, results=alive * x.results))
@@ -144,12 +141,12 @@ def peak_of(
 def _phases(
     method: str, layout: Layout, problem: Problem, rank: int, backward: bool
 ) -> list[list[Needs]]:
-    phases, own = [], problem.config.cp_group(layout.heads)
+    phases = []
     for phase in PHASES[: 1 + backward]:
         drafts = drafts_of(method, phase, layout, problem, rank)
         needs = {x: needs_of(x.write()) for x in set(chain.from_iterable(drafts))}
         of_drafts = [[needs[x] for x in of_slice] for of_slice in drafts]
-        phases.append(needs_of_slices(of_drafts, sharing(own, len(drafts)), layout))
+        phases.append(needs_of_slices(of_drafts, layout))
     return phases
 
 

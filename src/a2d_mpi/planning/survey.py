@@ -23,7 +23,6 @@ from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.pipeline import borders, order
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.slices import sharing
 from a2d_mpi.schedules.steps import (
     KINDS,
     Clear,
@@ -171,10 +170,7 @@ def _survey(
             for k, x in enumerate(of_slice):
                 tapes.append(_tape(x, phase, machine, k == programs - 1))
                 places.append((rank, i * programs + k, x.ranks.step, x.ranks.start))
-        shared = sharing(problem.config.cp_group(layout.heads), len(drafts))
-        needs.append(
-            needs_of_slices([[tapes[k].needs for k in x] for x in of_slices], shared, layout)
-        )
+        needs.append(needs_of_slices([[tapes[k].needs for k in x] for x in of_slices], layout))
         if len(drafts) == 1:
             parts += product(of_slices[0], range(3))
         else:
