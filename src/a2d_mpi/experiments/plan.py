@@ -9,10 +9,9 @@ A file of `simulate_all`::
 ``name``                              plan, network and machine
 ``method``, ``mask``, ...             plan and workload, as in a benchmark's config
 ``machine``, ``network``, ...         where it was simulated
-``<phase> simulated``, ``predicted``  seconds of the slowest rank
+``<phase> simulated``, ``predicted``  seconds of the slowest rank, on the network and on a switch
 ``<phase> simulated wait``, ...       mean wait of all ranks
 ``memory``, ``room``                  peak bytes of a rank; bytes that a rank may use
-``coarse``                            seconds within which ends of messages were one event
 ====================================  ==========================================================
 """
 
@@ -40,10 +39,9 @@ from a2d_mpi.planning.configs import Model, read_model
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
-from a2d_mpi.planning.network import Network, parse_network
+from a2d_mpi.planning.network import SWITCH, Network, parse_network
 from a2d_mpi.planning.planner import candidates, duration, why_not
 from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.planning.simgrid import replayer, simulate
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules.method import METHODS
@@ -190,19 +188,13 @@ def _bytes(n: int) -> str:
     return f"{n} B"
 
 
-def _simulated(
-    what: Configuration, machine: Machine, network: Network, coarse: float
-) -> dict[str, object]:
-    """Run the simulation of a plan; return the attributes of its entry.
-
-    `coarse` is a share of the predicted time of the shortest phase.
-    """
+def _simulated(what: Configuration, machine: Machine, network: Network) -> dict[str, object]:
+    """Simulate a plan on a network and on a switch; return the attributes of its entry."""
     work = what.case.work(what.overlap)
     problem = problem_of(what.method, what.layout, work, work.mask)
     plan = machine, what.method, what.layout, work
     predicted = predict(*plan)
-    coarse *= min(float(x.total.max()) for x in predicted.values())
-    simulated = simulate(*plan, network=network, coarse=coarse)
+    simulated = predicted if network == SWITCH else predict(*plan, network=network)
     entry = {
         **what.attributes,
         "machine": machine.name,
@@ -210,7 +202,6 @@ def _simulated(
         "distribution": problem.queries.name,
         "memory": most_memory(what.method, what.layout, problem, work.backward),
         "room": float((machine.memory or np.inf) - machine.reserved),
-        "coarse": coarse,
     }
     for name, phases in (("predicted", predicted), ("simulated", simulated)):
         for phase, parts in phases.items():
@@ -222,7 +213,6 @@ def _simulated(
 def simulate_all(args: argparse.Namespace) -> int:
     """Run the simulations that a file lacks, one after the other; return the exit code."""
     networks = [parse_network(x) for x in args.networks]
-    replayer()  # raises an error now if SimGrid is not installed
     there = check_output(args.output, SCHEMA, args.resume)
     done = read_simulations(args.output) if there else {}
     origin, before = provenance("none", ["simulated"]), 0
@@ -230,7 +220,7 @@ def simulate_all(args: argparse.Namespace) -> int:
         name = f"{what.name}-{network.name}-{machine.name}".replace("/", "_")
         entry = done.get(name)
         if entry is None:
-            entry = _simulated(what, machine, network, args.coarse)
+            entry = _simulated(what, machine, network)
             both = (f"{x} {seconds(entry, x):.4g} s" for x in ("predicted", "simulated"))
             print(f"{name}: {', '.join(both)}", flush=True)
         else:

@@ -105,7 +105,6 @@ def simulate(
     cables: Cables,
     place: np.ndarray,
     spans: list[Spans] | None = None,
-    in_order: bool = True,
 ) -> dict[str, np.ndarray]:
     """Run the programs of all ranks together.
 
@@ -119,9 +118,6 @@ def simulate(
         World rank of every rank.
     spans : list of Spans, optional
         One list for each rank; the spans of the rank's operations are appended to it.
-    in_order : bool
-        True: messages from one rank to another pass one after the other, as over a connection.
-        False: they share their links like all other messages.
 
     Returns
     -------
@@ -134,7 +130,7 @@ def simulate(
         If ranks wait for ever.
     """
     parts, size = spent(operations), len(operations.first) - 1
-    progress, flows = _flows(operations, messages, cables, place, in_order)
+    progress, flows = _flows(operations, messages, cables, place)
     ranks = Ranks(operations.first[:-1].copy(), *np.zeros((3, size)))
     load = sum(np.bincount(x, flows.nbytes, len(flows.bandwidth)) for x in flows.passed)
     least = max((load / flows.bandwidth).max(), sum(parts.values()).max())
@@ -174,7 +170,7 @@ def spent(operations: Operations) -> dict[str, np.ndarray]:
 
 
 def _flows(
-    operations: Operations, messages: Messages, cables: Cables, place: np.ndarray, in_order: bool
+    operations: Operations, messages: Messages, cables: Cables, place: np.ndarray
 ) -> tuple[Progress, Flows]:
     """Make the columns of messages, and count the messages of each wait."""
     ends, n = np.stack([messages.source, messages.to]), len(messages.source)
@@ -187,8 +183,6 @@ def _flows(
     routes = cables.routes(*there).T
     links = len(cables.bandwidth)  # one more link, without a limit, stands for -1
     pairs, pair = np.unique(messages.source * len(place) + messages.to, return_inverse=True)
-    if not in_order:
-        pairs = pair = np.arange(n)
     return Progress(missing, np.zeros(len(missing))), Flows(
         messages.nbytes.astype(float), np.where(routes < 0, links, routes),
         cables.latency(*there), np.append(cables.bandwidth, np.inf),
