@@ -3,6 +3,7 @@
 import pytest
 from helpers import ROOT, assert_all
 from refused import assert_raises
+from threadpoolctl import threadpool_info
 
 from a2d_mpi import Causal, Documents, autotune
 from a2d_mpi.attention.methods import make_plan
@@ -52,6 +53,21 @@ def test_without_a_profile(comm, monkeypatch):
     monkeypatch.setattr(module, "CALIBRATION", 0.1)
     tuned = autotune(comm, work(), top=1, trials=1)
     assert_all(comm, len(tuned.table) == 1, f"{tuned}")
+    tuned.grid.free()
+
+
+def test_the_machine_is_measured_with_the_threads_of_the_plans(comm, monkeypatch):
+    """With one thread the kernels of plans with two would be predicted to be too slow."""
+    used, kernels = [], module._kernels
+
+    def recorded(*args):
+        used.extend(x["num_threads"] for x in threadpool_info() if x["user_api"] == "blas")
+        return kernels(*args)
+
+    monkeypatch.setattr(module, "CALIBRATION", 0.1)
+    monkeypatch.setattr(module, "_kernels", recorded)
+    tuned = autotune(comm, work(), top=1, trials=1, threads=2)
+    assert_all(comm, set(used) == {2}, f"{used}")
     tuned.grid.free()
 
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
-from threadpoolctl import threadpool_limits
 
 from a2d_mpi.attention.methods import Attention2D, RingAttention, make_plan
 from a2d_mpi.attention.plan import AttentionPlan
@@ -40,6 +39,7 @@ from a2d_mpi.experiments.options import aligned, progress
 from a2d_mpi.experiments.origin import blas_name
 from a2d_mpi.experiments.ranks import machine_of_rank, sharing
 from a2d_mpi.kernels import make_kernel
+from a2d_mpi.kernels.threads import BlasThreads
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning.calibration import Sample, fit_kernel, fit_link, fit_steps, steadiness
 from a2d_mpi.planning.machine import KernelModel, Link, Machine
@@ -88,7 +88,11 @@ def calibrate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
 
 def measure(
-    comm: MPI.Intracomm, dtypes: list[str], seconds: float, name: str | None = None
+    comm: MPI.Intracomm,
+    dtypes: list[str],
+    seconds: float,
+    name: str | None = None,
+    threads: int | None = 1,
 ) -> tuple[Machine, list[str]]:
     """Measure the machine for some seconds, with the kernels of `dtypes` on the host.
 
@@ -101,6 +105,8 @@ def measure(
     seconds : float
     name : str, optional
         Name of the machine.  Default: the name of its first node.
+    threads : int or None
+        BLAS threads of a rank; None: as many as a plan takes by default.
 
     Returns
     -------
@@ -116,7 +122,9 @@ def measure(
     machine, hosts, partners = _here(comm, name)
     notes = [f"{comm.size} ranks on {len(hosts)} nodes: {', '.join(hosts[:8])}"]
     kernels, links = {}, {}
-    with threadpool_limits(1):
+    with BlasThreads(
+        threads, max(1, int(machine.cores_per_node) // machine.ranks_per_node)
+    ).limited():
         for dtype in progress(dtypes, comm.rank, desc="kernels"):
             kernels[dtype], new = _kernels(comm, machine, dtype, 0.5 * seconds / len(dtypes))
             notes += new
@@ -134,6 +142,7 @@ def measure(
         rate = between.bandwidth * machine.ranks_per_node
         links["between"] = replace(between, bandwidth=rate)
     made = (f"{x}: {make_kernel('auto', HOST, as_dtype(x), 1.0).name}" for x in dtypes)
+    used = "1 thread" if threads == 1 else f"threads: {threads or 'default'}"
     machine = replace(
         machine,
         **links,
@@ -141,7 +150,7 @@ def measure(
         start=start,
         copy=copy / machine.share,
         merge=merging / machine.share,
-        computed_by=f"{', '.join(made)}; {blas_name()[:100]}; 1 thread",
+        computed_by=f"{', '.join(made)}; {blas_name()[:100]}; {used}",
     )
     measured = {"step": (Attention2D.method, grid), "hop_overhead": (RingAttention.method, ring)}
     return fit_steps(machine, comm.size, work, measured), notes
@@ -438,7 +447,9 @@ def autotune(
     given |= {"methods": methods, "device": device, **work.arguments, **options}
     agree(comm, wrong if min(top, trials) < 1 else None, given)
     used = open_device(comm, device)
-    machine = machine or measure(comm, [work.dtype], CALIBRATION)[0]
+    # With the threads of the plans: a profile of one core would make their kernels too slow.
+    threads = options.get("threads")
+    machine = machine or measure(comm, [work.dtype], CALIBRATION, threads=threads)[0]
     picks = together(
         comm, lambda: best_candidates(machine, comm.size, work, top, methods=methods), on=0
     )
