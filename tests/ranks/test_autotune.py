@@ -9,6 +9,7 @@ from a2d_mpi import Causal, Documents, autotune
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.experiments import autotune as module
+from a2d_mpi.experiments.bench_parts import plan_of
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.workload import Workload
 
@@ -43,7 +44,7 @@ def test_same_on_all_ranks(comm, mask):
     seconds = [x.seconds for x in tuned.table]
     assert_all(comm, seconds == sorted(seconds) and seconds[0] > 0, f"{tuned}")
     plan = make_plan(tuned.method, tuned.grid, mask, **work().arguments)
-    chosen = tuned.table[0].layout
+    chosen = tuned.table[0].choice.layout
     assert_all(comm, chosen.distribution in (None, plan.distribution.name), f"{chosen}")
     tuned.grid.free()
 
@@ -81,13 +82,13 @@ def test_the_fastest_is_taken(comm, timed):
 def test_a_plan_that_fails_is_left_out(comm, timed, monkeypatch):
     made = []
 
-    def failing(method, *args, **options):
-        made.append(method)
+    def failing(comm, choice, *args, **options):
+        made.append(choice)
         if len(made) == 1:
             raise CollectiveError("the first one fails")
-        return make_plan(method, *args, **options)
+        return plan_of(comm, choice, *args, **options)
 
-    monkeypatch.setattr(module, "make_plan", failing)
+    monkeypatch.setattr(module, "plan_of", failing)
     if comm.size == 1:  # there is one plan only
         return
     tuned = autotune(comm, work(), MACHINE)

@@ -231,6 +231,16 @@ def test_tables(fake, simulated, capsys):
     assert re.search(r"-n192-.*-fat tree:2-test, 8 ranks\n.*\n  ring 8x1x1@rcu +forward +\d", text)
 
 
+def test_plans_of_one_workload_are_one_group(simulated):
+    """The planner chose a distribution for one plan, and its name has one part more."""
+    mask = "full_document:0,30,96"
+    options = ["--masks", mask, "--seqlens", 96, "--ranks", 4, "--plans", "attention2d:2x2,auto"]
+    found = job.read_summaries(simulated(*options))
+    assert len({x.name.count("-") for x in found}) == len(found) == 2
+    (workload,) = {x.workload for x in found}
+    assert workload == f"{mask}-n96-h4-kv4-d8-float32-forward-switch-test"
+
+
 def test_links_alone():
     whole = machine(Link(1e6, latency=1e-3), start=1e-3)
     alone = whole.links_alone()

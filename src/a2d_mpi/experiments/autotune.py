@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.attention.methods import Attention2D, RingAttention, make_plan
+from a2d_mpi.attention.methods import Attention2D, RingAttention
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import CollectiveError, agree
 from a2d_mpi.comm.grid import ProcessGrid
@@ -32,7 +32,7 @@ from a2d_mpi.core.merge import merge
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.bench_kernel import kernel_calls
-from a2d_mpi.experiments.bench_parts import in_turn, random_inputs, seconds_of
+from a2d_mpi.experiments.bench_parts import in_turn, plan_of, random_inputs, seconds_of
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.measure import Measurement, open_device
 from a2d_mpi.experiments.options import aligned, progress
@@ -45,7 +45,7 @@ from a2d_mpi.planning.calibration import Sample, fit_kernel, fit_link, fit_steps
 from a2d_mpi.planning.machine import KernelModel, Link, Machine
 from a2d_mpi.planning.planner import best_candidates, duration
 from a2d_mpi.planning.profile import read_machine, write_machine
-from a2d_mpi.planning.workload import Workload
+from a2d_mpi.planning.workload import Choice, Workload
 
 CALIBRATION = 5.0  # s to measure a machine of which there is no profile
 # Queries, keys, nheads, nheads_kv, headdim, mask: small and large values of each.
@@ -357,8 +357,7 @@ class Tried(NamedTuple):
 
     Attributes
     ----------
-    method : str
-    layout : Layout
+    choice : Choice
     predicted, seconds : float
         Of the slowest rank, all phases; `seconds` is the median of the trials, and inf if the plan
         failed.
@@ -366,8 +365,7 @@ class Tried(NamedTuple):
         Why it failed; empty if it did not.
     """
 
-    method: str
-    layout: Layout
+    choice: Choice
     predicted: float
     seconds: float
     problem: str = ""
@@ -393,9 +391,9 @@ class Tuned(NamedTuple):
     def __str__(self) -> str:
         rows = [("method", "grid", "order", "slices", "distribution", "predicted", "measured")]
         for x in self.table:
-            layout, shown = x.layout, x.problem or duration(x.seconds)
+            layout, shown = x.choice.layout, x.problem or duration(x.seconds)
             cells = layout.shape, layout.numbering, layout.sliced, layout.distribution or "default"
-            rows.append((x.method, *cells, duration(x.predicted), shown))
+            rows.append((x.choice.method, *cells, duration(x.predicted), shown))
         return aligned(rows, left=range(5))
 
 
@@ -454,33 +452,30 @@ def autotune(
         comm, lambda: best_candidates(machine, comm.size, work, top, methods=methods), on=0
     )
     picks = comm.bcast(picks and [(x.method, x.layout, x.seconds) for x in picks])
-    table = [Tried(*x, *_tried(comm, *x[:2], work, trials, used, options)) for x in picks]
+    table = []
+    for method, layout, predicted in picks:
+        choice = Choice(method, layout, work)
+        table.append(Tried(choice, predicted, *_tried(comm, choice, trials, used, options)))
     table.sort(key=lambda x: x.seconds)
     if table[0].problem:
         raise CollectiveError(f"no plan runs; the first one fails: {table[0].problem}")
-    return Tuned(ProcessGrid.from_layout(comm, table[0].layout), table[0].method, table)
+    best = table[0].choice
+    return Tuned(ProcessGrid.from_layout(comm, best.layout), best.method, table)
 
 
 def _tried(
-    comm: MPI.Intracomm,
-    method: str,
-    layout: Layout,
-    work: Workload,
-    trials: int,
-    device: Device,
-    options: dict[str, object],
+    comm: MPI.Intracomm, choice: Choice, trials: int, device: Device, options: dict[str, object]
 ) -> tuple[float, str]:
     """Run a plan; return its seconds, or inf, and why it failed.  The same on all ranks."""
-    grid = ProcessGrid.from_layout(comm, layout)
+    grids: dict[Layout, ProcessGrid] = {}
     try:
-        plan = make_plan(
-            method, grid, work.mask, **work.arguments, overlap=work.overlap, **options
-        )
-        return _seconds(plan, work.backward, trials, device), ""
+        plan = plan_of(comm, choice, grids, **options)
+        return _seconds(plan, choice.work.backward, trials, device), ""
     except CollectiveError as error:
         return float("inf"), str(error)
     finally:
-        grid.free()
+        for grid in grids.values():
+            grid.free()
 
 
 def _seconds(plan: AttentionPlan, backward: bool, trials: int, device: Device) -> float:

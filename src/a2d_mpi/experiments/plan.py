@@ -33,7 +33,7 @@ from a2d_mpi.experiments.hdf5 import check_output, read_file, write_file
 from a2d_mpi.experiments.options import Parser, add_options, aligned, log, progress, whole
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import Summary, flat
-from a2d_mpi.experiments.sweep import SIZES, Case, Configuration, cases_of, plans_for
+from a2d_mpi.experiments.sweep import make_workload, plans_for, workloads_of
 from a2d_mpi.planning.candidate import Candidate, Stack
 from a2d_mpi.planning.configs import Model, read_model
 from a2d_mpi.planning.machine import Machine
@@ -43,7 +43,7 @@ from a2d_mpi.planning.network import SWITCH, Network, parse_network
 from a2d_mpi.planning.planner import candidates, duration, why_not
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.simulator import PARTS
-from a2d_mpi.planning.workload import Workload
+from a2d_mpi.planning.workload import SIZES, Choice, Workload, workload_name
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.slices import slices_of
 from a2d_mpi.schedules.writing import problem_of
@@ -70,7 +70,7 @@ def add_problem(parser: Parser, ranks: int, needs_heads: bool = True) -> None:
     add_options(group, "wire", "mask", "backward", "overlap")
 
 
-def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
+def read_problem(args: argparse.Namespace) -> tuple[Machine, Workload]:
     """Return the machine and the workload of the options of `add_problem`.
 
     Raises
@@ -81,9 +81,9 @@ def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
         If the profile cannot be read.
     """
     machine = read_machine(args.profile)
-    given = {x: getattr(args, x) for x in (*SIZES, "mask", "backward")}
+    given = {x: getattr(args, x) for x in (*SIZES, "wire", "backward", "overlap")}
     given["headdim"], given["dtype"] = args.headdim or 128, args.dtype or "bfloat16"
-    return machine, Case(**given, wire=None if args.wire == "none" else args.wire)
+    return machine, make_workload(args.mask, **given)
 
 
 def rank(args: argparse.Namespace) -> int:
@@ -94,8 +94,7 @@ def rank(args: argparse.Namespace) -> int:
         if args.nheads or args.nheads_kv or args.headdim or args.headdim_v:
             raise ValueError("--model sets the heads: leave out --nheads, --nheads-kv, --headdim")
         vars(args).update(model.heads, dtype=args.dtype or model.dtype)
-    machine, case = read_problem(args)
-    work = case.work(args.overlap)
+    machine, work = read_problem(args)
     layers = model.workloads(work) if model else work
     options = {
         "number": None if args.simulate == "all" else 1,
@@ -188,9 +187,9 @@ def _bytes(n: int) -> str:
     return f"{n} B"
 
 
-def _simulated(what: Configuration, machine: Machine, network: Network) -> dict[str, object]:
+def _simulated(what: Choice, machine: Machine, network: Network) -> dict[str, object]:
     """Simulate a plan on a network and on a switch; return the attributes of its entry."""
-    work = what.case.work(what.overlap)
+    work = what.work
     problem = problem_of(what.method, what.layout, work, work.mask)
     plan = machine, what.method, what.layout, work
     predicted = predict(*plan)
@@ -238,13 +237,13 @@ def simulate_all(args: argparse.Namespace) -> int:
 
 def _plans(
     args: argparse.Namespace, networks: list[Network]
-) -> Iterator[tuple[Configuration, Machine, Network]]:
+) -> Iterator[tuple[Choice, Machine, Network]]:
     """Yield each plan with its machine and network; the planner runs lazily."""
-    for path, ranks, case in product(args.profile, args.ranks, cases_of(args)):
+    for path, ranks, work in product(args.profile, args.ranks, workloads_of(args)):
         machine = read_machine(path)
         if args.links_alone:
             machine = machine.links_alone()
-        for what in plans_for(case, args.plans, ranks, machine=machine):
+        for what in plans_for(work, args.plans, ranks, machine):
             yield from ((what, machine, network) for network in networks)
 
 
@@ -286,8 +285,7 @@ def read_summaries(path: str | Path) -> list[Summary]:
     return [
         Summary(
             name,
-            # The name of a plan is method, shape and order, and then the name of the workload.
-            {**x, "workload": name.split("-", 3)[3]},
+            {**x, "workload": f"{workload_name(x)}-{x['network']}-{x['machine']}"},
             "both" if x["backward"] else "forward",
             seconds(x, "simulated"),
             {"wait": seconds(x, "simulated", " wait")},
