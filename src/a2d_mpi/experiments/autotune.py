@@ -37,7 +37,6 @@ from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.measure import Measurement, open_device
 from a2d_mpi.experiments.options import aligned, progress
 from a2d_mpi.experiments.origin import blas_name
-from a2d_mpi.experiments.ranks import machine_of_rank, sharing
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.kernels.threads import BlasThreads
 from a2d_mpi.masks.mask import Causal, Full
@@ -165,19 +164,19 @@ def _here(
     nodes, one rank of each other node.  They are in the order of a ring, from the rank after this
     one on.
 
-    Emulated nodes on one host share its cores.  The environment variable ``A2D_MPI_NODE_CORES``
-    lowers the number, for nodes whose CPU time is limited (by a cgroup).
+    The environment variable ``A2D_MPI_NODE_CORES`` lowers the number of cores, for nodes whose CPU
+    time is limited (by a cgroup) and for emulated nodes, which share one host.
     """
-    own, host = socket.gethostname(), machine_of_rank()
+    own = socket.gethostname()
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else [0]
-    everyone = comm.allgather((own, [(host, core) for core in usable]))
+    everyone = comm.allgather((own, [(own, core) for core in usable]))
     names = list(dict.fromkeys(node for node, _ in everyone))
     nodes = [[r for r, x in enumerate(everyone) if x[0] == node] for node in names]
     uneven = len({len(ranks) for ranks in nodes}) > 1
     agree(comm, "calibrate needs the same number of ranks on every node" if uneven else None)
     cores = len({core for _, cores in everyone for core in cores}) / len(nodes)
     cores = min(cores, float(os.environ.get("A2D_MPI_NODE_CORES") or "inf"))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // sharing(comm)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(nodes[0])
     sizes = {"ranks_per_node": len(nodes[0]), "cores_per_node": cores, "memory": memory}
     name = names[0] if name is None else name
     machine = together(comm, lambda: Machine(name, None, None, {}, **sizes))
