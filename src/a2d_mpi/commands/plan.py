@@ -26,7 +26,8 @@ def rank(parser: Parser) -> Callable:
             --model FOLDER
 
     --model FILE takes heads, layers, windows and dtype from the config.json of a model of
-    transformers, in place of --nheads, --nheads-kv, --headdim and --headdim-v.  Seconds and bytes
+    transformers, in place of --nheads, --nheads-kv, --headdim and --headdim-v, and needs PyTorch
+    and transformers: pip install -e '.[torch]'.  Seconds and bytes
     are then of the attention in all layers, which have one grid.  --mask is what layers without a
     window see; layers with a window see what is also inside the window.  --dtype replaces the
     dtype of the file.

@@ -30,12 +30,12 @@ import numpy as np
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import misfit
 from a2d_mpi.experiments.hdf5 import check_output, read_file, write_file
+from a2d_mpi.experiments.model_layers import Model, read_model
 from a2d_mpi.experiments.options import Parser, add_options, aligned, log, progress, whole
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import Summary, flat
 from a2d_mpi.experiments.sweep import make_workload, plans_for, workloads_of
 from a2d_mpi.planning.candidate import Candidate, Stack
-from a2d_mpi.planning.configs import Model, read_model
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
@@ -119,9 +119,8 @@ def _print_model(model: Model, work: Workload, ranks: int) -> None:
         end="",
     )
     print(f"{values}, {work.nheads_kv} KV heads; {work.dtype}")
-    size, weights = DTYPES[work.dtype].itemsize, f"weights of {model.family} are not counted"
-    if n := model.parameters:
-        weights = f"{_bytes(n)[:-1]} parameters: {_bytes(n * size)} on every rank"
+    size, n = DTYPES[work.dtype].itemsize, model.parameters
+    weights = f"{_bytes(n)[:-1]} parameters: {_bytes(n * size)} on every rank"
     cache = size * model.cache(work.seqlen)
     print(f"{weights}; KV cache: {_bytes(cache)}, {_bytes(cache // ranks)} on a rank")
     print("seconds and bytes are of all layers on one grid, and memory of the plans of all masks")
