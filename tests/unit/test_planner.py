@@ -17,7 +17,7 @@ from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning import candidate as candidate_module
 from a2d_mpi.planning import cost, survey
 from a2d_mpi.planning.candidate import Candidate
-from a2d_mpi.planning.layouts import layouts
+from a2d_mpi.planning.layouts import known_as, layouts
 from a2d_mpi.planning.memory import peak_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidate, candidate, candidates, why_not
@@ -78,7 +78,7 @@ def test_sorted_and_consistent():
             assert bounds == sorted(bounds) and 0.6 * bounds[-1] < bounds[2] <= bounds[-1]
             if plan.layout.heads == 1:
                 assert plan.over_bound >= 1
-    names = {p.known_as for p in found}
+    names = {known_as(p.method, p.layout) for p in found}
     assert names == {"", "USP", "Ulysses", "tree", "all-gather"}
 
 

@@ -37,7 +37,7 @@ def ended(programs, messages, per_node=1, **link):
     """Return the end of each rank, at 1 MB/s between nodes and 1000 inside, and all spans."""
     there = machine(Link(MB, **link), Link(1000 * MB), ranks_per_node=per_node)
     size, spans = len(programs), [[] for _ in programs]
-    columns = Messages(*np.array(messages, np.int64).T)
+    columns = Messages(*np.array([(*x, 1) for x in messages], np.int64).T)
     cables, place = Cables(Network(), there, size), np.arange(size)
     parts = simulate(columns_of(programs), columns, cables, place, spans)
     found = sum(parts.values())

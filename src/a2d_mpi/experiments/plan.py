@@ -36,6 +36,7 @@ from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import Summary, flat
 from a2d_mpi.experiments.sweep import make_workload, plans_for, workloads_of
 from a2d_mpi.planning.candidate import Candidate, Stack
+from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
@@ -167,7 +168,8 @@ def _row(plan: Candidate | Stack, ranks: int, best: Candidate | Stack) -> list[s
         cells += [f">= {duration(plan.bound)}", *["-"] * 7, f">= {_bytes(plan.memory)}"]
     idle = f"{used} of {ranks} ranks, {1 - used / ranks:.0%} idle" if used < ranks else ""
     sliced = f"{plan.layout.sliced} slices" * (plan.layout.sliced != "1x1")
-    notes = plan.layout.distribution, sliced, plan.known_as, idle, why_not(plan, best)
+    known = known_as(plan.method, plan.layout)
+    notes = plan.layout.distribution, sliced, known, idle, why_not(plan, best)
     return [*cells, "; ".join(filter(None, notes))]
 
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from a2d_mpi.planning.flows import POST, WAIT, Flows, Progress, Ranks, compiled, run
+from a2d_mpi.planning.flows import POST, WAIT, Flows, State, compiled, run
 from a2d_mpi.planning.network import Cables
 
 # The operations of a rank in order: part, begin, end, and messages that it posts or waits for.
@@ -92,11 +92,14 @@ class Messages(NamedTuple):
         Rank that sends, and rank that receives.
     nbytes : ndarray
         Bytes.
+    tensors : ndarray
+        Tensors of every message; each costs the overhead of a message.
     """
 
     source: np.ndarray
     to: np.ndarray
     nbytes: np.ndarray
+    tensors: np.ndarray
 
 
 def simulate(
@@ -130,21 +133,21 @@ def simulate(
         If ranks wait for ever.
     """
     parts, size = spent(operations), len(operations.first) - 1
-    progress, flows = _flows(operations, messages, cables, place)
-    ranks = Ranks(operations.first[:-1].copy(), *np.zeros((3, size)))
+    missing, flows = _flows(operations, messages, cables, place)
+    state = State(missing, 0.0 * missing, operations.first[:-1].copy(), *np.zeros((3, size)))
     load = sum(np.bincount(x, flows.nbytes, len(flows.bandwidth)) for x in flows.passed)
     least = max((load / flows.bandwidth).max(), sum(parts.values()).max())
-    state, loop = (operations, progress, ranks), run
+    given, loop = (operations, state), run
     if len(messages.source) >= MANY:
         loop = compiled()
     if loop == run:  # Python reads and writes elements of lists faster than elements of arrays
-        state = tuple(type(x)(*(y.tolist() for y in x)) for x in state)
+        given = tuple(type(x)(*(y.tolist() for y in x)) for x in given)
         names = ("waiter", "ends", "latency", "posted", "pair", "last", "after", "sent")
         flows = flows._replace(**{x: getattr(flows, x).tolist() for x in names})
-    loop(*state, flows, COARSE * least)
-    progress, ranks = (type(x)(*map(np.asarray, x)) for x in state[1:])
-    if stuck := np.flatnonzero(ranks.at < operations.first[1:]).tolist():
-        at = ranks.at[stuck[0]]
+    loop(*given, flows, COARSE * least)
+    state = State(*map(np.asarray, given[1]))
+    if stuck := np.flatnonzero(state.at < operations.first[1:]).tolist():
+        at = state.at[stuck[0]]
         numbers = operations.numbers[operations.begin[at] : operations.begin[at + 1]][:4]
         pairs = ", ".join(f"{messages.source[m]} to {messages.to[m]}" for m in numbers)
         raise ValueError(
@@ -152,11 +155,11 @@ def simulate(
             f"messages {pairs}"
         )
     for rank, mine in enumerate(spans or ()):
-        ends = progress.end[operations.first[rank] : operations.first[rank + 1]].tolist()
+        ends = state.end[operations.first[rank] : operations.first[rank + 1]].tolist()
         for (kind, _, numbers), begin, end in zip(operations.of_rank(rank), [0.0, *ends], ends):
             part = PARTS[kind] if kind < POST else "wait" if kind == WAIT else "other"
             mine.append((part, begin, end, numbers))
-    return {**parts, "wait": ranks.waited}
+    return {**parts, "wait": state.waited}
 
 
 def spent(operations: Operations) -> dict[str, np.ndarray]:
@@ -171,8 +174,8 @@ def spent(operations: Operations) -> dict[str, np.ndarray]:
 
 def _flows(
     operations: Operations, messages: Messages, cables: Cables, place: np.ndarray
-) -> tuple[Progress, Flows]:
-    """Make the columns of messages, and count the messages of each wait."""
+) -> tuple[np.ndarray, Flows]:
+    """Count the messages of each wait, and make the columns of messages."""
     ends, n = np.stack([messages.source, messages.to]), len(messages.source)
     awaited = operations.kind[operations.operation] == WAIT
     number, operation = operations.numbers[awaited], operations.operation[awaited]
@@ -183,7 +186,7 @@ def _flows(
     routes = cables.routes(*there).T
     links = len(cables.bandwidth)  # one more link, without a limit, stands for -1
     pairs, pair = np.unique(messages.source * len(place) + messages.to, return_inverse=True)
-    return Progress(missing, np.zeros(len(missing))), Flows(
+    return missing, Flows(
         messages.nbytes.astype(float), np.where(routes < 0, links, routes),
         cables.latency(*there), np.append(cables.bandwidth, np.inf),
         waiter, ends, np.zeros(n, np.int64), np.zeros(n),
