@@ -5,8 +5,7 @@
   net COMMIT                  differences to another commit in bits of results, bytes and messages
   speed COMMIT PLACE          seconds of calls with another commit and with the files here
   study FOLDER [PART...]      grids and rings on emulated clusters, side by side (docs/study.md)
-  scale FOLDER [PART...]      64 to 4096 ranks of three machines, by SimGrid (docs/study.md)
-  simulate OPTION...          plans on networks, by SimGrid; options of drivers/plan.py simulate
+  scale FOLDER [PART...]      64 to 4096 ranks of three machines, simulated (docs/study.md)
   wire FOLDER errors|seconds  errors of narrow formats, or seconds on 16 emulated nodes
   train [FOLDER [OPTION...]]  a Llama on the New Testament, and a text of it; options of train.py
   figures FOLDER              all figures of the documentation; the committed are data/figures
@@ -20,10 +19,8 @@ MPI of your own (A2D_MPI_ENV=active).  Paths are relative to the repository's ro
 
 The study takes 80 minutes on two cores.  Its parts crossover (40 minutes), masks, triangle, nodes,
 train and decode run only if they are named.  Each cluster has a profile, which is measured first.
-The study at scale takes four hours on one core.  What a file holds already is not run again.
-SimGrid needs apt-get install g++ libsimgrid-dev (Debian, Ubuntu).  Places of speed are
-local, and the emulated clusters 16x1, 64x1 and 16x4.  LAUNCHES=7 is its number of launches of each
-commit.
+What a file holds already is not run again.  Places of speed are local, and the emulated clusters
+16x1, 64x1 and 16x4.  LAUNCHES=7 is its number of launches of each commit.
 """
 
 import inspect
@@ -49,8 +46,6 @@ SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 # stands for a row with the first of each, a row with the second of each, and so on.  A row begins
 # with the job, or with its part.  Words in braces are of NAMES, or the folder, or the options.
 COMMANDS = """
-simulate use_env any "" numba
-simulate python drivers/plan.py simulate {options}
 docs use_env any docs docs .venv-docs
 docs python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
 
@@ -200,9 +195,9 @@ SCALE = """
 4096 {scale} 4096 --profile {one_nic} --seqlens 1M,4M|1M --plans ring:128x1x32@cur,
     attention2d:8x16x32@cur|double_ring:64x2x32@urc,double_ring:32x4x32@ruc
 # Exact to six in a thousand, because they take long.
-gathers {scale} 64 --seqlens 64K,256K,1M,4M --nheads-kv 32 {three} --coarse 1e-3
+gathers {scale} 64 --seqlens 64K,256K,1M,4M --nheads-kv 32 {three}
     --plans attention2d:64x1,attention2d:1x64,attention2d:8x1x8
-gathers {scale} 256 --seqlens 64K,1M --nheads-kv 32 {three} --coarse 1e-3
+gathers {scale} 256 --seqlens 64K,1M --nheads-kv 32 {three}
     --plans attention2d:256x1,attention2d:1x256,attention2d:32x1x8
 # The planner's pick of each method.
 picks {scale} 64|256|1024 --seqlens 64K,256K,1M,4M --nheads-kv 8,32|8,32|32 {three}
@@ -255,11 +250,11 @@ with h5py.File(sys.argv[1]) as given, h5py.File(sys.argv[2], "w") as to:
     "ring:4x1x16@urc,double_ring:16x4,double_ring:2x2x16@urc",
     "tokens": "64K,256K,1M,4M,16M",
     "three": "--profile {a100},{one_nic},{h100}",
-    "replay": "python drivers/plan.py simulate --resume --backward --nheads 32 --output {folder}",
-    "scale": "{replay}/scale.h5 --ranks",
-    "networks": "{replay}/networks.h5 --ranks 256 --seqlens 64K,1M --profile {a100},{h100} --plans"
+    "nets": "python drivers/plan.py simulate --resume --backward --nheads 32 --output {folder}",
+    "scale": "{nets}/scale.h5 --ranks",
+    "networks": "{nets}/networks.h5 --ranks 256 --seqlens 64K,1M --profile {a100},{h100} --plans"
     " ring,ring:32x1x8,double_ring:64x4,attention2d:16x16,attention2d:4x8x8,node_aware:16x16",
-    "links": "{replay}/links.h5 --seqlens 1M --links-alone",
+    "links": "{nets}/links.h5 --seqlens 1M --links-alone",
 }
 
 
@@ -364,7 +359,6 @@ JOBS = {
     "study": study,
     "scale": lambda folder, *parts: [
         'use_env any "" numba', f"mkdir -p {quote(folder)}", *parts_of(SCALE, parts, folder)],
-    "simulate": lambda *options: parts_of(COMMANDS, ["simulate"], options=options),
     "wire": lambda folder, what: parts_of(WIRE, [what], folder),
     "train": lambda folder="results/training", *options: parts_of(
         COMMANDS, ["train"], folder, options),

@@ -16,7 +16,7 @@ from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments.hdf5 import read_file
 from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, flat
-from a2d_mpi.experiments.sweep import Case, parse_plan, plans_for
+from a2d_mpi.experiments.sweep import make_workload, parse_plan, plans_for
 from a2d_mpi.planning import planner
 from a2d_mpi.planning.profile import read_machine
 
@@ -192,29 +192,35 @@ def test_parse_plan():
 
 def test_auto():
     machine = read_machine(PROFILE)
-    case = Case(64, 8, 16, mask="causal", backward=True)
-    found = plans_for(case, ["auto:3", "ring"], 4, machine=machine)
-    best = planner.candidates(machine, 4, case.work(), number=3)[:3]
+    work = make_workload(
+        "causal", 64, "none", nheads=8, headdim=16, dtype="float32", backward=True
+    )
+    found = plans_for(work, ["auto:3", "ring"], 4, machine)
+    best = planner.candidates(machine, 4, work, number=3)[:3]
     assert [(c.method, c.layout) for c in found[:3]] == [(x.method, x.layout) for x in best]
     assert [c.picked for c in found] == [True, *[False] * (len(found) - 1)]
-    each = plans_for(case, ["auto:each"], 4, machine=machine)
+    each = plans_for(work, ["auto:each"], 4, machine)
     assert [c.method for c in each] == list(
-        dict.fromkeys(x.method for x in planner.candidates(machine, 4, case.work(), number=None))
+        dict.fromkeys(x.method for x in planner.candidates(machine, 4, work, number=None))
     )
     assert {c.method for c in each} >= {"attention2d", "ring", "striped ring", "double ring"}
     assert [c.picked for c in each] == [True] + [False] * (len(each) - 1) and each[0] == found[0]
     for bad in ("auto:0", "auto:x"):
         with pytest.raises(ValueError, match="auto"):
-            plans_for(case, [bad], 4, machine=machine)
+            plans_for(work, [bad], 4, machine)
 
 
 def test_names_are_different():
     plans = ["all", "ring", "attention2d"]
     names = [
         c.name
-        for mask, backward, kv, ranks in product(("full", "causal"), (False, True), (8, 1), (4, 8))
-        for c in plans_for(
-            Case(64, 8, 16, kv, mask=mask, backward=backward), plans, ranks, (True, False)
+        for mask, backward, overlap, kv, ranks in product(
+            ("full", "causal"), (False, True), (False, True), (8, 1), (4, 8)
         )
-    ]
+        for c in plans_for(
+            make_workload(mask, 64, "none", nheads=8, headdim=16, nheads_kv=kv, backward=backward,
+                          overlap=overlap),
+            plans, ranks,
+        )
+    ]  # fmt: skip
     assert len(set(names)) == len(names) > 300 and not any("/" in x or " " in x for x in names)

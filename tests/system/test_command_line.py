@@ -44,7 +44,7 @@ SMALL = {
     "plot.py study": "",
     "plot.py scale": "",
 }
-# These take long, or need SimGrid or PyTorch.  Tests of their own run them.
+# These take long, or need PyTorch.  Tests of their own run them.
 NOT_RUN = {"calibrate.py", "plan.py simulate", "train.py", "generate.py", "bench.py train",
            "bench.py decode"}  # fmt: skip
 

@@ -56,7 +56,6 @@ RUN = {
         "out": 21, "out 64": 4, "out 256": 4, "out 1024": 5, "out 4096": 5, "out gathers": 4,
         "out picks": 5, "out networks": 3, "out links": 5,
     },
-    "simulate": {"--output out.h5 --ranks 64 --profile data/machines/a100-16x4.toml": 2},
     "wire": {"out errors": 11, "out seconds": 3},
     "train": {"": 5, "out --steps 100": 5},
     "figures": {"out": 14},

@@ -1,10 +1,7 @@
 """Timelines of all ranks: the format, every message and its bytes."""
 
 import json
-import sys
-from contextlib import contextmanager
 from copy import deepcopy
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -154,18 +151,10 @@ def test_wrong_traces():
 @pytest.mark.grids
 @pytest.mark.one_mpi
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
-def test_on_a_gpu(comm, grid_of, cupy, tmp_path, monkeypatch):
-    """A GPU gives the same trace, with NVTX ranges if nvtx is installed."""
+def test_on_a_gpu(comm, grid_of, cupy, tmp_path):
+    """A GPU gives the same trace."""
     from a2d_mpi.comm.gpus import bind_gpu
 
-    ranges = []
-
-    @contextmanager
-    def annotate(name):
-        ranges.append(name)
-        yield
-
-    monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=annotate))
     bind_gpu(comm)
     grid = grid_of(1, comm.size)
     plan = Attention2D(grid, Causal(), **SIZES)
@@ -175,8 +164,7 @@ def test_on_a_gpu(comm, grid_of, cupy, tmp_path, monkeypatch):
     if events:
         found = [flow_bytes(events, rank) for rank in range(comm.size)]
         bad += [] if found == counted else [f"{found}, {counted}"]
-    named = {"forward compute", "backward compute"} <= set(ranges)
-    assert_all(comm, same and not bad and named, f"{same}, {bad}, {set(ranges)}")
+    assert_all(comm, same and not bad, f"{same}, {bad}")
 
 
 def test_driver(tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import messages_of
 
 from a2d_mpi import Causal, Full, IntervalMask
 from a2d_mpi.comm import transport
@@ -239,7 +240,7 @@ def test_lower_bound_of_all_choices(mask, nheads_kv, backward):
 def test_messages():
     """Tensors of more bytes than MPI counts are cut."""
     large = with_counts((1 << 20,) * 2, 1, 1, headdim=512)  # 2 GiB a tensor
-    assert cost.messages("ring", Layout(2, 1), large, 0)["forward", "ring"] == [4, 4]
+    assert messages_of("ring", Layout(2, 1), large, 0)["forward", "ring"] == [4, 4]
     assert MAX_MESSAGE == transport.MAX_MESSAGE
 
 

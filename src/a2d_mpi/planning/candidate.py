@@ -12,7 +12,6 @@ from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.core.sizes import flops
 from a2d_mpi.planning import cost
-from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import Needs, peak_memory, peak_of
 from a2d_mpi.planning.model import Phase, simulated, slowest_seconds
@@ -93,11 +92,6 @@ class Candidate:
         """Seconds of each part on the slowest ranks; they add up to `seconds`."""
         slowest = [(phase, int(phase.total.argmax())) for phase in self.phases.values()]
         return {x: sum(float(getattr(phase, x)[i]) for phase, i in slowest) for x in PARTS}
-
-    @property
-    def known_as(self) -> str:
-        """Common name of this method on this layout, as in papers; empty if there is none."""
-        return known_as(self.method, self.layout)
 
     def redistributed(self) -> list[Candidate]:
         """Return the same plan with all other distributions, if none was asked for; only once."""
@@ -246,7 +240,7 @@ class Stack:
     def _add_up(self) -> None:
         """Set the attributes from those of the parts."""
         parts, (_, first) = self._parts, self._parts[0]
-        self.layout, self.known_as = first.layout, first.known_as
+        self.layout = first.layout
         self.phases = all(x.phases for _, x in parts)  # whether all were simulated
         self.bound = sum(n * x.bound for n, x in parts)
         self.seconds = sum(n * x.seconds for n, x in parts)
