@@ -54,7 +54,7 @@ simulate python drivers/plan.py simulate {options}
 docs use_env any docs docs .venv-docs
 docs python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
 
-train use_env any plot,torch plot,torch .venv-torch
+train use_env any torch torch .venv-torch
 train mkdir -p {folder}
 train run_mpi 4 3600 python drivers/train.py llama-tiny data/new_testament.txt
     --seqlen 1024 --rate 4e-3 --warmup-steps 50 --steps 1000 --validate 0.05
@@ -62,8 +62,6 @@ train run_mpi 4 3600 python drivers/train.py llama-tiny data/new_testament.txt
     {options}
 train run_mpi 4 600 python drivers/generate.py {folder}/checkpoints --rows 2 --cols 2 --tokens 300
     --temperature 0.5 --prompt "And Jesus said unto them, "
-train python drivers/plot.py results {folder}/training.h5 --what training --output {folder}
-    --format png
 """
 
 GPU = """
@@ -100,7 +98,7 @@ seconds bash jobs/emulate.sh 16 1 10mbit -- python drivers/bench.py --output {fo
 
 FIGURES = """
 use_env any plot numba,plot
-mkdir -p {folder}/{{partitions,scale}}
+mkdir -p {folder}/partitions
 python drivers/plot.py grid {folder}/grid.png --rows 2 --cols 3
 python drivers/plot.py masks {folder}/masks.png --distribution balanced
 {plot_schedule}/schedules.png --plans attention2d:4x4,ring,double_ring:4x4
@@ -115,9 +113,6 @@ python drivers/plot.py masks {folder}/masks.png --distribution balanced
 {plot_schedule}/partitions/heads.png --plans attention2d:1x1x12,attention2d:4x3@cru
     --profile {one_nic} --ranks 12 --seqlen 24K --nheads 24 --mask full
 {plot_results}/tiles.h5 --output {folder} --what kernels
-{plot_results}/trace.json --output {folder} --what trace
-{plot_results}/scale/scale.h5 --output {folder}/scale --what winners
-{plot_results}/scale/links.h5 --output {folder}/scale --what slopes
 {plot_results}/crossover --output {folder} --what crossover
 """
 

@@ -58,8 +58,8 @@ RUN = {
     },
     "simulate": {"--output out.h5 --ranks 64 --profile data/machines/a100-16x4.toml": 2},
     "wire": {"out errors": 11, "out seconds": 3},
-    "train": {"": 5, "out --steps 100": 5},
-    "figures": {"out": 14},
+    "train": {"": 4, "out --steps 100": 4},
+    "figures": {"out": 11},
     "docs": {"": 2},
     "gpu": {"local --dtype float32": 3, "bench --trials 3": 8, "test -k real": 1},
 }  # fmt: skip
