@@ -197,15 +197,35 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("kind, rank, given, shown", [
     (Terminal, 0, [], "trials: "), (Terminal, 1, [], ""), (Terminal, 0, ["--quiet"], ""),
-    (io.StringIO, 0, [], "x.py: trials: 2 of 3 after 00:00, "), (io.StringIO, 1, [], ""),
-    (io.StringIO, 0, ["--quiet"], ""),
+    (io.StringIO, 0, [], "x.py: trials: 2 of 3 after 00:00, 00:00 left, loss=2\n"),
+    (io.StringIO, 1, [], ""), (io.StringIO, 0, ["--quiet"], ""),
 ])  # fmt: skip
 def test_progress(monkeypatch, kind, rank, given, shown):
-    """Terminals have a bar, and logs have lines; other ranks and --quiet have none."""
+    """Terminals have a bar, and logs have true lines; other ranks and --quiet have none."""
     monkeypatch.setattr(sys, "stderr", stream := kind())
     monkeypatch.setattr(common, "LINES", 0.0)
     monkeypatch.setattr(common.log, "handlers", [])
     common.Parser("x.py", "X.").parse_args(given)
-    assert list(common.progress(range(3), rank, desc="trials")) == [0, 1, 2]
+    bar = common.progress(range(3), rank, desc="trials")
+    for i in bar:
+        bar.set_postfix(loss=i + 1)
     assert (shown in stream.getvalue()) if shown else not stream.getvalue()
     assert ("\r" in stream.getvalue()) == (kind is Terminal and bool(shown))
+
+
+@pytest.mark.parametrize("seconds", [0.5, 40.0])
+def test_a_line_of_progress_every_half_minute(monkeypatch, seconds):
+    """However often an item says its loss; each line is of the items that are done."""
+    now = 1000.0
+    monkeypatch.setattr(common.time, "monotonic", lambda: now)
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    monkeypatch.setattr(common.log, "handlers", [])
+    common.Parser("x.py", "X.").parse_args([])
+    bar = common.progress(range(100), desc="steps")
+    for _ in bar:
+        now += seconds
+        for loss in ("1", "2"):
+            bar.set_postfix(loss=loss)
+    done = [int(x) for x in re.findall(r"steps: (\d+) of 100 ", stream.getvalue())]
+    assert stream.getvalue().count("\n") == len(done)
+    assert done == ([59] if seconds == 0.5 else list(range(100)))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import inspect
 import logging
-import math
 import re
 import sys
+import time
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from tqdm import tqdm
@@ -353,21 +353,30 @@ def _open_log(prog: str, quiet: bool) -> None:
     log.setLevel(logging.WARNING if quiet else logging.INFO)
 
 
+class _Lines(tqdm):
+    """Progress in the log, a line every `LINES` seconds at most."""
+
+    def __init__(self, items: Iterable | None = None, **options: object) -> None:
+        form = "{desc}: {n_fmt} of {total_fmt} after {elapsed}, {remaining} left{postfix}"
+        # With gui tqdm prints nothing itself.  It counts every item, so that each line is true.
+        super().__init__(items, gui=True, bar_format=form, mininterval=0, miniters=1, **options)
+        self._said = time.monotonic()
+
+    def display(self, *_: object, **__: object) -> None:
+        """Add a line to the log if the last one is old enough."""
+        if (now := time.monotonic()) >= self._said + LINES:
+            self._said = now
+            log.info("%s", self)
+
+
 def progress(items: Iterable | None = None, rank: int = 0, **options: object) -> tqdm:
     """Show progress on the first rank: a bar if stderr is a terminal, or a line every half minute.
 
     The lines are in the log of the package.
     """
-    if sys.stderr is None or not sys.stderr.isatty():
-        form = "{desc}: {n_fmt} of {total_fmt} after {elapsed}, {remaining} left"
-        # A stream for tqdm, which ends a bar with blanks.
-        lines = SimpleNamespace(
-            write=lambda text: text.strip() and log.info("%s", text.strip()), flush=lambda: None
-        )
-        options |= {"file": lines, "mininterval": LINES, "delay": LINES, "bar_format": form}
-        options |= {"miniters": 1, "maxinterval": math.inf}
+    kind = tqdm if sys.stderr is not None and sys.stderr.isatty() else _Lines
     quiet = rank != 0 or not log.isEnabledFor(logging.INFO)
-    return tqdm(items, disable=quiet, leave=False, **options)
+    return kind(items, disable=quiet, leave=False, **options)
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> str:
