@@ -190,6 +190,37 @@ def test_interrupted_program_of_one_process():
     assert done.stderr == "plan.py: interrupted\n"
 
 
+RUN = """
+import sys
+from mpi4py import MPI
+from a2d_mpi.experiments.cli import Parser, run
+
+class Comm(MPI.Intracomm):
+    def Abort(self, code=0):
+        print("abort", code, flush=True)  # and it returns: another rank's abort ends the job
+
+def body(comm, args):
+    {body}
+
+sys.argv = ["x.py"]
+run(Comm(MPI.COMM_WORLD), lambda comm: Parser("x.py", "X.", comm), body)
+"""
+
+
+def test_abort_that_returns():
+    body = "raise RuntimeError('a defect')"
+    done = launch(0, "-c", RUN.replace("{body}", body), timeout=60, code=70)
+    assert done.stdout == "abort 70\n"
+    assert done.stderr.count("Traceback") == 1 and "a defect" in done.stderr
+
+
+@pytest.mark.parametrize("code", [0, 3, 31, 75, 255])
+def test_exit_code(code):
+    """Any code that a shell knows, also if other ranks have 0."""
+    body = f"return {code} if comm.rank else 0"
+    launch(2, "-c", RUN.replace("{body}", body), timeout=60, code=code)
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True

@@ -37,10 +37,9 @@ attention.py {sample} [--help] | ranks disagree on --help: False on rank 0, True
 attention.py {tmp}/missing.h5 | No such file
 attention.py {tmp}/nan.h5 | k has 2 elements that are NaN or infinite: nothing can be checked
 attention.py {tmp}/good.h5 --output {tmp}/none/run.h5 | cannot write {tmp}/none/run.h5:
-attention.py {tmp}/good.h5 --output {tmp}/folder/../good.h5 | it is the input
+attention.py {tmp}/good.h5 --output {tmp}/folder/../good.h5 | good.h5, another kind of file
 attention.py {sample} --trace {tmp}/a.txt | a.txt must end with .json
 attention.py {sample} --trace {tmp}/other.json | other.json, another kind of file
-attention.py {sample} --output {new} --trace {new} | it is the output
 attention.py {tmp}/pipe | cannot read {tmp}/pipe as HDF5: it is not a regular
 attention.py {sample} --rank-block 2 | --rank-block must be ROWSxCOLUMNS, got '2'
 attention.py {sample} --rank-block 3x1 | 3x1 blocks do not divide a grid of 1 x 2
@@ -64,7 +63,6 @@ attention.py {forty} [--import={tmp}/none.py] | none.py: No such file or
 attention.py {forty} --output {text} | another kind of file
 attention.py {forty} --output {other} | another kind of file
 attention.py {forty} --output {tmp}/binary | another kind of file
-attention.py {forty} --profile {profile} --output {profile} | it is the input
 attention.py {forty} --profile {text} | text
 attention.py {forty} --profile {wide} | float32
 bench.py linear --output {text} | another kind of file
@@ -133,8 +131,7 @@ plot.py study {tmp}/none.h5 | none.h5
 ../data/make_sample.py {new} --dtype int8 | invalid choice
 ../data/make_sample.py /nowhere/sample.h5 | cannot write /nowhere/sample.h5
 ../data/make_sample.py {tmp}/folder | it is not a regular file
-../data/make_sample.py {text} --text {text} --model {tmp} | it is the input
-../data/make_sample.py {tmp}/config.json --model {tmp} | it is the input
+../data/make_sample.py {text} --text {text} --model {tmp} | text, another kind of file
 ../data/make_sample.py {new} --model {tmp} | make_sample.py: error:
 ../data/make_text.py /nowhere/text | cannot write /nowhere/text
 """

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 from tqdm import tqdm
 
 from a2d_mpi import __version__
-from a2d_mpi.core.atomic import same_file
 from a2d_mpi.core.config import DISTRIBUTIONS, LARGEST, TRANSFERS, WIRES
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import parse_count
@@ -302,35 +301,6 @@ class Parser(argparse.ArgumentParser):
         """Raise ValueError: whether the options are good is for all ranks to agree on."""
         message = re.sub(r"^argument (\S+): (?=must )", r"\1 ", message)  # as a sentence
         raise ValueError(f"{message} (see --help)")
-
-
-WRITTEN = ("output", "trace")  # options that name files to write
-
-
-def files_written(args: argparse.Namespace) -> list[Path]:
-    """Return all files that a driver writes, by its options, except files in a folder."""
-    return [x for name in WRITTEN if (x := getattr(args, name, None))]
-
-
-def check_files(args: argparse.Namespace) -> None:
-    """Check before the work that no output is the same file as an input or another output.
-
-    Inputs are all other paths in the options; of a folder, all files in it.
-
-    Raises
-    ------
-    OSError
-        If an output is an input or another output.
-    """
-    written, others = files_written(args), (*WRITTEN, "folder")  # of checkpoints or figures
-    values = [x for name, x in vars(args).items() if name not in others]
-    read = [y for x in values for y in (x if isinstance(x, list) else [x]) if isinstance(y, Path)]
-    read += [inside for x in read if x.is_dir() for inside in x.iterdir()]
-    for i, target in enumerate(written):
-        for other in [*read, *written[:i]]:
-            if same_file(target, other):
-                what = "input" if other in read else "output"
-                raise OSError(f"cannot write {target}: it is the {what} {other}")
 
 
 def open_streams() -> None:
