@@ -116,7 +116,7 @@ python drivers/plot.py masks {folder}/masks.png --distribution balanced
 {plot_results}/crossover --output {folder} --what crossover
 """
 
-# Where to start @, "python tests/tools/speed.py FILE", and its sizes, trials and plans.
+# Where to start @, "python jobs/measure.py calls FILE", and its sizes, trials and plans.
 SPEED = """
 local run_mpi 4 300 @ 1536,12,32 9 attention2d:2x2x1 ring:4x1x1
 local run_mpi 2 300 @ 24,2,8 500 attention2d:2x1x1
@@ -313,7 +313,7 @@ def compare(commit, program, lines, launches=1):
             for j, line in enumerate(lines):
                 run_program = f"python {program} {folder}/{name}.{i}.{j}.json"
                 yield f"{path} {line.replace('@', run_program)}"
-        yield f"python {program} --compare {folder}"
+        yield f"python {program.split()[0]} --compare {folder}"
     finally:
         if os.path.exists(trees["then"]):
             remove = "git", "worktree", "remove", "--force", trees["then"]
@@ -354,7 +354,7 @@ JOBS = {
     "fuzz": fuzz,
     "net": lambda commit: compare(commit, "tests/tools/net.py", ["run_mpi 6 300 @"]),
     "speed": lambda commit, place: compare(
-        commit, "tests/tools/speed.py", parts_of(SPEED, [place]),
+        commit, "jobs/measure.py calls", parts_of(SPEED, [place]),
         int(os.environ.get("LAUNCHES", 7))),
     "study": study,
     "scale": lambda folder, *parts: [

@@ -38,7 +38,7 @@ from a2d_mpi.schedules.slices import slices_of
 from a2d_mpi.schedules.writing import problem_of
 
 # Most ranks for which the planner searches.  With h100-8.toml, 1M causal tokens and gradients,
-# 1024 ranks take 18 s of CPU time, 4096 ranks 127 s and 0.9 GB (tests/tools/plan_times.py).
+# 1024 ranks take 18 s of CPU time, 4096 ranks 127 s and 0.9 GB (jobs/measure.py planner).
 PLANNED = 4096
 mask_of = lru_cache(maxsize=32)(make_mask)  # masks keep what they have computed
 SIZES = ("seqlen", "nheads", "nheads_kv", "headdim", "headdim_v", "dtype")
