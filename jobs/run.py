@@ -1,7 +1,6 @@
 """Run a benchmark or a tool: python jobs/run.py [--dry-run] JOB [ARGUMENT...]
 
-  fuzz [MPI] SECONDS [RANKS [FIRST]]    random configurations against a dense float64 computation
-  fuzz [MPI] --case SEED RANKS [WIRE]   one of them again, with its errors; MPI: mpich or openmpi
+  random [RANKS [SEED]]       random plans against a dense float64 computation, by Hypothesis
   net COMMIT                  differences to another commit in bits of results, bytes and messages
   speed COMMIT PLACE          seconds of calls with another commit and with the files here
   study FOLDER [PART...]      grids and rings on emulated clusters, side by side (docs/study.md)
@@ -287,18 +286,11 @@ def parts_of(table, parts=(), folder="", options=()):
     return [line for part in parts or known for name, line in lines if name == part]
 
 
-def fuzz(*words):
-    """Yield the commands of a search, or of one case."""
-    form = r"(mpich |openmpi )?(?:(--case \d+) ([1-8])( \w+)?|([1-9]\d*)(?: ([1-8])( \d+)?)?)"
-    match = re.fullmatch(form, " ".join(words))
-    if not match:
-        raise Refused
-    mpi, case, ranks, wire, seconds, ranks_of_search, first = match.groups()
-    options = (case or f"--seconds {seconds}") + (f" --wire{wire}" if wire else "")
-    options += f" --first{first}" if first else ""
-    most = int(seconds or 60) + 120
-    yield f"use_env {mpi or 'any '}pytest test"
-    yield f"run_mpi {ranks or ranks_of_search or 4} {most} python tests/tools/fuzz.py {options}"
+def random(ranks="4", seed="0"):
+    """Yield the commands of a search; all ranks draw the same cases from the seed."""
+    yield "use_env any pytest test"
+    options = f"--with-mpi --hypothesis-seed {quote(seed)} -k float64"
+    yield f"run_mpi {quote(ranks)} 900 python -m pytest -q tests/ranks/test_random.py {options}"
 
 
 def compare(commit, program, lines, launches=1):
@@ -351,7 +343,7 @@ def study(folder, *parts):
 
 
 JOBS = {
-    "fuzz": fuzz,
+    "random": random,
     "net": lambda commit: compare(commit, "tests/tools/net.py", ["run_mpi 6 300 @"]),
     "speed": lambda commit, place: compare(
         commit, "jobs/measure.py calls", parts_of(SPEED, [place]),
