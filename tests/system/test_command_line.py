@@ -2,11 +2,9 @@
 
 import argparse
 import io
-import pkgutil
 import re
 import shlex
 import sys
-from configparser import ConfigParser
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ from helpers import (
 )
 
 import a2d_mpi
-from a2d_mpi.__main__ import COMMANDS, main
+from a2d_mpi.__main__ import COMMANDS
 from a2d_mpi.experiments import options as common
 
 PROGRAMS = sorted(x.name for x in DRIVERS.glob("*.py"))
@@ -128,29 +126,6 @@ def test_module_lists_its_commands(tmp_path):
         done = module(word, "x.h5", ranks=3, cwd=tmp_path, code=2)
         assert done.stdout == "" and done.stderr.startswith("python -m a2d_mpi: error: ")
         assert done.stderr.count("\n") == 1 and " COMMAND" in done.stderr
-
-
-NAMED = """
-import a2d_mpi.__main__ as x, sys
-for argv0, typed in (("/x/a2d_mpi/__main__.py", "python -m a2d_mpi"), ("/bin/a2d-mpi", "a2d-mpi")):
-    for name in x.COMMANDS:
-        sys.argv = [argv0, name, "--version"]
-        try:
-            x.main()
-        except SystemExit as end:
-            print(typed, name, end.code)
-"""
-
-
-def test_messages_name_what_was_typed():
-    lines = launch(0, "-c", NAMED, timeout=60).stdout.splitlines()
-    version = f" of a2d_mpi {a2d_mpi.__version__}"
-    assert lines[::2] == [x.removesuffix(" 0") + version for x in lines[1::2]]
-    assert len(lines) == 4 * len(COMMANDS) and {x[-2:] for x in lines[1::2]} == {" 0"}
-    script = ConfigParser()
-    script.read(ROOT / "setup.cfg")
-    (line,) = script["options.entry_points"]["console_scripts"].split("\n")[1:]
-    assert pkgutil.resolve_name(line.removeprefix("a2d-mpi = ")) is main
 
 
 def test_module_without_a_file(tmp_path):

@@ -16,7 +16,7 @@ import h5py
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import ROOT, SAMPLE, execute
+from helpers import SAMPLE, execute
 from mpi4py import MPI
 
 import a2d_mpi
@@ -27,7 +27,6 @@ from a2d_mpi.experiments.files import Check, attributes_of, inspect_input, read_
 from a2d_mpi.experiments.hdf5 import check_output, create, read_file, write_file
 from a2d_mpi.experiments.measure import TIMED_PARTS
 from a2d_mpi.experiments.origin import provenance
-from a2d_mpi.experiments.plan import SCHEMA as SIMULATIONS
 from a2d_mpi.experiments.results import (
     BENCHMARK_SCHEMA,
     RESULT_SCHEMA,
@@ -220,17 +219,6 @@ def test_reading(tmp_path):
 
 
 # Result files.
-
-
-def test_committed_results_name_no_folder_of_a_machine():
-    """Command lines in files of data/ have relative paths."""
-    files = [*(ROOT / "data").rglob("*.h5")]
-    assert len(files) > 20
-    folders = re.compile(rb"/(?:home|root|tmp|work|Users)/")
-    assert [x.name for x in files if folders.search(x.read_bytes())] == []
-    for path in (ROOT / "data/results/scale").glob("*.h5"):  # packed tables
-        for name, column in read_file(path, SIMULATIONS)["runs"].items():
-            assert not folders.search(column.tobytes()), (path, name)
 
 
 @pytest.mark.parametrize("nranks", [1, 3, 6000])
