@@ -183,8 +183,7 @@ def checkpointing(seqlen=8192):
             cp.model.zero_grad()
             Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
             before = status("VmRSS")
-            batch = cp.shard(ids)
-            cp.loss(cp.model(**batch.inputs).logits, batch).backward()
+            cp.model(input_ids=ids, labels=ids).loss.backward()
             grown.setdefault(name, []).append(COMM.allreduce(status("VmHWM") - before, MPI.MAX))
 
         ways[name] = step
