@@ -36,7 +36,7 @@ from a2d_mpi.kernels.numpy import NumpyKernel
 from a2d_mpi.sharding import triangle_shards
 
 SIZE = MPI.COMM_WORLD.size
-pytestmark = [pytest.mark.mpi, pytest.mark.one_mpi]
+pytestmark = [pytest.mark.mpi, pytest.mark.one_mpi, pytest.mark.multirank, pytest.mark.grids]
 METHODS = "attention2d", "node aware", "triangle", "ring", "striped ring", "double ring"
 CROSS = "attention2d", "node aware", "ring", "double ring"  # for two sequences
 SHAPES = [(r, c, SIZE // r // c) for r in range(1, SIZE + 1) for c in range(1, SIZE + 1)
@@ -163,8 +163,6 @@ def test_equal_to_float64(comm, case):
 
 
 @pytest.mark.thorough
-@pytest.mark.multirank
-@pytest.mark.grids
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_found(comm, name):
     """Each fault of a stage shows in one of two plans, which are right without it."""
