@@ -77,7 +77,6 @@ def test_everything_is_there_and_checked(finished, results):
 def test_nothing_is_done_twice(finished, results, tmp_path):
     output = tmp_path / "bench.h5"
     shutil.copy(finished[0], output)
-    (tmp_path / ".bench.h5.123.tmp").write_text("left by a job that was killed")
     options = ["--output", output, *SMALL, "--profile", PROFILE, "--backward"]
     options += ["--plans", "ring,attention2d:2x1", "--seqlens", "61", "--nheads-kv", "2"]
     before = {name: flat(x["timings"]) for name, x in results.items()}
@@ -87,7 +86,6 @@ def test_nothing_is_done_twice(finished, results, tmp_path):
     assert after.keys() == before.keys()
     for name, timings in before.items():
         assert all(np.array_equal(flat(after[name]["timings"])[x], y) for x, y in timings.items())
-    assert sorted(x.name for x in tmp_path.iterdir()) == ["bench.h5"]
 
 
 def test_wrong_result(tmp_path):

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from a2d_mpi.core.config import PHASES, AttentionConfig
-from a2d_mpi.masks.compiled import CompiledMask, compile_mask
 from a2d_mpi.core.layout import Layout
+from a2d_mpi.masks.compiled import CompiledMask, compile_mask
 from a2d_mpi.masks.mask import Full, Mask
 
 SIZES = ("seqlen", "nheads", "nheads_kv", "headdim", "headdim_v", "dtype")

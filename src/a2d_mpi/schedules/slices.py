@@ -7,8 +7,8 @@ import numpy as np
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.layout import Layout
 
-# Bytes of keys and values in a slice of a shard.  Measured on 16 emulated nodes with
-# tests/tools/refinements.py: smaller slices gained nothing in the forward pass.
+# Bytes of keys and values in a slice of a shard.  Measured on 16 emulated nodes: smaller slices
+# gained nothing in the forward pass.
 SMALLEST = 1 << 17
 ALIVE = 3  # slices whose messages travel, or whose buffers hold anything, at the same time
 TAKE, ATTEND, PUT = range(3)  # programs of a slice
