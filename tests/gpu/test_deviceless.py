@@ -115,7 +115,7 @@ def test_what_is_refused_has_no_graph(libcuda):
 
 
 def test_nvrtc_of_cuda_13_0_must_be_loaded(libcuda):
-    """Without `_import_cudnn`'s loading of NVRTC cuDNN refuses every graph; later ones need none."""
+    """Otherwise cuDNN refuses every graph; a later NVRTC need not be loaded."""
     work = [(False, block_of("128-128", "full", False))]
     assert built(libcuda, 90, work) == [None]
     (reason,) = built(libcuda, 90, work, "without-nvrtc")
