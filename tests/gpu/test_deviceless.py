@@ -115,10 +115,11 @@ def test_what_is_refused_has_no_graph(libcuda):
 
 
 def test_nvrtc_of_cuda_13_0_must_be_loaded(libcuda):
-    """Without `_import_cudnn`'s loading of NVRTC cuDNN refuses every graph."""
-    if not version("nvidia-cuda-nvrtc").startswith("13.0."):
-        pytest.skip("no GPU packages: nvidia-cuda-nvrtc is not of CUDA 13.0")
+    """Otherwise cuDNN refuses every graph; a later NVRTC need not be loaded."""
     work = [(False, block_of("128-128", "full", False))]
     assert built(libcuda, 90, work) == [None]
     (reason,) = built(libcuda, 90, work, "without-nvrtc")
-    assert "plans built" in reason
+    if version("nvidia-cuda-nvrtc").startswith("13.0."):
+        assert "plans built" in reason
+    else:
+        assert reason is None
