@@ -255,6 +255,8 @@ def test_a_mask_is_compiled_once():
     calls.clear()
     problem = problem_of("attention2d", Layout(2, 2), config, seen)
     assert problem.seen is problem.cp_group(2).seen is seen and not calls
+    with pytest.raises(ValueError, match="compiled for 80 queries and 80 keys, got 9 and 9"):
+        problem_of("attention2d", Layout(2, 2), AttentionConfig(9, 2, 8), seen)
 
 
 def test_check_mask():

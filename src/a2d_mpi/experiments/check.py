@@ -68,7 +68,7 @@ def check_attention(
     gradients at its own out.  So the bounds need no term for the rounding of q, k, v and dout.
     The rounding of partial results adds an a-priori term: see `error_bounds`.
     """
-    comm, local, wire, rounding = plan.grid.comm, dict(tensors), plan.config.wire, {}
+    comm, local, wire, merging = plan.grid.comm, dict(tensors), plan.config.wire, {}
     if "dsink" in local:
         local["dsink"] = _sum(comm, local["dsink"])
     as_given: dict[str, float] = {}
@@ -84,7 +84,7 @@ def check_attention(
         local |= {x: rounded(local[x], wire) for x in sent}
         merges = plan.layout.positions - 1 + (plan.layout.heads > 1)
         share = merges * (FORMATS[wire].error + FORMATS[wire].floor)
-        rounding = {x: share * plan.config.rounds(x, accumulated=True) for x in RESULTS}
+        merging = {x: share * plan.config.rounds(x, accumulated=True) for x in RESULTS}
     exact = _reference(plan, local, rows, seed, at_own_out=bool(wire))
     if plan.compute_dtype == np.float64:
         both = ((x, x) for x in exact)
@@ -106,7 +106,7 @@ def check_attention(
     checked = {x: sum(found[x][3] for found, _ in of_ranks) for x in seen}
     as_given = {x: max(given[x] for _, given in of_ranks) for x in as_given}
     sizes = plan.dtype, plan.softmax_scale, _norms(comm, local), largest, same_precision
-    bounds = error_bounds(*sizes, rounding)
+    bounds = error_bounds(*sizes, merging)
     return {x: Check(errors[x], bounds[x], checked[x], as_given.get(x)) for x in errors}
 
 
@@ -223,7 +223,7 @@ def error_bounds(
     norms: Mapping[str, float],
     largest: Mapping[str, float],
     same_precision: Mapping[str, float],
-    rounding: Mapping[str, float] = {},
+    merging: Mapping[str, float] = {},
 ) -> dict[str, float]:
     """Return the largest error that each result may have.
 
@@ -258,7 +258,7 @@ def error_bounds(
     same_precision : mapping of str to float
         Largest error, by result, of the plain dense computation (in float32 for 16-bit tensors)
         whose results are rounded to `dtype`.
-    rounding : mapping of str to float, optional
+    merging : mapping of str to float, optional
         With a narrow format on the wire, the number of merges times the error of the format, by
         result.  Times the largest term it is added to the bound, which may then be large.
 
@@ -289,8 +289,8 @@ def error_bounds(
             rounding = float(ml_dtypes.finfo(dtype).eps) * size
             bound = max(bound + rounding / 4, rounding * (name == "out"))
         least = size / 10
-        if rounding.get(name):
-            bound, least = bound + rounding[name] * max(term, size), math.inf
+        if merging.get(name):
+            bound, least = bound + merging[name] * max(term, size), math.inf
         if name != "lse":  # it is no sum of its terms, which are those of a logit
             least = max(least, half_of_digits * term)
         proves = math.isfinite(bound) and bound <= least

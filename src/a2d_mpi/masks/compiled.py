@@ -103,6 +103,11 @@ def compile_mask(mask: Mask | CompiledMask, seqlen: int, seqlen_kv: int) -> Comp
         intervals.  If the intervals of a query depend on the other queries of the call.
     """
     if isinstance(mask, CompiledMask):
+        if (mask.seqlen, mask.seqlen_kv) != (seqlen, seqlen_kv):
+            raise ValueError(
+                f"a mask was compiled for {mask.seqlen} queries and {mask.seqlen_kv} keys, "
+                f"got {seqlen} and {seqlen_kv}"
+            )
         return mask
     aligned = mask.aligned(seqlen, seqlen_kv)
     try:  # masks of plans are compared
