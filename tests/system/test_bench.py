@@ -77,7 +77,6 @@ def test_everything_is_there_and_checked(finished, results):
 def test_nothing_is_done_twice(finished, results, tmp_path):
     output = tmp_path / "bench.h5"
     shutil.copy(finished[0], output)
-    (tmp_path / ".bench.h5.123.tmp").write_text("left by a job that was killed")
     options = ["--output", output, *SMALL, "--profile", PROFILE, "--backward"]
     options += ["--plans", "ring,attention2d:2x1", "--seqlens", "61", "--nheads-kv", "2"]
     before = {name: flat(x["timings"]) for name, x in results.items()}
@@ -87,7 +86,6 @@ def test_nothing_is_done_twice(finished, results, tmp_path):
     assert after.keys() == before.keys()
     for name, timings in before.items():
         assert all(np.array_equal(flat(after[name]["timings"])[x], y) for x, y in timings.items())
-    assert sorted(x.name for x in tmp_path.iterdir()) == ["bench.h5"]
 
 
 def test_wrong_result(tmp_path):
@@ -137,9 +135,9 @@ def test_kernels_on_one_core(tmp_path):
         "bench.py kernels", 0, *options, "--masks", "full,sliding_window:3,3", numba=True
     )
     rows = re.findall(r"^40x2x8/sliding_window:3,3 ", done.stdout, re.MULTILINE)
-    assert len(rows) == 6 and "all checks passed" in done.stdout
+    assert len(rows) == 4 and "all checks passed" in done.stdout
     found = read_file(path, BENCHMARK_SCHEMA)["figures"]["here"]
-    names = set(product(("full", "sliding_window:3,3"), PHASES, ("numpy", "numba", "product")))
+    names = set(product(("full", "sliding_window:3,3"), PHASES, ("numpy", "numba")))
     assert {tuple(x.split("/")[1:]) for x in flat(found)} == names
     assert all((x > 0).all() and len(x) == 2 for x in flat(found).values())
     assert found["right"] and found["tflop/40x2x8/full/forward"] > 0

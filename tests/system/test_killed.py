@@ -59,6 +59,7 @@ def test_a_sweep_killed_while_writing(tmp_path, function, call, when, left):
 # Plans of the survivors.
 
 
+# Phase, who dies, and after how many seconds; the first rank, the last one, or several.
 @goes_on
 @pytest.mark.parametrize("method, heads, stages, shapes", [
     ("attention2d", 1, [("forward", [0], 0.05), ("backward", [3], 0.1), ("making", [1, 2], 0.07)],
@@ -66,6 +67,8 @@ def test_a_sweep_killed_while_writing(tmp_path, function, call, when, left):
     # Two grids of 1 x 3, then 1 x 5, as 5 is odd.
     ("attention2d", 2, [("backward", [2], 0.04), ("rows", [0, 4], 0.03), ("making", [1], 0.02)],
      ["1x5x1", "1x3x1", "1x2x1"]),
+    ("double ring", 1, [("rows", [5], 0.02), ("backward", [0, 4], 0.05)], ["1x5x1", "1x3x1"]),
+    ("attention2d", 1, [("grid", [5], 0.05), ("making", [0], 0.05)], ["1x5x1", "2x2x1"]),
     # One after the other, the second while the first grid is made anew.
     ("ring", 1, [("shrink", [4, 0], 0.1), ("forward", [0, 1, 2], 0.05)], ["2x2x1", "1x1x1"]),
     # Only its neighbours wait for the dead rank: the wait of the others must be ended.

@@ -13,6 +13,7 @@ from a2d_mpi.comm import transport
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.core.sizes import MAX_MESSAGE, flops, misfit
+from a2d_mpi.masks.compiled import compile_mask
 from a2d_mpi.planning import cost
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.writing import problem_of
@@ -27,7 +28,8 @@ def with_counts(counts, nheads=H, nheads_kv=HKV, dtype="float32", headdim=D, mas
     ends = np.cumsum([0, *counts]).tolist()
     runs = tuple((range(a, b),) for a, b in zip(ends, ends[1:]))
     shards = Distribution("balanced", sum(counts), len(counts), listed=runs)
-    return Problem(AttentionConfig(*sizes, dtype=dtype), shards, shards, mask or Full())
+    seen = compile_mask(mask or Full(), sizes[0], sizes[0])
+    return Problem(AttentionConfig(*sizes, dtype=dtype), shards, shards, seen)
 
 
 def test_config():

@@ -85,11 +85,11 @@ class Clocks:
             spans = [(part, seconds(start), seconds(end)) for part, start, end in call.spans]
             calls[i] = call._replace(spans=spans)
 
-    def noted(self, steps: list[tuple]) -> Iterable[tuple]:
+    def noted(self, steps: list[Any]) -> Iterable[Any]:
         """Return the steps of a program; while calls are recorded, note when each begins."""
         return steps if self._recorded is None else self._noted(steps)
 
-    def _noted(self, steps: list[tuple]) -> Iterator[tuple]:
+    def _noted(self, steps: list[Any]) -> Iterator[Any]:
         _, _, spans, programs = self._recorded[-1]
         times: list[tuple[float, int]] = []
         programs.append(times)

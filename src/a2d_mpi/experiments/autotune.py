@@ -438,8 +438,8 @@ def autotune(
         On all ranks, if no plan fits, all plans fail, or arguments differ between ranks.
     """
     wrong = f"top and trials must be at least 1, got {top} and {trials}"
-    lengths, name = (work.seqlen, work.seqlen_kv), machine and machine.name
-    given = {"mask": work.mask.aligned(*lengths).digest(*lengths), "backward": work.backward}
+    name = machine and machine.name
+    given = {"mask": work.seen.digest, "backward": work.backward}
     given |= {"overlap": work.overlap, "machine": name, "top": top, "trials": trials}
     given |= {"methods": methods, "device": device, **work.arguments, **options}
     agree(comm, wrong if min(top, trials) < 1 else None, given)

@@ -191,7 +191,7 @@ def _bytes(n: int) -> str:
 def _simulated(what: Choice, machine: Machine, network: Network) -> dict[str, object]:
     """Simulate a plan on a network and on a switch; return the attributes of its entry."""
     work = what.work
-    problem = problem_of(what.method, what.layout, work, work.mask)
+    problem = problem_of(what.method, what.layout, work, work.seen)
     plan = machine, what.method, what.layout, work
     predicted = predict(*plan)
     simulated = predicted if network == SWITCH else predict(*plan, network=network)

@@ -36,7 +36,7 @@ from a2d_mpi.schedules.slices import slices_of
 from a2d_mpi.schedules.writing import problem_of
 
 # Most ranks for which the planner searches.  With h100-8.toml, 1M causal tokens and gradients,
-# 1024 ranks take 18 s of CPU time, 4096 ranks 127 s and 0.9 GB (tests/tools/plan_times.py).
+# 1024 ranks take 18 s of CPU time, 4096 ranks 127 s and 0.9 GB (jobs/measure.py planner).
 PLANNED = 4096
 _SPEC = re.compile(
     r"([a-z0-9 _]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?(?:/(\d+)x(\d+))?(?:\*(.+))?"
@@ -157,7 +157,7 @@ def expected(choice: Choice, machine: Machine | None, distribution: str) -> dict
         Likewise ``backward ...``.  ``machine``: name of the machine.
     """
     method, layout, work = choice.method, choice.layout, choice.work
-    problem = problem_of(method, layout, work, work.mask, distribution)
+    problem = problem_of(method, layout, work, work.seen, distribution)
     found: dict[str, object] = {"memory": most_memory(method, layout, problem, work.backward)}
     tokens = np.arange(work.seqlen)
     area = work.mask.area(tokens, tokens) / layout.size

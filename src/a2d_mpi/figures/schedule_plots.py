@@ -26,6 +26,7 @@ from a2d_mpi.figures.pictures import (
     workload_title,
 )
 from a2d_mpi.masks.arrays import IntervalMask
+from a2d_mpi.masks.compiled import visible_keys
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.machine import Machine
@@ -95,7 +96,7 @@ def panels(machine: Machine, method: str, layout: Layout, work: Workload, mask: 
         small = make_mask(mask, drawn)
         small.check(drawn)
     except ValueError:  # the mask has a fixed length, and its first tokens are drawn
-        small = IntervalMask(*work.mask.checked(np.arange(drawn), drawn))
+        small = IntervalMask(*zip(*visible_keys(work.mask, np.arange(drawn), drawn)))
     work = replace(work, seqlen=drawn, seqlen_kv=drawn, mask=small)
     computes = who_computes(method, layout, work)
     computes = np.where(computes < 0, -1, world[computes])

@@ -88,7 +88,7 @@ def predict(
     ValueError
         If the heads do not fit the layout, or the machine has no kernel for the dtype.
     """
-    problem, phases = problem_of(method, layout, work, work.mask, distribution), {}
+    problem, phases = problem_of(method, layout, work, work.seen, distribution), {}
     for phase in work.phases:
         trace = None if spans is None else [[] for _ in range(layout.size)]
         survey = survey_of(machine, method, layout, work, problem, phase)

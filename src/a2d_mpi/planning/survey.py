@@ -23,7 +23,6 @@ from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.pipeline import borders, order
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.slices import sharing
 from a2d_mpi.schedules.steps import (
     KINDS,
     Clear,
@@ -154,10 +153,7 @@ def _survey(
             for k, x in enumerate(of_slice):
                 tapes.append(_tape(x, phase, machine, k == programs - 1))
                 places.append((rank, i * programs + k, x.ranks.step, x.ranks.start))
-        shared = sharing(problem.config.cp_group(layout.heads), len(drafts))
-        needs.append(
-            needs_of_slices([[tapes[k].needs for k in x] for x in of_slices], shared, layout)
-        )
+        needs.append(needs_of_slices([[tapes[k].needs for k in x] for x in of_slices], layout))
         if len(drafts) == 1:
             parts += product(of_slices[0], range(3))
         else:
@@ -244,7 +240,7 @@ def _opening(machine: Machine, problem: Problem, rank: int, backward: bool) -> T
 @lru_cache(maxsize=4096)
 def _tape(draft: Draft, phase: str, machine: Machine, last: bool) -> Tape:
     """Read one program; `last`: its results are for the caller."""
-    program, backward = draft.write(), phase == PHASES[1]
+    program = draft.write()
     calls, config = iter(_kernel_seconds(program, machine, phase)), program.group.config
     awaited = _awaited_sends(program)
     parts: list[list[tuple[int, float, Sequence[int]]]] = [[]]
@@ -293,8 +289,7 @@ def _tape(draft: Draft, phase: str, machine: Machine, last: bool) -> Tape:
     parts += ([] for _ in range(3 - len(parts)))
     for rows in program.copied if last else ():
         spend(OTHER, machine.copying(nbytes(program, rows)))
-    needs = needs_of(program, backward, machine.host_kernel(config.dtype))
-    return _tape_of(parts, messages, needs)
+    return _tape_of(parts, messages, needs_of(program))
 
 
 def _message(program: Program, step: Message) -> tuple[int, ...]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.layout import Layout
+from a2d_mpi.masks.compiled import CompiledMask, compile_mask
 from a2d_mpi.masks.mask import Full, Mask
 
 SIZES = ("seqlen", "nheads", "nheads_kv", "headdim", "headdim_v", "dtype")
@@ -39,6 +41,11 @@ class Workload(AttentionConfig):
     def phases(self) -> tuple[str, ...]:
         """Names of the phases that are run."""
         return PHASES if self.backward else PHASES[:1]
+
+    @cached_property
+    def seen(self) -> CompiledMask:
+        """The compiled mask, which the problems of all candidates share."""
+        return compile_mask(self.mask, self.seqlen, self.seqlen_kv)
 
     @property
     def attributes(self) -> dict[str, object]:
