@@ -189,8 +189,8 @@ def test_narrow_values_take_less():
     sizes = "--profile data/machines/h100-8.toml --ranks 4 --seqlen 64K --nheads 8 --backward"
     for width in ("", "--headdim-v 192", "--headdim-v 128"):
         args = parser.parse_args(f"{sizes} --headdim 192 {width}".split())
-        machine, case = read_problem(args)
-        phases = predict(machine, "attention2d", Layout(2, 2), case.work())
+        machine, problem = read_problem(args)
+        phases = predict(machine, "attention2d", Layout(2, 2), problem)
         seconds.append([phases[x].total.max() for x in ("forward", "backward")])
     ratios = np.divide(seconds[2], seconds[0])
     assert seconds[0] == seconds[1]
