@@ -5,9 +5,8 @@
     python jobs/measure.py calls OUTPUT SEQLEN,NHEADS,HEADDIM TRIALS METHOD:RxCxU[:BLOCK]...
     python jobs/measure.py --compare FOLDER
 
-`calls` and
-`--compare` are of `python jobs/run.py speed`: they know the public interface only, because they
-run on another commit, too.
+`calls` and `--compare` are of `python jobs/run.py speed`: they know the public interface only,
+because they run on another commit, too.
 """
 
 import json
