@@ -2,24 +2,17 @@
 
     python jobs/measure.py planner                           CPU seconds of the planner
     mpiexec -n 4 python jobs/measure.py documents [TOKENS]   making plans of packed documents
-    mpiexec -n 4 python jobs/measure.py attend [TOKENS]      `attend` beside a plan's own calls
-    mpiexec -n 4 python jobs/measure.py checkpointing [TOKENS]   a step of training
-    mpiexec -n 4 python -m mpi4py jobs/measure.py fits CONTEXT [GB]
     python jobs/measure.py calls OUTPUT SEQLEN,NHEADS,HEADDIM TRIALS METHOD:RxCxU[:BLOCK]...
     python jobs/measure.py --compare FOLDER
 
-`fits` generates tokens after a context in processes that may have so many gigabytes of data each
-(RLIMIT_DATA), and fails if they need more; on one rank by transformers alone.  `calls` and
-`--compare` are of `python jobs/run.py speed`: they know the public interface only, because they
-run on another commit, too.
+`calls` and `--compare` are of `python jobs/run.py speed`: they know the public interface only,
+because they run on another commit, too.
 """
 
 import json
-import resource
 import statistics
 import sys
 import time
-import tracemalloc
 from itertools import product
 from pathlib import Path
 
@@ -112,104 +105,6 @@ def documents(seqlen=1 << 17):
         say(f"{name}: {1e3 * x:.1f} ms")
 
 
-def attend(seqlen=4096):
-    """Print seconds and memory of a forward and a backward pass, by a plan and through torch."""
-    import torch
-
-    from a2d_mpi.torch import attend
-
-    torch.set_num_threads(1)
-    plan = Attention2D(squarest_grid(), Causal(), seqlen=seqlen, nheads=8, nheads_kv=2, headdim=64)
-    rng, n = np.random.default_rng(0), len(plan.tokens)
-    q, k, v, dout = (rng.standard_normal((n, h, 64), np.float32) for h in (8, 2, 2, 8))
-    tensors = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
-
-    def own():
-        out, lse = plan.forward(q, k, v)
-        plan.backward(dout, q, k, v, out, lse)
-
-    def through_torch():
-        torch.autograd.grad(attend(plan, *tensors), tensors, torch.from_numpy(dout))
-
-    ways = {"plan": own, "torch": through_torch}
-    for name, x in in_turn(ways, 15).items():
-        tracemalloc.start()
-        ways[name]()
-        most = COMM.allreduce(tracemalloc.get_traced_memory()[1], MPI.MAX)
-        tracemalloc.stop()
-        say(f"{name}: {x:.4f} s, {most / 2**20:.2f} MiB allocated")
-
-
-def llama(**sizes):
-    """Return a Llama with these sizes."""
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    config = transformers.LlamaConfig(
-        vocab_size=256, max_position_embeddings=1 << 20, eos_token_id=None, **sizes
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def status(name):
-    """Return a number of bytes of this process, by its name in Linux."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(x.split()[1]) for x in lines if x.startswith(f"{name}:"))
-
-
-def checkpointing(seqlen=8192):
-    """Print seconds of a training step, and the MiB by which a rank's process grows in it."""
-    import ctypes
-
-    import torch
-
-    from a2d_mpi.torch import ContextParallel, keep_attention
-
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # tensors that are freed leave the process
-    again, grid, ways, grown = {"use_reentrant": False}, squarest_grid(), {}, {}
-    ids = torch.randint(256, (1, seqlen), generator=torch.Generator().manual_seed(0))
-    kinds = {"all kept": None, "all again": again,
-             "all but attention again": again | {"context_fn": keep_attention}}  # fmt: skip
-    for name, options in kinds.items():
-        model = llama(hidden_size=256, intermediate_size=688, num_hidden_layers=2,
-                      num_attention_heads=4, num_key_value_heads=2, use_cache=False)  # fmt: skip
-        if options:
-            model.gradient_checkpointing_enable(options)
-        cp = ContextParallel(grid, model, seqlen=seqlen)
-
-        def step(cp=cp, name=name):
-            cp.model.zero_grad()
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-            before = status("VmRSS")
-            cp.model(input_ids=ids, labels=ids).loss.backward()
-            grown.setdefault(name, []).append(COMM.allreduce(status("VmHWM") - before, MPI.MAX))
-
-        ways[name] = step
-    for name, x in in_turn(ways, 3).items():
-        say(f"{name}: {x:.2f} s, {statistics.median(grown[name]) / 2**20:.0f} MiB")
-
-
-def fits(context, gigabytes=2):
-    """Generate tokens of a model that needs little but its cache, 3.1 MB a token."""
-    import torch
-
-    from a2d_mpi.torch import ContextParallel
-
-    model = llama(hidden_size=16, intermediate_size=16, num_hidden_layers=96, head_dim=256,
-                  num_attention_heads=16, num_key_value_heads=16).eval()  # fmt: skip
-    resource.setrlimit(resource.RLIMIT_DATA, (gigabytes * 10**9,) * 2)
-    ids = torch.randint(1, 256, (1, context), generator=torch.Generator().manual_seed(0))
-    if COMM.size == 1:
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4)
-    else:
-        cp = ContextParallel(squarest_grid(), model, seqlen=64, probe=False)
-        cp.generate(ids, max_new_tokens=4)
-    most = COMM.allreduce(status("VmData"), MPI.MAX)
-    say(f"{context} tokens on {COMM.size} ranks: {most / 1e6:.0f} MB of a rank")
-
-
 def calls(output, sizes, trials, *plans):
     """Write the median seconds of the calls of plans."""
     found = {}
@@ -256,5 +151,5 @@ if __name__ == "__main__":
     elif kind == "calls":
         calls(*words)
     else:
-        measures = {x.__name__: x for x in (planner, documents, attend, checkpointing, fits)}
+        measures = {"planner": planner, "documents": documents}
         measures[kind](*map(int, words))

@@ -1,16 +1,20 @@
-"""Start jobs whose ranks kill themselves, and judge what becomes of them."""
+"""Start jobs whose ranks are killed or kill themselves, and judge what becomes of them."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 
 import h5py
 import psutil
 from dying import hash_of_training, times_of
-from helpers import ROOT, drive, launch
+from helpers import DRIVERS, ENVIRONMENT, MPIEXEC, ROOT, drive, launch
 
 from a2d_mpi.experiments.checkpoint import latest
 
@@ -20,12 +24,43 @@ DYING = Path(__file__).with_name("dying.py")
 CRASH = "ompi_comm_revoke_local"
 
 
+# Jobs that are killed from outside.
+
+
+def start(ranks, *options, program="bench.py"):
+    """Start a driver, and do not wait for it."""
+    driver, *command = program.split()
+    words = *MPIEXEC, "-n", ranks, sys.executable, DRIVERS / driver, *command, *options
+    return subprocess.Popen(
+        [str(x) for x in words],
+        env=os.environ | ENVIRONMENT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def arguments(process):
     """Return the arguments of a process; none if it has ended."""
     try:
         return process.cmdline()
     except psutil.Error:
         return []
+
+
+def family(job):
+    """Return a job's launcher with all processes that came from it, and its ranks."""
+    launcher = psutil.Process(job.pid)  # a zombie at least, until somebody has waited for it
+    below = launcher.children(recursive=True)
+    ranks = [x for x in below if arguments(x)[:1] == [sys.executable]]
+    return [launcher, *below], ranks
+
+
+def kill(processes):
+    for x in processes:
+        with suppress(psutil.NoSuchProcess):
+            x.kill()
 
 
 def left_behind(folder):

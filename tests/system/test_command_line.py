@@ -215,6 +215,7 @@ def test_progress(monkeypatch, kind, rank, given, shown):
     bar = common.progress(range(3), rank, desc="trials")
     for i in bar:
         bar.set_postfix(loss=i + 1)
+        bar.write("a table")
     assert (shown in stream.getvalue()) if shown else not stream.getvalue()
     assert ("\r" in stream.getvalue()) == (kind is Terminal and bool(shown))
 

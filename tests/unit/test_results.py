@@ -160,11 +160,9 @@ def test_what_is_no_file(tmp_path):
             assert text.startswith(f"cannot read {path} as HDF5: ") and reason in text
 
 
-@pytest.mark.parametrize("keep", [0, 7, 8, 95, 96, 2048, 0.1, 0.5, 0.999, -1])
+@pytest.mark.parametrize("keep", [0, 8, 2048, -1])
 def test_truncated_input(tmp_path, keep):
-    data = SAMPLE.read_bytes()
-    path = tmp_path / "input.h5"
-    path.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
+    (path := tmp_path / "input.h5").write_bytes(SAMPLE.read_bytes()[:keep])
     assert str(path) in error_of(inspect_input, path)
 
 
