@@ -212,6 +212,8 @@ class ContextParallel:
             core,
             {core} if has_loss else set(),
         )
+        sees = (x.mask.visible(np.zeros(1, int)) for x in kinds)  # the first token
+        self._causal = all(int(end[0]) == 1 for ((_, end), *_) in sees)
         self._masks, kinds = Masks(longest, [x.mask for x in kinds]), [*dict.fromkeys(kinds)]
         self._firsts = [next(x for x, y in found.items() if y == kind) for kind in kinds]
         for module, kind in found.items():
