@@ -11,25 +11,24 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import assert_all
-from refused import message_of
+from refused import assert_raises, message_of
+from test_calls import KINDS, PADDED, TWO
+from test_context import assert_near, build, loss_of, step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from a2d_mpi import Attention2D, Causal, ProcessGrid
 from a2d_mpi.torch import (
     ContextParallel,
-    GradientHooks,
     attend,
     init_process_group,
     sum_gradients,
 )
 
 ranks = pytest.mark.mpi(min_size=4)
-torch.set_num_threads(1)
 SEQLEN, VOCAB, STEPS, LARGEST = 37, 23, 3, 0.5  # the largest norm of gradients
 
 
@@ -103,9 +102,9 @@ def one_process(sequences):
     model, own = new_model(), torch.arange(SEQLEN)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, norms = [], []
-    for step in range(STEPS):
+    for turn in range(STEPS):
         optimizer.zero_grad()
-        numbers = range(step * sequences, (step + 1) * sequences)
+        numbers = range(turn * sequences, (turn + 1) * sequences)
         labels = LABELS * sequences
         losses.append(sum(share(model, x, own, dense, labels) for x in numbers))
         losses[-1].backward()
@@ -151,37 +150,33 @@ def train(plan, comm, way, passes):
     for block in model.blocks if passes > 1 else ():
         block.mlp.compile(backend="aot_eager")
     own, attention = torch.from_numpy(plan.tokens), partial(attend, plan)
-    hooks, called, factor = None, model, 1 if way == "hooks" else comm.size
-    if way == "hooks":
-        hooks = GradientHooks(model, comm)
-    elif way == "ddp":
+    called, factor = model, 1 if way == "sums" else comm.size
+    if way == "ddp":
         called = DistributedDataParallel(model)
-    else:
+    elif way == "fsdp":
         for x in (*model.blocks, model):
             fully_shard(x, mesh=init_device_mesh("cpu", (comm.size,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sequences = plan.replicas * passes
-    for step in range(STEPS):
+    for turn in range(STEPS):
         optimizer.zero_grad()
         total = 0
-        for turn in range(passes):
-            last, quiet = turn == passes - 1, nullcontext()
+        for number in range(passes):
+            last, quiet = number == passes - 1, nullcontext()
             if way == "ddp" and not last:
                 quiet = called.no_sync()
             if way == "fsdp":
                 model.set_requires_gradient_sync(last)
-            number = step * sequences + turn * plan.replicas + plan.replica
+            order = turn * sequences + number * plan.replicas + plan.replica
             with quiet:
-                loss = share(called, number, own, attention, LABELS * sequences)
+                loss = share(called, order, own, attention, LABELS * sequences)
                 (factor * loss).backward()
             total += loss.detach()
-        if hooks:
-            hooks.finish()
+        if way == "sums":
+            sum_gradients(model, comm)
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST))
         losses.append(sum(comm.allgather(total)))
         optimizer.step()
-    if hooks:
-        hooks.free()
     norms, weights = (
         [y.full_tensor() if isinstance(y, DTensor) else y for y in x]
         for x in (norms, model.parameters())
@@ -191,7 +186,7 @@ def train(plan, comm, way, passes):
 
 @ranks
 @pytest.mark.parametrize("way, passes, plan", [
-    ("hooks", 1, 1), ("hooks", 3, 2), ("ddp", 1, 2), ("ddp", 3, 1), ("fsdp", 1, 1), ("fsdp", 3, 2),
+    ("sums", 3, 2), ("ddp", 1, 2), ("ddp", 3, 1), ("fsdp", 3, 2),
 ], indirect=["plan"])  # fmt: skip
 def test_training(comm, world, plan, way, passes):
     """Three steps of AdamW with clipping, of one and several backward passes each."""
@@ -223,44 +218,51 @@ def test_ranks_without_labels(comm, plan):
 
 
 @ranks
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_context_parallel(comm, world, way):
-    """Averaged gradients are those of one process, if the loss says so; it must say it."""
-
-    def llama():
-        torch.manual_seed(0)
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
-        sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24}
-        return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False)).double()
-
-    whole, model, tokens = llama(), llama(), sequence(0)[0]
-    logits = whole(input_ids=tokens[None]).logits[0, :-1]
-    F.cross_entropy(logits, tokens[1:]).backward()
-    grid = ProcessGrid(comm, 2, comm.size // 2)
-    cp = ContextParallel(grid, model, seqlen=SEQLEN)
-    batch = cp.shard(tokens)
-    if way == "fsdp":
+@pytest.mark.parametrize("way, name, replicas", [
+    ("own", "Llama", 2), ("own", "Mixtral", 2), ("ddp", "Llama", 2), ("ddp", "Mixtral", 2),
+    ("ddp", "Gemma 3", 1), ("fsdp", "Llama", 2), ("fsdp", "Mixtral", 1),
+])  # fmt: skip
+def test_models(comm, world, way, name, replicas):
+    """Grids with other batches: the gradient of the mean of their losses, of several passes."""
+    part = comm.Split(comm.rank * replicas // comm.size, comm.rank)
+    grid, model, one = ProcessGrid(part, 1, part.size), build(*KINDS[name]), build(*KINDS[name])
+    short = {x: y[:2, :27] for x, y in PADDED.items()}
+    passes = [(TWO, short), (short, PADDED)][:replicas]
+    exact = step(one, *(x for y in passes for x in y))
+    own = {"replicas": comm} if way == "own" else {"average": False}
+    cp = ContextParallel(grid, model, **own)
+    called, mine = model, passes[comm.rank * replicas // comm.size]
+    if way == "ddp":
+        called = DistributedDataParallel(model, find_unused_parameters=name == "Mixtral")
+    elif way == "fsdp":
+        fully_shard(model.model.layers[0], mesh=init_device_mesh("cpu", (comm.size,)))
         fully_shard(model, mesh=init_device_mesh("cpu", (comm.size,)))
-    wrapped = DistributedDataParallel(model) if way == "ddp" else model
-    logits = wrapped(**batch.inputs).logits
-    with pytest.raises(ValueError, match="give averaged_over="):
-        cp.loss(logits, batch)
-    cp.loss(logits, batch, averaged_over=comm.size).backward()
-    for x, y in zip(model.parameters(), whole.parameters()):
-        found = x.grad.full_tensor() if way == "fsdp" else x.grad
-        far = float((found - y.grad).norm() / y.grad.norm())
-        # Llama's norms and angles are float32 in every dtype of the model.
-        assert_all(comm, far < 1e-6, f"off by {far}")
-    cp.free(), grid.free()
+    losses = []
+    for given in mine:
+        losses.append(loss_of(called, given))
+        losses[-1].backward()
+    grads = [x.grad for x in model.parameters()]
+    grads = [x.full_tensor() if isinstance(x, DTensor) else x for x in grads]
+    total = sum(comm.allgather(sum(x.item() for x in losses))) / comm.size
+    found = total, [None if x is None else x.double() for x in grads]
+    assert_near(comm, found, (exact[0] / replicas, [x / replicas for x in exact[1]]))
+    cp.free(), grid.free(), part.Free()
+
+
+@ranks
+def test_replicas_that_are_refused(comm, grid):
+    """The ranks that share a step must have those of the grid."""
+    across = comm.Split(comm.rank % 2, comm.rank)
+    text = "replicas must have all ranks that share a step"
+    assert_raises(comm, text, ContextParallel, grid, build(*KINDS["Llama"]), replicas=across)
+    across.Free()
 
 
 @ranks
 def test_dtensors_are_not_summed_again(comm, world):
     model = new_model()
     fully_shard(model, mesh=init_device_mesh("cpu", (comm.size,)))
-    for summed in (sum_gradients, GradientHooks):
-        said = message_of(comm, partial(summed, model, comm))
-        assert_all(comm, said.startswith("parameters are DTensors, as of fully_shard"), said)
+    assert_raises(comm, "parameters are DTensors, whose gradients", sum_gradients, model, comm)
 
 
 @ranks
