@@ -7,6 +7,8 @@ import copy
 import gc
 import pickle
 import threading
+from functools import partial
+from zlib import crc32
 
 import pytest
 import torch
@@ -230,19 +232,7 @@ def own_rows(model, cp):
     return cp.total(part) / (targets != -100).sum()
 
 
-def of_a_part(model, cp):
-    """Make a loss of own rows without `total` of all, beside whole ones."""
-    output = model(IDS)
-    whole = output.logits.square().mean()
-    own = output.logits.flatten(0, 1) if cp is None else output.logits.own
-    part = own.exp().sum() / IDS.numel()
-    return whole * (part if cp is None else cp.total(part))
-
-
-LOSSES = accumulated, distilled, own_rows, of_a_part
-
-
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [accumulated, distilled, own_rows])
 @ON
 def test_losses(comm, grid, parallel, loss):
     """What all ranks compute alike after the model is right, and what they make of own rows."""
@@ -250,8 +240,8 @@ def test_losses(comm, grid, parallel, loss):
     cp = parallel(model)
     found = step(model, None, way=lambda model, _: loss(model, cp))
     assert_near(comm, found, step(one, None, way=lambda model, _: loss(model, None)))
-    bits = [x.numpy().tobytes() for x in found[1] if x is not None]
-    assert_all(comm, len({*grid.comm.allgather(hash(b"".join(bits)))}) == 1, "ranks differ")
+    bits = [crc32(x.numpy()) for x in found[1] if x is not None]
+    assert_all(comm, len({*grid.comm.allgather((*bits,))}) == 1, "ranks differ")
 
 
 def test_logits_are_gathered_when_they_are_read(comm, parallel, monkeypatch):
@@ -436,7 +426,7 @@ def test_wrong_arguments(comm, models, name):
     said = message_of(comm, lambda: model(**given), ValueError)
     assert_all(comm, text in said, f"{text!r} is not in {said!r}")
     for wrong in [0, comm.size - 1]:
-        mine = given if comm.rank == wrong else TWO
+        mine = given if comm.rank == wrong else {"input_ids": IDS}
         message_of(comm, lambda mine=mine: model(**mine), (ValueError, RuntimeError))
 
 
@@ -477,16 +467,8 @@ def test_gradients_that_are_refused(comm, parallel):
     assert_near(comm, *found)
 
 
-def sparse(model):
-    model.model.embed_tokens.sparse = True
-
-
-def frozen(model):
-    model.model.embed_tokens.requires_grad_(False)
-
-
-def unfrozen(model):
-    model.requires_grad_(True)
+def frozen(model, yes=True):
+    model.model.embed_tokens.requires_grad_(not yes)
 
 
 def tied(model):
@@ -500,7 +482,7 @@ def nothing(model):
 # A model, and what is changed before each call.
 TRAINED = {
     "frozen embeddings": ("Llama", [frozen, nothing]),
-    "unfrozen later": ("Llama", [frozen, unfrozen]),
+    "unfrozen later": ("Llama", [frozen, partial(frozen, yes=False)]),
     "tied": ("tied", [nothing, nothing]),
     "tied later": ("Llama", [nothing, tied]),
     "experts without tokens": ("many experts", [nothing, nothing]),
@@ -521,7 +503,7 @@ def test_parameters(comm, parallel, name):
 
 def test_sparse_gradients_are_refused(comm, parallel):
     model = parallel(build(*EQUAL["Llama"])).model
-    sparse(model)
+    model.model.embed_tokens.sparse = True
     assert_raises(comm, "gradients must be dense, got layout", step, model, TWO)
 
 
