@@ -24,7 +24,7 @@ from a2d_mpi.comm.agreement import Call
 from a2d_mpi.core.sizes import check_range
 from a2d_mpi.torch.attention import IGNORED
 from a2d_mpi.torch.batches import check_padding, digest
-from a2d_mpi.torch.entry import give_back
+from a2d_mpi.torch.entry import Running, give_back
 from a2d_mpi.torch.whole import Rows, cut, join, total
 
 if TYPE_CHECKING:
@@ -163,7 +163,9 @@ def _targets(given: dict, kept: np.ndarray, follows: bool) -> np.ndarray | None:
     return targets
 
 
-def enter(module: torch.nn.Module, owner: Callable[[], ContextParallel | None]) -> None:
+def enter(
+    module: torch.nn.Module, owner: Callable[[], ContextParallel | None], running: Running
+) -> None:
     """Let `forward` of a model, also of a copy, compute over ranks."""
     own = vars(module).get("forward")
     inner = getattr(own or module.forward, "__func__", None)
@@ -183,8 +185,7 @@ def enter(module: torch.nn.Module, owner: Callable[[], ContextParallel | None]) 
         return _Call(cp, module, names, given)
 
     @torch.compiler.disable(recursive=False)  # the model itself is compiled
-    @wraps(inner)
-    def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def entered(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args)) | kwargs
         call = begun(module, given)
         if call is None:
@@ -194,6 +195,12 @@ def enter(module: torch.nn.Module, owner: Callable[[], ContextParallel | None]) 
         finally:
             call.end()
         return output if call.rows is None else call.whole(output)
+
+    @wraps(inner)
+    def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and running.shared is not None:
+            return inner(module, *args, **kwargs)  # of a model in the model: no break
+        return entered(module, *args, **kwargs)
 
     ENTERED[forward] = own
     module.forward = MethodType(forward, module)

@@ -613,7 +613,7 @@ class ContextParallel:
                 and "position_ids" in inspect.signature(x.forward).parameters
             ):
                 self._entries.add(x)
-                enter(x, get)
+                enter(x, get, self._running)
         if hasattr(model, "generate"):
             model.generate = MethodType(_generate(get, type(model).generate), model)
 
