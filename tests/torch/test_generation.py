@@ -554,28 +554,3 @@ def test_a_probe_of_few_tokens(comm, parallel):
     expected = one(comm, model, prompt(3), max_new_tokens=4)
     found = spread(parallel(model, seqlen=2 * comm.size), prompt(3), max_new_tokens=4)
     assert_same(comm, found, expected)
-
-
-@pytest.mark.parametrize("name", ["Llama", "GPT-2", "Llama 4"])
-def test_a_batch_of_training(comm, parallel, name):
-    """Loss and gradients of padded rows are those of transformers, padded before or behind."""
-    ids, mask = padded((13, 4, 10))
-    for given, shown in ((ids, mask), (ids.flip(1), mask.flip(1))):
-        # Without this, transformers would predict a row's first token from padding.
-        labels = given.masked_fill((shown == 0) | (shown.cumsum(1) == 1), -100)
-        alone, model = (made(name, torch.float64) for _ in range(2))
-        logits = alone(given, attention_mask=shown).logits[:, :-1]  # .loss would be float32
-        exact = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-        exact.backward()
-        cp = parallel(model, longest=13, seqlen=39)
-        batch = cp.shard(given, attention_mask=shown)
-        loss = cp.loss(model(**batch.inputs).logits, batch)
-        loss.backward()
-        cp.sum_gradients()
-        total = comm.allreduce(loss.item())
-        assert_all(comm, abs(total - exact.item()) < 1e-6, f"{total}, not {exact.item()}")
-        pairs = zip(model.parameters(), alone.parameters())
-        far = max(float((x.grad - y.grad).norm()) for x, y in pairs if y.grad is not None)
-        assert_all(comm, far < 1e-6, f"gradients are off by {far}")
-    assert_raises(comm, "or a batch, not both", cp.shard, ids, None, [0, 39])
-    assert_raises(comm, "one sequence of 39 tokens", cp.shard, ids[:2])
