@@ -167,7 +167,8 @@ class Generation:
         self, input_ids: Any, attention_mask: Any, root: int | None, room: Sequence[int] | None
     ) -> SpreadCache:
         """Compute all tokens but the last of each row; see `ContextParallel.prefill`."""
-        *_, ids, mask, _ = self._batch(input_ids, attention_mask, root, room, {})
+        given = {"input_ids": input_ids, "attention_mask": attention_mask}
+        *_, ids, mask, _ = self._batch(given, root, room, {})
         self._extend(int(mask.sum(1).max()))
         self._probe()
         cache, ids, mask = self._new_cache(room), ids[:, :-1], mask[:, :-1]
@@ -187,14 +188,14 @@ class Generation:
     ) -> Any:
         """Generate tokens; see `ContextParallel.generate`."""
         first, call, taken, new = self.comm.rank == 0, Call(self.comm), {}, 0
-        masked, given, ids, mask, others = self._batch(
-            input_ids, attention_mask, root, room, options
-        )
+        given = {"input_ids": input_ids, "attention_mask": attention_mask}
+        masked, given, ids, mask, others = self._batch(given, root, room, options)
         caches = [options.pop(x, None) for x in ("cache", "past_key_values")]
         cache = next((x for x in caches if x is not None), None) or self._new_cache(room)
         streamer = options.pop("streamer", None)
         with call.checks():
-            taken, others = self._checked(ids, mask if masked else None, cache, others, options)
+            prompt = {"inputs": ids} | others | ({"attention_mask": mask} if masked else {})
+            taken, others = self._checked(prompt, cache, options)
             ids, found = taken["input_ids"].numpy(force=True), taken.get("attention_mask")
             mask = np.ones_like(ids) if found is None else found.numpy(force=True)
             _check_old(cache, ids, mask)
@@ -233,18 +234,10 @@ class Generation:
         """Return an empty cache."""
         return SpreadCache(self.masks, self.comm.rank, self.comm.size, room)
 
-    def _batch(
-        self,
-        input_ids: Any,
-        attention_mask: Any,
-        root: int | None,
-        room: Sequence[int] | None,
-        options: dict[str, Any],
-    ) -> tuple[bool, np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    def _batch(self, batch: dict, root: int | None, room: Any, options: dict) -> tuple:
         """Return whether there is a mask, tokens as given, and both with all padding in front.
 
-        Also return the other tensors of the model among the options, which have a number for each
-        token, and remove them there.
+        Also take the other tensors of the model out of the options, and return them as arrays.
         """
         vocabulary, ranks = self.cp.model.get_input_embeddings().num_embeddings, self.comm.size
         named = [x for x in sorted(options) if x in self._takes]
@@ -256,7 +249,6 @@ class Generation:
         call.agree({"arguments of the model": [*tensors] if root is None else None})
         if root in range(ranks):
             tensors = {x: tensors.get(x) for x in self.comm.bcast([*tensors], root)}
-            options = {x: y for x, y in options.items() if x not in tensors}
 
         def arrange(ids: np.ndarray | None, given: np.ndarray | None, *others: Any) -> tuple:
             if room is not None and (len(room) != ranks or min(room) < 0):
@@ -269,17 +261,9 @@ class Generation:
             moved = [left_padded(x, mask)[0] for x in others]
             return given is not None, ids, *left_padded(ids, mask), dict(zip(tensors, moved))
 
-        given = {"input_ids": input_ids, "attention_mask": attention_mask}
-        return agreed(self.comm, given | tensors, root, arrange)
+        return agreed(self.comm, batch | tensors, root, arrange)
 
-    def _checked(
-        self,
-        ids: np.ndarray,
-        mask: np.ndarray | None,
-        cache: Any,
-        others: dict[str, np.ndarray],
-        options: dict[str, Any],
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _checked(self, prompt: dict, cache: Any, options: dict) -> tuple[dict, dict]:
         """Let transformers check the options.  Local.
 
         Return what it would pass to its loop, and the model's arguments for the whole prompt
@@ -309,19 +293,18 @@ class Generation:
         _check_wrappers(model)
         # transformers keeps the tokenizer from a loop that is not its own.
         tokenizer, stop = options.pop("tokenizer", None), asked("stop_strings")
-        if stop is not None and tokenizer is not None:
+        if own_stop := stop is not None and tokenizer is not None:
             options["stop_strings"] = None
-        given = {"inputs": ids} | others | ({} if mask is None else {"attention_mask": mask})
-        given = self._tensors(**given) | {self._named: cache, "custom_generate": take}
+        given = self._tensors(**prompt) | {self._named: cache, "custom_generate": take}
         model.generate(**options | given | self._usual)
-        if stop is not None and tokenizer is not None:
+        if own_stop:
             taken["stopping_criteria"].append(StopStringCriteria(tokenizer, stop))
         config = taken["generation_config"]
         mode = config.get_generation_mode(options.get("assistant_model"))
+        chosen = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE
         problems = {
-            f"over ranks there are greedy search and sampling, no {mode.value}": (
-                mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-            ),
+            f"over ranks there are greedy search and sampling, no {mode.value}": mode
+            not in chosen,
             "use_cache must be true": not taken["use_cache"],
             "guidance_scale needs a second prompt": config.guidance_scale not in (None, 1),
             "output_attentions and output_hidden_states must be false": (
@@ -357,14 +340,9 @@ class Generation:
         return {x: torch.from_numpy(y).to(self.cp.model.device) for x, y in arrays.items()}
 
     def _compute_by_plans(
-        self,
-        cache: SpreadCache,
-        ids: np.ndarray,
-        mask: np.ndarray,
-        others: dict[str, Any],
-        later: int = 0,
-        least: int = MANY,
-    ) -> None:
+        self, cache: SpreadCache, ids: np.ndarray, mask: np.ndarray, others: dict[str, Any],
+        later: int = 0, least: int = MANY,
+    ) -> None:  # fmt: skip
         """Let plans compute the new tokens of a batch, if there are at least `least`.
 
         `others` are the model's arguments for all tokens, or more.  Before that, check that the
@@ -488,11 +466,7 @@ class _Decisions(StoppingCriteriaList):
     """The tokens that rank 0 chooses, and when it stops, in place of those of each rank."""
 
     def __init__(
-        self,
-        criteria: StoppingCriteriaList,
-        steps: Steps,
-        streamer: Any,
-        check_call: Callable[[int], None],
+        self, criteria: StoppingCriteriaList, steps: Steps, streamer: Any, check_call: Callable
     ) -> None:
         super().__init__(criteria)
         self.steps, self.streamer, self.done = steps, streamer, False
