@@ -528,7 +528,7 @@ class ContextParallel:
         attention_mask : tensor like `input_ids`, optional
             0 for padding, before or behind the tokens of a prompt.  Default: as transformers'.
         root : int, optional
-            The rank of ``grid.comm`` that passes the two tensors.  Default: all do.
+            The rank of ``grid.comm`` that passes the tensors.  Default: all do.
         room : sequence of int, optional
             Most tokens that each rank may keep, of all prompts together.  A new token then goes to
             the rank with the most room.  Default: new tokens go to the ranks in turn.
