@@ -399,7 +399,13 @@ OTHER = {
     "number": (TWO, {"num_items_in_batch": 3}, "ranks disagree on num_items_in_batch"),
     "dtype": (TWO, {"input_ids": IDS.int()}, "ranks disagree on input_ids"),
     "length": ({"input_ids": IDS}, {"input_ids": IDS[:, 1:]}, "ranks disagree on input_ids"),
-    "no labels": ({"input_ids": IDS}, {"labels": IDS}, "ranks disagree on"),
+    "no labels": ({"input_ids": IDS}, {"labels": IDS}, "ranks disagree on labels"),
+    "no classes": (
+        {"input_ids": IDS},
+        {"labels": IDS % 2},
+        "ranks disagree on the model",
+        "Bert of tokens",
+    ),
 }
 
 
@@ -432,13 +438,14 @@ def test_wrong_arguments(comm, models, name):
 
 @pytest.mark.parametrize("name", OTHER)
 def test_arguments_of_one_rank(comm, models, name):
-    given, other, text = OTHER[name]
+    given, other, text, *kind = OTHER[name]
+    model = models(*kind or ["Llama"])
     for wrong in [0, comm.size - 1]:
         mine = given | (other if comm.rank == wrong else {})
-        assert_raises(comm, text, models("Llama"), **mine)
-    for switch in (torch.set_grad_enabled, models("Llama").train):
+        assert_raises(comm, text, model, **mine)
+    for switch in (torch.set_grad_enabled, model.train):
         switch(comm.rank == 0)
-        assert_raises(comm, "ranks disagree on", models("Llama"), **given)
+        assert_raises(comm, "ranks disagree on", model, **given)
         switch(True)
 
 

@@ -145,13 +145,13 @@ def test_documents(comm, parallel, name):
 @pytest.mark.parametrize("grid", ["three"], indirect=True)
 def test_longest_document(comm, grid, parallel):
     """A model needs positions for the longest document only; longer ones are refused."""
-    kind, config, options = EQUAL["BERT"]
+    kind, config, options = EQUAL["GPT-2"]
     few = {"max_position_embeddings": 35}
     model = parallel(build(kind, config, options | few)).model
     for _ in range(2):
-        given = batch_of("BERT", ENDS[3], ENDS[:4])
-        assert_near(comm, step(model, given), alone("BERT", ENDS[:4], **few))
-        assert_raises(grid.comm, "index out of range", model, **batch_of("BERT", 36))
+        given = batch_of("GPT-2", ENDS[3], ENDS[:4])
+        assert_near(comm, step(model, given), alone("GPT-2", ENDS[:4], **few))
+        assert_raises(grid.comm, "index out of range", model, **batch_of("GPT-2", 36))
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma 3", "gpt-oss"])

@@ -295,12 +295,13 @@ def _begin(
     with call.checks():
         _check(cp, module, given, kept)
         shape = next(given[x] for x in TOKENS if given.get(x) is not None).shape[:2]
-        said = {name: _digest(x) for name, x in given.items()}
+        said = {name: _digest(x) for name, x in given.items() if x is not None}
         known = {name: _integers(name, given.get(name)) for name in INTEGERS}
         follows = _follows(module, given)
         batch = arranged(known, tuple(shape), follows, 2 * comm.size, cp._causal)
         cp._check_tokens(given.get("input_ids"), batch)
-    said |= {"changes of modules": cp._print.changed(), "training": module.training}
+    said |= {"the model": type(module).__name__, "training": module.training}
+    said |= {"changes of modules": cp._print.changed()}
     said |= {"torch.is_grad_enabled()": torch.is_grad_enabled()}
     with cp.grid.failures.translated():
         call.agree(said)
