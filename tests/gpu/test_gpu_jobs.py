@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, SECONDS, drive_on_gpu, execute
+from helpers import ROOT, drive_on_gpu, execute
 
 EMULATED = ROOT / "tests/gpu/emulated"
 NEEDED = ("data", "drivers", "jobs", "pyproject.toml", "setup.cfg", "src", "tests")
@@ -111,7 +111,7 @@ exit ${{code:-0}}""")  # fmt: skip
 @pytest.mark.parametrize("found", [True, False])
 @pytest.mark.parametrize("job", ["jobs/gpu_all.sh", "jobs/test.sh gpu", "jobs/run.py gpu local"])
 def test_no_gpu(machine, found, job):
-    """One sentence, within seconds, and exit code 2."""
+    """One sentence, and exit code 2."""
     if found:
         machine.command("nvidia-smi", "exit 9")
     else:
@@ -120,7 +120,7 @@ def test_no_gpu(machine, found, job):
             pytest.skip("no GPU can be taken away here: nvidia-smi is installed")
     done = machine(*job.split(), code=2)
     missing = "nvidia-smi finds none" if found else "found no nvidia-smi, so no NVIDIA driver"
-    assert done.stderr == f"No GPU: {missing}.\n" and done.seconds < SECONDS
+    assert done.stderr == f"No GPU: {missing}.\n"
     assert not list(machine.copy.glob("results")) and not list(machine.copy.glob(".venv*"))
 
 

@@ -210,7 +210,7 @@ def test_late_rank(stalled, where):
         text = "A2D_MPI_STALL_SECONDS must be a number of seconds (0: never report), got 'soon'"
         assert text in done.stderr
     elif where == "nobody":
-        assert done.returncode not in (0, 1, 2) and done.seconds < 30
+        assert done.returncode not in (0, 1, 2)
     else:
         assert done.returncode == 0, done.stderr
 

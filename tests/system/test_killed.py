@@ -1,7 +1,7 @@
 """Whoever is killed and when: files stay whole, jobs resume, and with ULFM the others go on."""
 
 import pytest
-from helpers import SECONDS, drive, launch, read_runs
+from helpers import drive, launch, read_runs
 from killing import ULFM, hashes, lose, what_was_lost
 
 launches = pytest.mark.launches
@@ -206,5 +206,5 @@ cli.run(MPI.COMM_WORLD, lambda comm: Parser("end.py", "An end.", comm), body)
 def test_who_dies_at_the_end_changes_nothing(moment, victims):
     """A finished job ends with exit code 0."""
     done = launch(3, "-c", END.format(moment, victims), timeout=60, options=ULFM)
-    assert done.stdout.count("done") == 3 and done.seconds < SECONDS
+    assert done.stdout.count("done") == 3
     assert "Traceback" not in done.stderr

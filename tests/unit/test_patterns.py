@@ -1,5 +1,6 @@
 """Every mask against its definition, written again as conditions on i and j."""
 
+import sys
 from functools import partial
 
 import numpy as np
@@ -361,3 +362,16 @@ def test_lists_of_texts():
     assert short == (("prefix_lm_causal", [1024], {}), ("causal_document", [], {"seed": 1024}))
     assert split_masks("causal,none") == ["causal", "none"]  # to be refused by name
     assert split_masks(" , ") == []
+
+
+def test_a_million_queries_take_few_calls():
+    """No pattern has a Python loop over the queries."""
+    tokens = np.arange(10**6)
+    for name in PATTERNS:
+        mask, calls = make_mask(name, len(tokens)), []
+        sys.setprofile(lambda *event, calls=calls: calls.append(event[1]))
+        try:
+            mask.visible(tokens)
+        finally:
+            sys.setprofile(None)
+        assert len(calls) < 1000, name  # seen: 225 at most

@@ -14,7 +14,6 @@ from machines import machine
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments import plan as job
 from a2d_mpi.experiments.results import print_study
-from a2d_mpi.figures.plots import AT_SCALE, plot, read_scale
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning import cost, simgrid
 from a2d_mpi.planning.machine import Link
@@ -195,24 +194,6 @@ def test_what_is_done_is_kept(simulated, tmp_path):
         simulated("--seqlens", 96, "--plans", "ring:4x1", "--ranks", "4,6")
     found = job.read_simulations(tmp_path / "out.h5")
     assert [x["ranks"] for x in found.values()] == [4]
-
-
-def test_plots(simulated, tmp_path):
-    options = ["--seqlens", "96,192", "--plans", "ring,attention2d"]
-    output = simulated(*options, "--ranks", "4,6")
-    args = parser_of("drivers/plot.py").parse_args(["results", f"{output}"])
-    ((panel, best),) = read_scale(output).plans.items()
-    assert panel == "test, switch" and set(best) == {"ring", "attention2d"}
-    assert set(best["ring"]) == {(4, 96), (4, 192), (6, 96), (6, 192)}
-    args.workload, args.folder, args.format = "n96-", f"{tmp_path}", ["svg"]
-    assert read_scale(output, "n96-").seqlen == 96
-    args.what = list(AT_SCALE)
-    assert plot(args) == 0
-    for name in AT_SCALE:
-        text = (tmp_path / f"{name}.svg").read_text()
-        assert "</svg>" in text and "nan" not in text.lower()
-    with pytest.raises(ValueError, match="no workload 'n97-'"):
-        read_scale(output, "n97-")
 
 
 def test_tables(fake, simulated, capsys):
