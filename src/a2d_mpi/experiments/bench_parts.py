@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -22,9 +22,7 @@ from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.files import Check, attributes_of
 from a2d_mpi.experiments.measure import random_rows
 from a2d_mpi.experiments.options import FAILED_CHECK, aligned, progress
-
-if TYPE_CHECKING:
-    from a2d_mpi.experiments.sweep import Configuration
+from a2d_mpi.planning.workload import Choice
 
 STEP_BOUNDS = {"float32": 1e-5, "float64": 1e-10}  # largest relative errors of training steps
 T = TypeVar("T")
@@ -171,16 +169,16 @@ def random_inputs(plan: AttentionPlan, backward: bool, seed: int = 0) -> dict[st
 
 def plan_of(
     comm: MPI.Intracomm,
-    configuration: Configuration,
+    choice: Choice,
     grids: dict[Layout, ProcessGrid],
     **options: object,
 ) -> AttentionPlan:
-    """Make the plan of a configuration; plans of one layout share a grid in `grids`.
+    """Make a plan; plans of one layout share a grid in `grids`.
 
     `options` are options of `a2d_mpi.attention.methods.make_plan`.
     """
-    layout, case = configuration.layout, configuration.case
+    layout, work = choice.layout, choice.work
     if layout not in grids:
         grids[layout] = ProcessGrid.from_layout(comm, layout)
-    options = {**case.arguments, "overlap": configuration.overlap, **options}
-    return make_plan(configuration.method, grids[layout], case.work().mask, **options)
+    options = {**work.arguments, "overlap": work.overlap, **options}
+    return make_plan(choice.method, grids[layout], work.mask, **options)

@@ -17,6 +17,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -35,11 +36,13 @@ from a2d_mpi.experiments.measure import open_device, origin_of
 from a2d_mpi.experiments.models import checkpoint_of, open_model
 from a2d_mpi.experiments.options import progress
 from a2d_mpi.experiments.ranks import check_room
-from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
+from a2d_mpi.experiments.sweep import plans_for
 from a2d_mpi.experiments.text import Text
 from a2d_mpi.experiments.train import PARTS, Trainer, check_rooms
+from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning.planner import duration
 from a2d_mpi.planning.profile import read_machine
+from a2d_mpi.planning.workload import Choice
 from a2d_mpi.torch import ContextParallel
 from a2d_mpi.torch.decoding import GATHERED
 
@@ -61,10 +64,10 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     device, blocks = open_device(comm, args.device), []
     done, write = _file(comm, args, results.STEPS_SCHEMA)
 
-    def plans(trainer: Trainer) -> list[Configuration]:
+    def plans(trainer: Trainer) -> list[Choice]:
         machine = read_machine(args.profile) if args.profile else None
-        case = Case(**trainer.workload().arguments, mask="causal", backward=True)
-        found = plans_for(case, args.plans, comm.size, machine=machine)
+        work = replace(trainer.workload(), mask=Causal(), mask_text="causal", backward=True)
+        found = plans_for(work, args.plans, comm.size, machine)
         return [x for x in found if x.name not in done]
 
     for seqlen in args.seqlens:
@@ -104,12 +107,12 @@ def _tokens(model: torch.nn.Module, seed: int, *shape: int) -> torch.Tensor:
 
 
 def _training_runs(
-    comm: MPI.Intracomm, args: argparse.Namespace, device: Device, block: list[Configuration]
+    comm: MPI.Intracomm, args: argparse.Namespace, device: Device, block: list[Choice]
 ) -> Iterator[bench_parts.Run]:
     """Check a first step by each plan, time others in turn, and yield the runs."""
     trainers, grids = {}, {c: ProcessGrid.from_layout(comm, c.layout) for c in block}
     for c, grid in grids.items():
-        trainers[c] = _trainer(args, device, c.case.seqlen, c.method)
+        trainers[c] = _trainer(args, device, c.work.seqlen, c.method)
         trainers[c].begin(comm, grid)
         trainers[c].step()  # compared with one process
     for c in progress([*bench_parts.turns(block, args.trials)], comm.rank, desc="steps"):
@@ -122,7 +125,7 @@ def _training_runs(
         run = {"origin": origin_of(comm, device), "parts": list(PARTS), **c.attributes}
         run |= {"seconds": seconds.swapaxes(0, 1), "sent": sent}
         step, *parts = results.step_seconds(run).values()
-        row = [f"{c.method} {c.layout.shape}" + " (picked)" * c.picked, f"{c.case.seqlen}"]
+        row = [f"{c.method} {c.layout.shape}" + " (picked)" * c.picked, f"{c.work.seqlen}"]
         row += [duration(step), *(f"{duration(y)} ({100 * y / step:.0f} %)" for y in parts)]
         yield c.name, run, [*row, f"{max(y.error for y in checks.values()):.1e}"], checks
         x.free()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
-from pathlib import Path
 
 from mpi4py import MPI
 
@@ -22,17 +20,6 @@ _NO_ULFM = (
     "--survive: this MPI ends the job when a rank dies; it needs Open MPI with ULFM, started by "
     "mpiexec --with-ft ulfm"
 )
-
-
-def machine_of_rank() -> str:
-    """Return a text that is the same for all ranks of a machine, also in namespaces with names."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text() if boot.exists() else socket.gethostname()
-
-
-def sharing(comm: MPI.Intracomm) -> int:
-    """Return the number of ranks that share the memory of this rank's machine.  Collective."""
-    return comm.allgather(machine := machine_of_rank()).count(machine)
 
 
 def check_room(comm: MPI.Intracomm, what: str, nbytes: int, ranks: int | None = None) -> None:
@@ -55,7 +42,9 @@ def check_room(comm: MPI.Intracomm, what: str, nbytes: int, ranks: int | None = 
     CollectiveError
         On all ranks, if the memory does not suffice.
     """
-    number = min(sharing(comm), comm.size if ranks is None else ranks)
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    number = min(node.size, comm.size if ranks is None else ranks)
+    node.Free()
     together(comm, lambda: check_memory(what, nbytes, number))
 
 

@@ -26,7 +26,7 @@ from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments import options
 from a2d_mpi.experiments.bench_parts import check_step
 from a2d_mpi.experiments.checkpoint import State, differences, path_of, resumed, save
-from a2d_mpi.experiments.cli import holding, open_grid, together
+from a2d_mpi.experiments.cli import open_grid, together
 from a2d_mpi.experiments.files import Check, attributes_of
 from a2d_mpi.experiments.hdf5 import check_output, write_file
 from a2d_mpi.experiments.measure import open_device, origin_of, seconds_of_calls
@@ -90,16 +90,13 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         print("train.py: no --folder: the weights are not kept", file=sys.stderr, flush=True)
 
     def work(grid: ProcessGrid, comm: MPI.Intracomm) -> int:
-        # The job's first rank locks the output against other jobs, as long as it lives.
-        written = [] if 0 in grid.failures.numbers else options.files_written(args)
-        with holding(comm, *filter(None, [args.folder]), *written):
-            if trainer.begun:
-                trainer.go_on(comm, grid)
-            else:
-                with grid.failures.all_or_none():  # afterwards all ranks have begun, or none
-                    trainer.begin(comm, grid)
-                trainer.begun = True
-            return trainer.finish()
+        if trainer.begun:
+            trainer.go_on(comm, grid)
+        else:
+            with grid.failures.all_or_none():  # afterwards all ranks have begun, or none
+                trainer.begin(comm, grid)
+            trainer.begun = True
+        return trainer.finish()
 
     code = surviving("train.py", grid, work, args.survive, args.method)
     if code is not None:
