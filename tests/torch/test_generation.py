@@ -396,7 +396,7 @@ def test_what_fails_on_one_rank(comm, parallel, rank):
 
 
 def test_a_cache_for_others(comm, parallel):
-    """`model.generate` with the cache of `prefill`; other tokens on another rank are an error."""
+    """`model.generate` with the cache of `prefill`, and of a grid of fewer ranks."""
     model, ids = made("Llama"), prompt(90)
     expected = one(comm, model, ids, max_new_tokens=9, **SAMPLED)
     cp = parallel(model)
@@ -408,11 +408,6 @@ def test_a_cache_for_others(comm, parallel):
     ones = torch.ones_like(ids)
     found = model.generate(ids, attention_mask=ones, past_key_values=cp.prefill(ids), **options)
     assert_same(comm, found, expected)
-    torch.manual_seed(comm.rank)
-    cache = cp.prefill(ids)
-    assert_raises(
-        comm, "ranks disagree on input_ids", model.generate, ids, past_key_values=cache, **options
-    )
     assert_same(
         comm,
         cp.generate(ids if comm.rank == 3 else None, root=3, max_new_tokens=4),
