@@ -341,9 +341,6 @@ class _Lines(tqdm):
             self._said = now
             log.info("%s", self)
 
-    def clear(self, *_: object, **__: object) -> None:
-        """Make room for what is printed: a line of the log takes none."""
-
 
 def progress(items: Iterable | None = None, rank: int = 0, **options: object) -> tqdm:
     """Show progress on the first rank: a bar if stderr is a terminal, or a line every half minute.
