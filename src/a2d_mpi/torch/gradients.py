@@ -7,7 +7,7 @@ from hashlib import blake2b
 import torch
 from mpi4py import MPI
 
-from a2d_mpi.comm.agreement import Call
+from a2d_mpi.comm.agreement import Call, agree
 from a2d_mpi.comm.survival import NoFailures
 from a2d_mpi.torch.sums import GradientSum
 from a2d_mpi.torch.tensors import array_of, current_stream
@@ -36,6 +36,7 @@ class Gradients:
     def __init__(
         self, model: torch.nn.Module, comm: MPI.Intracomm, failures: NoFailures | None = None
     ) -> None:
+        Call(comm)  # refuses what is no communicator
         self._model, self._comm, self._failures = model, comm, failures or NoFailures(comm, [])
         self._sum: GradientSum | None = None
         self._made = ""  # for these parameters
@@ -57,7 +58,6 @@ class Gradients:
         RanksLost
             With `failures`, on all surviving ranks, if a rank died.
         """
-        call = Call(self._comm)
         # An optimizer also steps on the gradient of a parameter that was frozen after `backward`.
         every = [x for x in self._model.parameters() if x.requires_grad or x.grad is not None]
         for x in every:
@@ -69,8 +69,7 @@ class Gradients:
         kinds = str([(tuple(x.shape), x.dtype) for x in every]).encode()
         said = f"{len(every)} tensors (digest {blake2b(kinds, digest_size=4).hexdigest()})"
         with self._failures.translated(), current_stream():
-            call.problem = problem
-            call.agree({"parameters to train": said})
+            agree(self._comm, problem, {"parameters to train": said})
             if every:
                 self._make(every, said)
             for bucket in self._buckets if every else ():

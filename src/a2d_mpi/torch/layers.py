@@ -175,6 +175,8 @@ def has_loss_function(model: torch.nn.Module, seqlen: int) -> bool:
         return logits.new_zeros(())
 
     model._loss_function, few = noted, _inputs(model, seqlen)
+    if hasattr(model.config, "output_router_logits"):  # a balance loss is added to it
+        few["output_router_logits"] = False
     try:
         with attention_of(model, "eager"):
             output = model(**few, labels=few["input_ids"])
