@@ -330,6 +330,8 @@ class Generation:
         given = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **given)
         known = {"input_ids", "attention_mask", "use_cache", self._named, *self._usual}
         given = {x: y for x, y in given.items() if y is not None and x not in known}
+        if not any(x is not None for x in given.get("mm_encoder_outputs", {}).values()):
+            given.pop("mm_encoder_outputs", None)  # of a model that sees, without images
         for name, x in given.items():
             of_tokens = getattr(x, "shape", ())[-2:] in ((1, ids.shape[1]), ids.shape)
             _check_argument(name, x, of_tokens or isinstance(x, (bool, int, float, str)))
