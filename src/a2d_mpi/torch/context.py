@@ -45,6 +45,7 @@ from a2d_mpi.torch.entry import (
     wrong_arguments,
 )
 from a2d_mpi.torch.gradients import sum_gradients
+from a2d_mpi.torch.recurrent import Pieces, install
 from a2d_mpi.torch.layers import (
     NUMBERS,
     Kind,
@@ -198,6 +199,7 @@ class ContextParallel:
         with call.checks(text=lambda x: f"{type(model).__name__}: {x}"):
             if isinstance(model, PreTrainedModel):
                 undo(model, own_attention, {})
+                self._recurrent, _ = install(model)
             self.layers = layers_of(model, self.longest)
             if MPI.Group.Difference(grid.comm.Get_group(), self.replicas.Get_group()).size:
                 raise ValueError("replicas must have all ranks that share a step, as this grid's")
@@ -337,6 +339,14 @@ class ContextParallel:
     def _begin(self, module: torch.nn.Module, given: dict[str, Any]) -> int | None:
         """Return the number of the plans of a call of a model, which are in its arguments."""
         positions, cache = given.get("position_ids"), cache_of(given)
+        number = self._begun(module, given)
+        pieces = getattr(next(iter(self._sets[number].values())), "pieces", None)
+        if pieces is not None:
+            given["seq_idx"] = pieces.tag
+        return number
+
+    def _begun(self, module, given):
+        positions, cache = given.get("position_ids"), cache_of(given)
         ticket = getattr(positions, "a2d_mpi", None)
         if ticket is None and cache is not None:
             number = self._generator.begin(cache, given)
@@ -428,6 +438,9 @@ class ContextParallel:
             )
         if len({x.distribution for x in plans.values()}) > 1:
             raise ValueError("the layers need plans of one distribution; name another one")
+        if self._recurrent:
+            first = next(iter(plans.values()))
+            first.pieces = Pieces(first, cu_seqlens)
         return plans
 
     def _chosen(self, kinds: Counter, masks: dict[Kind, Mask], seqlen: int) -> str | None:
@@ -467,6 +480,8 @@ class ContextParallel:
             return y[tokens] if name == other else x
 
         own = {name: x[:, tokens] for name, x in whole.items()}
+        if self._recurrent:
+            own["seq_idx"] = next(iter(plans.values())).pieces.tag
         with attention_of(self.model, self._name), self._within(number):
             run(self.model, own, compare, every=False)
         agree(self.grid.comm, next(iter(problems), None))
