@@ -7,7 +7,7 @@ a layer with a window or chunks keeps those that a later token can see.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -191,9 +191,13 @@ class SpreadCache(Cache):
     room : sequence of int, optional
         Most tokens that each rank may keep, of all rows together.  A new token then goes to the
         rank with the most room.  Default: new tokens go to the ranks in turn.
+    kinds : sequence of callable, optional
+        What makes each layer.  Default: `SpreadLayer`.
 
     Attributes
     ----------
+    pieces : Pieces or None
+        In a call of plans: the pieces of recurrent layers.
     owners : list of (n,) int64
         For each row, the rank that keeps each token, without padding.
     ids : (rows, length) int64
@@ -202,9 +206,15 @@ class SpreadCache(Cache):
     """
 
     def __init__(
-        self, masks: Iterable[Mask], rank: int, ranks: int, room: Sequence[int] | None = None
+        self,
+        masks: Sequence[Mask],
+        rank: int,
+        ranks: int,
+        room: Sequence[int] | None = None,
+        kinds: Sequence[Callable] | None = None,
     ) -> None:
-        super().__init__(layers=[SpreadLayer(self, x) for x in masks])
+        kinds = kinds or [SpreadLayer] * len(masks)
+        super().__init__(layers=[kind(self, x) for kind, x in zip(kinds, masks)])
         self.rank, self.ranks, self.room = rank, ranks, room
         self.reset()
 
@@ -213,12 +223,21 @@ class SpreadCache(Cache):
         super().reset()
         self.owners: Rows = []
         self.kept: dict[Mask, Kept] = {}
-        self.ids = np.empty((0, 0), np.int64)
+        self.ids, self.pieces = np.empty((0, 0), np.int64), None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values of this rank."""
-        return sum(y.nbytes for x in self.layers for y in (x.keys, x.values) if y is not None)
+        """Bytes of the keys, values and states of this rank."""
+        kept = [y for x in self.layers for y in (x.keys, x.values)]
+        for x in self.layers:
+            if hasattr(x, "conv_states"):
+                kept += [*x.conv_states.values(), *x.recurrent_states.values()]
+        return sum(x.nbytes for x in kept if x is not None)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return the columns for a convolution; a recurrent layer begins each call with it."""
+        self.layers[layer_idx].length = self.length
+        return super().get_conv_state(layer_idx, state_idx)
 
     @property
     def length(self) -> int:
@@ -236,7 +255,13 @@ class SpreadCache(Cache):
         owners = np.concatenate([np.empty(0, np.int64), *self.owners])
         return np.array(self.room) - np.bincount(owners, minlength=self.ranks)
 
-    def begin(self, ids: np.ndarray, counts: np.ndarray, owners: np.ndarray | None = None) -> None:
+    def begin(
+        self,
+        ids: np.ndarray,
+        counts: np.ndarray,
+        owners: np.ndarray | None = None,
+        pieces: Any = None,
+    ) -> None:
         """Begin a call with new columns.
 
         Parameters
@@ -247,7 +272,10 @@ class SpreadCache(Cache):
         owners : (sum of counts,) int64, optional
             In a call of plans: the rank that computes and keeps each of these tokens.  Default: of
             a step, in which all ranks compute all tokens.
+        pieces : Pieces, optional
+            In a call of plans.
         """
+        self.pieces = pieces
         if not self.owners:
             self.owners, self.ids = [np.empty(0, np.int64)] * len(ids), ids[:, :0]
             self.kept = {x.mask: Kept(x.mask, len(ids)) for x in self.layers}
@@ -297,6 +325,8 @@ class SpreadCache(Cache):
         """Remove the last tokens of each row, given as a negative number."""
         if tokens_to_remove > 0:
             raise CollectiveError(f"give crop a negative number of tokens, got {tokens_to_remove}")
+        if any(hasattr(x, "conv_states") for x in self.layers):
+            raise CollectiveError("cannot go back: recurrent layers keep their last states only")
         lengths = [max(0, x + tokens_to_remove) for x in self.lengths]
         for kept in self.kept.values():
             for length, floor in zip(lengths, kept.floors):

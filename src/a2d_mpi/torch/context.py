@@ -438,10 +438,14 @@ class ContextParallel:
             )
         if len({x.distribution for x in plans.values()}) > 1:
             raise ValueError("the layers need plans of one distribution; name another one")
+        self._cut(plans, cu_seqlens)
+        return plans
+
+    def _cut(self, plans: Plans, cu_seqlens: np.ndarray | None) -> None:
+        """Cut the tokens of plans into pieces, if the model has recurrent layers.  Collective."""
         if self._recurrent:
             first = next(iter(plans.values()))
             first.pieces = Pieces(first, cu_seqlens)
-        return plans
 
     def _chosen(self, kinds: Counter, masks: dict[Kind, Mask], seqlen: int) -> str | None:
         """Return the distribution with the least predicted time of all layers, or None.

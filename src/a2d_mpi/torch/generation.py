@@ -85,8 +85,13 @@ class Generation:
                 raise ValueError("a layer sees later tokens, so the model cannot generate")
         call.agree({"layers": layers and [*layers.values()]})
         # Layers that use the keys of other layers have none of their own, and any mask.
-        last = max(masks)
-        self.masks = [masks.get(i, masks[last]) for i in range(last + 1)]
+        last, self._kinds = max(masks), None
+        if self.cp._recurrent:
+            from a2d_mpi.torch.states import kinds_of
+
+            self._kinds = kinds_of(model.config)
+        n = len(self._kinds or range(last + 1))
+        self.masks = [masks.get(i, masks[last]) for i in range(n)]
         self.layers, self.longest, self._masks = layers, longest, Masks(longest, self.masks)
         self.cp._sets[self.step] = {x: Step(self.steps, x) for x in layers.values()}
         self._plans.clear()
@@ -181,7 +186,7 @@ class Generation:
 
     def _new_cache(self, room: Sequence[int] | None = None) -> SpreadCache:
         """Return an empty cache."""
-        return SpreadCache(self.masks, self.comm.rank, self.comm.size, room)
+        return SpreadCache(self.masks, self.comm.rank, self.comm.size, room, self._kinds)
 
     def _batch(
         self, input_ids: Any, attention_mask: Any, root: int | None, room: Sequence[int] | None
@@ -273,13 +278,17 @@ class Generation:
                 )
         if not plans:
             return
-        cache.begin(ids, counts, owners)
+        pieces = getattr(next(iter(plans.values())), "pieces", None)
+        cache.begin(ids, counts, owners, pieces)
         own, positions = owners == self.comm.rank, [*map(np.arange, old, old + counts)]
         given = {"input_ids": ids[shown], "position_ids": np.concatenate(positions)}
         given = self._tensors(**{x: y[own][None] for x, y in given.items()})
+        if pieces is not None:
+            given["seq_idx"] = pieces.tag
         self.cp._sets[self.prompt] = plans
         with self.cp._within(self.prompt):
             self._call(cache, given)
+        cache.pieces = None
         if cache.layers[0].length != cache.length:
             raise CollectiveError("the model did not use the cache: call model.eval()")
         for plan in plans.values():
@@ -334,6 +343,7 @@ class Generation:
             options |= {"seqlen": total, "seqlen_kv": int(ends[-1])}
             options["distribution"] = "zigzag", _dealt(owners, comm.size)
             plans[kind] = Attention2D(self._line, **options)
+        self.cp._cut(plans, bounds)
         return plans
 
     def _probe(self) -> None:
@@ -343,10 +353,11 @@ class Generation:
         model, call, cache, expected = self.cp.model, Call(self.comm), None, []
         n = min(self.longest, 4 * self.comm.size + sum(PROBED))
         sizes = [n - sum(PROBED), *PROBED] if n > sum(PROBED) else [1] * n
-        ids = inputs_of(model, torch.arange(n)[None])["input_ids"]
+        ids, places, _ = inputs_of(model, torch.arange(n)[None]).values()
         with call.checks(), self.cp._rest(), attention_of(model, "eager"):
-            for part in ids.split(sizes, 1):
-                found = model(part, use_cache=True, **{self._named: cache})
+            for part in zip(ids.split(sizes, 1), places.split(sizes, 1)):
+                part = dict(zip(("input_ids", "position_ids"), part))
+                found = model(**part, use_cache=True, **{self._named: cache})
                 cache = getattr(found, self._named)
                 expected.append(found.logits[0, -1])
         call.agree()
