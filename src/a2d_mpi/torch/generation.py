@@ -26,6 +26,7 @@ from a2d_mpi.torch.batches import agreed, check_padding, check_tokens, left_padd
 from a2d_mpi.torch.cache import SpreadCache
 from a2d_mpi.torch.decoding import Step, Steps
 from a2d_mpi.torch.layers import Kind, Masks, attention_of, inputs_of, layers_of, same
+from a2d_mpi.torch.recurrent import cut_pieces, pieces_of, seq_idx_of
 
 if TYPE_CHECKING:
     from a2d_mpi.torch.context import ContextParallel
@@ -278,13 +279,10 @@ class Generation:
                 )
         if not plans:
             return
-        pieces = getattr(next(iter(plans.values())), "pieces", None)
-        cache.begin(ids, counts, owners, pieces)
+        cache.begin(ids, counts, owners, pieces_of(plans))
         own, positions = owners == self.comm.rank, [*map(np.arange, old, old + counts)]
         given = {"input_ids": ids[shown], "position_ids": np.concatenate(positions)}
-        given = self._tensors(**{x: y[own][None] for x, y in given.items()})
-        if pieces is not None:
-            given["seq_idx"] = pieces.tag
+        given = self._tensors(**{x: y[own][None] for x, y in given.items()}) | seq_idx_of(plans)
         self.cp._sets[self.prompt] = plans
         with self.cp._within(self.prompt):
             self._call(cache, given)
@@ -343,7 +341,8 @@ class Generation:
             options |= {"seqlen": total, "seqlen_kv": int(ends[-1])}
             options["distribution"] = "zigzag", _dealt(owners, comm.size)
             plans[kind] = Attention2D(self._line, **options)
-        self.cp._cut(plans, bounds)
+        if self.cp._recurrent:
+            cut_pieces(plans, bounds)
         return plans
 
     def _probe(self) -> None:

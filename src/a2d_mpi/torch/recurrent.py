@@ -13,8 +13,8 @@ distribution.  Gradients flow back through the gathering.
 
 The functions are found by their names in the file of the model, where they have the arguments of
 flash-linear-attention, causal-conv1d and mamba-ssm.  They are replaced by functions that do the
-same, unless the argument `seq_idx`, which models pass on to them, is the tag of some `Pieces`.
-Then it tells which pieces a call has, also when a layer is computed again.
+same, unless the argument `seq_idx`, which models pass on to them, is that of `seq_idx_of`.  Then
+it tells which pieces a call has, also when a layer is computed again.
 """
 
 from __future__ import annotations
@@ -120,13 +120,6 @@ class Pieces(Caller):
         with self.grid.call("making", self) as call:
             call.agree({"tokens": whole, "documents": bounds})
         self._channel = Channel(self.grid.comm_of("all", everyone), "states", plan.traffic)
-
-    @property
-    def tag(self) -> torch.Tensor:
-        """The argument `seq_idx` of a call of the model, which keeps these pieces."""
-        made = torch.tensor(self.serial, dtype=torch.float64)  # that of others has integers
-        made.a2d_mpi_pieces = self
-        return made
 
     def gather(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape], *through: torch.Tensor
@@ -234,6 +227,33 @@ class Pieces(Caller):
             if piece.ends:
                 last[piece.document] = state
         return entering, last
+
+
+def cut_pieces(plans: dict[Any, AttentionPlan], ends: Sequence[int] | None) -> None:
+    """Cut the tokens of the plans of a batch into pieces, which the first plan keeps.  Collective.
+
+    Raises
+    ------
+    ValueError
+        As of `Pieces`.
+    """
+    first = next(iter(plans.values()))
+    first.pieces = Pieces(first, ends)
+
+
+def pieces_of(plans: dict[Any, AttentionPlan]) -> Pieces | None:
+    """Return the pieces of the plans of a batch, if the model has recurrent layers."""
+    return getattr(next(iter(plans.values())), "pieces", None)
+
+
+def seq_idx_of(plans: dict[Any, AttentionPlan]) -> dict[str, torch.Tensor]:
+    """Return the argument `seq_idx` of a call of the model, if it has recurrent layers."""
+    pieces = pieces_of(plans)
+    if pieces is None:
+        return {}
+    tag = torch.tensor(pieces.serial, dtype=torch.float64)  # that of others has integers
+    tag.a2d_mpi_pieces = pieces  # which a layer needs if it is computed again
+    return {"seq_idx": tag}
 
 
 def _last(x: torch.Tensor, k: int) -> torch.Tensor:
