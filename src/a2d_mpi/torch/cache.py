@@ -7,7 +7,7 @@ a layer with a window or chunks keeps those that a later token can see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -191,8 +191,6 @@ class SpreadCache(Cache):
     room : sequence of int, optional
         Most tokens that each rank may keep, of all rows together.  A new token then goes to the
         rank with the most room.  Default: new tokens go to the ranks in turn.
-    kinds : sequence of callable, optional
-        What makes each layer.  Default: `SpreadLayer`.
 
     Attributes
     ----------
@@ -206,15 +204,9 @@ class SpreadCache(Cache):
     """
 
     def __init__(
-        self,
-        masks: Sequence[Mask],
-        rank: int,
-        ranks: int,
-        room: Sequence[int] | None = None,
-        kinds: Sequence[Callable] | None = None,
+        self, masks: Iterable[Mask], rank: int, ranks: int, room: Sequence[int] | None = None
     ) -> None:
-        kinds = kinds or [SpreadLayer] * len(masks)
-        super().__init__(layers=[kind(self, x) for kind, x in zip(kinds, masks)])
+        super().__init__(layers=[SpreadLayer(self, x) for x in masks])
         self.rank, self.ranks, self.room = rank, ranks, room
         self.reset()
 
@@ -228,10 +220,7 @@ class SpreadCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the keys, values and states of this rank."""
-        kept = [y for x in self.layers for y in (x.keys, x.values)]
-        for x in self.layers:
-            if hasattr(x, "conv_states"):
-                kept += [*x.conv_states.values(), *x.recurrent_states.values()]
+        kept = [y for x in self.layers for y in (x.keys, x.values, *getattr(x, "states", ()))]
         return sum(x.nbytes for x in kept if x is not None)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
@@ -255,13 +244,7 @@ class SpreadCache(Cache):
         owners = np.concatenate([np.empty(0, np.int64), *self.owners])
         return np.array(self.room) - np.bincount(owners, minlength=self.ranks)
 
-    def begin(
-        self,
-        ids: np.ndarray,
-        counts: np.ndarray,
-        owners: np.ndarray | None = None,
-        pieces: Any = None,
-    ) -> None:
+    def begin(self, ids: np.ndarray, counts: np.ndarray, owners: np.ndarray | None = None) -> None:
         """Begin a call with new columns.
 
         Parameters
@@ -272,10 +255,8 @@ class SpreadCache(Cache):
         owners : (sum of counts,) int64, optional
             In a call of plans: the rank that computes and keeps each of these tokens.  Default: of
             a step, in which all ranks compute all tokens.
-        pieces : Pieces, optional
-            In a call of plans.
         """
-        self.pieces = pieces
+        self.pieces = None
         if not self.owners:
             self.owners, self.ids = [np.empty(0, np.int64)] * len(ids), ids[:, :0]
             self.kept = {x.mask: Kept(x.mask, len(ids)) for x in self.layers}
@@ -325,7 +306,7 @@ class SpreadCache(Cache):
         """Remove the last tokens of each row, given as a negative number."""
         if tokens_to_remove > 0:
             raise CollectiveError(f"give crop a negative number of tokens, got {tokens_to_remove}")
-        if any(hasattr(x, "conv_states") for x in self.layers):
+        if any(hasattr(x, "states") for x in self.layers):
             raise CollectiveError("cannot go back: recurrent layers keep their last states only")
         lengths = [max(0, x + tokens_to_remove) for x in self.lengths]
         for kept in self.kept.values():

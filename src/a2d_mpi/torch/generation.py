@@ -86,12 +86,8 @@ class Generation:
                 raise ValueError("a layer sees later tokens, so the model cannot generate")
         call.agree({"layers": layers and [*layers.values()]})
         # Layers that use the keys of other layers have none of their own, and any mask.
-        last, self._kinds = max(masks), None
-        if self.cp._recurrent:
-            from a2d_mpi.torch.states import kinds_of
-
-            self._kinds = kinds_of(model.config)
-        n = len(self._kinds or range(last + 1))
+        last = max(masks)
+        n = model.config.get_text_config().num_hidden_layers if self.cp._recurrent else last + 1
         self.masks = [masks.get(i, masks[last]) for i in range(n)]
         self.layers, self.longest, self._masks = layers, longest, Masks(longest, self.masks)
         self.cp._sets[self.step] = {x: Step(self.steps, x) for x in layers.values()}
@@ -187,7 +183,12 @@ class Generation:
 
     def _new_cache(self, room: Sequence[int] | None = None) -> SpreadCache:
         """Return an empty cache."""
-        return SpreadCache(self.masks, self.comm.rank, self.comm.size, room, self._kinds)
+        cache = SpreadCache(self.masks, self.comm.rank, self.comm.size, room)
+        if not self.cp._recurrent:
+            return cache
+        from a2d_mpi.torch.states import add_states  # older versions of transformers have none
+
+        return add_states(cache, self.cp.model.config)
 
     def _batch(
         self, input_ids: Any, attention_mask: Any, root: int | None, room: Sequence[int] | None
@@ -279,7 +280,8 @@ class Generation:
                 )
         if not plans:
             return
-        cache.begin(ids, counts, owners, pieces_of(plans))
+        cache.begin(ids, counts, owners)
+        cache.pieces = pieces_of(plans)
         own, positions = owners == self.comm.rank, [*map(np.arange, old, old + counts)]
         given = {"input_ids": ids[shown], "position_ids": np.concatenate(positions)}
         given = self._tensors(**{x: y[own][None] for x, y in given.items()}) | seq_idx_of(plans)

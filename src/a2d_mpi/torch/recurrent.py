@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, NamedTuple
@@ -38,8 +38,8 @@ from a2d_mpi.comm.channel import Channel
 from a2d_mpi.comm.transport import Transport
 from a2d_mpi.core.sizes import next_ranks
 
-Shape = tuple[int, ...]
-_now = threading.local()  # .alone: this thread tries a model; .pieces: of the latest convolution
+Given = dict[str, Any]  # the arguments of a call, by name
+_now = threading.local()  # .alone: whether this thread tries a model
 
 
 class Piece(NamedTuple):
@@ -60,11 +60,6 @@ class Piece(NamedTuple):
     document: int
     begins: bool
     ends: bool
-
-    @property
-    def n(self) -> int:
-        """Number of its tokens."""
-        return self.tokens.stop - self.tokens.start
 
 
 class Pieces(Caller):
@@ -103,27 +98,31 @@ class Pieces(Caller):
             for run in (x for x in shards.runs(rank) if len(x)):
                 if run.step != 1 and len(run) > 1:
                     raise ValueError(
-                        f"linear and recurrent layers need runs of consecutive tokens, and shards "
+                        "linear and recurrent layers need runs of consecutive tokens, and shards "
                         f'are {shards.name}: pass distribution="zigzag"'
                     )
-                cuts = [run[0], *(x for x in bounds if run[0] < x <= run[-1]), run[-1] + 1]
-                for x, y in ((x, y) for x, y in zip(cuts, cuts[1:]) if x < y):
+                cuts = sorted({run[0], *(x for x in bounds if run[0] < x <= run[-1]), run[-1] + 1})
+                for x, y in zip(cuts, cuts[1:]):
                     i = int(np.searchsorted(bounds, x, side="right")) - 1
-                    tokens = slice(begin, begin + y - x)
+                    tokens = slice(begin, begin := begin + y - x)
                     found.append((x, Piece(rank, tokens, i, x == bounds[i], y == bounds[i + 1])))
-                    begin = tokens.stop
         self.listed = [x for _, x in sorted(found)]
         # Of all ranks, in the order in which they are sent; then of this rank.
         self._order = sorted(range(len(found)), key=lambda i: self.listed[i][:2])
         self.own = [i for i in self._order if self.listed[i].rank == self.grid.comm.rank]
-        everyone = tuple(range(self.grid.comm.size))
         with self.grid.call("making", self) as call:
             call.agree({"tokens": whole, "documents": bounds})
-        self._channel = Channel(self.grid.comm_of("all", everyone), "states", plan.traffic)
+        comm = self.grid.comm_of("all", tuple(range(self.grid.comm.size)))
+        self._channel = Channel(comm, "states", plan.traffic)
+
+    def cut(self, x: torch.Tensor, i: int, dim: int = 1) -> torch.Tensor:
+        """Return the part of a tensor of this rank's tokens, along `dim`, that has piece i."""
+        tokens = self.listed[i].tokens
+        return x.narrow(dim, tokens.start, tokens.stop - tokens.start)
 
     def gather(
-        self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape], *through: torch.Tensor
-    ) -> tuple[list[torch.Tensor], ...]:
+        self, parts: Sequence[torch.Tensor], shapes: Sequence[tuple], *through: torch.Tensor
+    ) -> tuple[list[torch.Tensor], Sequence[torch.Tensor]]:
         """Return tensors of all pieces, given this rank's, in float32 or wider.  Collective.
 
         Its backward pass is collective, too: all ranks reach it through the tensors `through`.
@@ -131,7 +130,7 @@ class Pieces(Caller):
         Parameters
         ----------
         parts : sequence of tensor
-            Of each piece of this rank.
+            Of the pieces of this rank.
         shapes : sequence of shape
             Of all pieces.
         *through : tensor
@@ -140,17 +139,16 @@ class Pieces(Caller):
         -------
         whole : list of tensor
             Of all pieces.
-        through : list of tensor
+        through : sequence of tensor
         """
-        sizes = [int(np.prod(x)) for x in shapes]
-        if not sum(sizes):
-            return [through[0].new_empty(x) for x in shapes], [*through]
-        counts = [0] * self.grid.comm.size
+        sizes, counts = [int(np.prod(x)) for x in shapes], [0] * self.grid.comm.size
+        if not any(sizes):
+            return [through[0].new_empty(x) for x in shapes], through
         for piece, size in zip(self.listed, sizes):
             counts[piece.rank] += size
-        wide = torch.promote_types(through[0].dtype, torch.float32)
-        mine = torch.cat([through[0].new_empty(0, dtype=wide), *(x.flatten() for x in parts)])
-        whole, *through = _Gather.apply(self, counts, mine.to(wide), *through)
+        none = through[0].new_empty(0, dtype=torch.promote_types(through[0].dtype, torch.float32))
+        mine = torch.cat([none, *(x.flatten() for x in parts)])
+        whole, *through = _Gather.apply(self, counts, mine, *through)
         split = dict(zip(self._order, whole.split([sizes[i] for i in self._order])))
         return [split[i].view(x) for i, x in enumerate(shapes)], through
 
@@ -168,65 +166,51 @@ class Pieces(Caller):
             received[rank][...] = sent[rank]
             self._channel.wait(messages)
 
-    def last_columns(
-        self, x: torch.Tensor, k: int, every: bool, *through: torch.Tensor
-    ) -> tuple[list[torch.Tensor], ...]:
-        """Gather the last k columns, or fewer, of all pieces, of x, (1, C, n); see `gather`.
-
-        `every`: also of pieces that end their document.
-        """
-        counts = [min(k, x.n) if every or not x.ends else 0 for x in self.listed]
-        parts = [x[..., self.listed[i].tokens] for i in self.own]
-        parts = [_last(part, counts[i]) for i, part in zip(self.own, parts)]
-        return self.gather(parts, [(1, x.shape[1], y) for y in counts], *through)
-
-    def before(
-        self, i: int, k: int, tails: list[torch.Tensor], past: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the k columns before piece i, (1, C, k), with zeros before its document.
-
-        `tails` are the last columns of all pieces; `past`, (documents, C, m), those of a cache.
-        """
-        found, n = [tails[i][..., :0]], 0
-        while n < k and not self.listed[i].begins:
-            i -= 1
-            found.insert(0, tails[i])
-            n += tails[i].shape[-1]
-        if n < k and past is not None:
-            found.insert(0, past[self.listed[i].document, None].to(found[0].dtype))
-        found = _last(torch.cat(found, -1), k)
-        return F.pad(found, (k - found.shape[-1], 0))
-
     def compose(
-        self,
-        states: list[tuple[torch.Tensor, torch.Tensor]],
-        initial: torch.Tensor | None,
-        apply: Callable,
-    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        self, whole: Iterable[torch.Tensor], initial: Iterable, step: Callable
+    ) -> tuple[list, list]:
         """Return the state that enters each piece, and the last one of each document.
-
-        None is 0.
 
         Parameters
         ----------
-        states : list of (T, b)
-            Of all pieces; empty tensors where none is needed.
-        initial : (documents, ...) tensor, optional
-            States before the documents.
-        apply : callable
-            It applies T to a state.
+        whole : iterable of tensor
+            What all pieces add.
+        initial : iterable
+            The state before each document.
+        step : callable
+            It returns the state behind a piece, given that before it and what it adds.
         """
-        entering, state = [], None
-        last = [None] * self.documents if initial is None else [*initial]
-        for piece, (transition, added) in zip(self.listed, states):
+        entering, last, state = [], [*initial], None
+        for piece, x in zip(self.listed, whole):
             state = last[piece.document] if piece.begins else state
             entering.append(state)
-            if added.numel():
-                begun = state is not None
-                state = apply(transition, state.to(added.dtype)) + added if begun else added
+            state = step(state, x)
             if piece.ends:
                 last[piece.document] = state
         return entering, last
+
+    def columns(
+        self, x: torch.Tensor, k: int, past: torch.Tensor | None, every: bool
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+        """Return the k columns before each piece, at the end of each document, (1, C, k), and x.
+
+        Parameters
+        ----------
+        x : (1, C, n) tensor
+        k : int
+        past : (documents, C, m) tensor, optional
+            Columns before the documents.  Default: zeros.
+        every : bool
+            Whether those at the ends of documents are needed.
+        """
+        counts = [x.tokens.stop - x.tokens.start for x in self.listed]
+        counts = [min(k, n) * (every or not x.ends) for n, x in zip(counts, self.listed)]
+        parts = [_last(self.cut(x, i, 2), counts[i]) for i in self.own]
+        tails, (x,) = self.gather(parts, [(1, x.shape[1], n) for n in counts], x)
+        none = x.new_zeros(self.documents, x.shape[1], k)
+        past = none if past is None else torch.cat([none, past.to(x.dtype)], -1)
+        join = lambda state, tail: _last(torch.cat([state, tail.to(x.dtype)], -1), k)  # noqa: E731
+        return *self.compose(tails, _last(past, k).split(1), join), x
 
 
 def cut_pieces(plans: dict[Any, AttentionPlan], ends: Sequence[int] | None) -> None:
@@ -269,160 +253,130 @@ class _Gather(torch.autograd.Function):
         ctx.pieces, ctx.counts = pieces, counts
         whole = mine.new_empty(sum(counts), device="cpu")
         received = [x.numpy() for x in whole.split(counts)]
-        pieces.exchange("forward", [mine.detach().numpy(force=True)] * len(counts), received)
+        pieces.exchange("forward", [mine.numpy(force=True)] * len(counts), received)
         return whole.to(mine.device), *(x.view_as(x) for x in through)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, *through):
         sent = [x.numpy(force=True) for x in grad.split(ctx.counts)]
-        own = sent[ctx.pieces.grid.comm.rank]
-        received = [np.empty_like(own) for _ in sent]
+        received = [np.empty_like(sent[ctx.pieces.grid.comm.rank]) for _ in sent]
         ctx.pieces.exchange("backward", sent, received)
-        total = received[0]
-        for x in received[1:]:
-            total += x
+        total = sum(received[1:], received[0])
         return None, None, torch.from_numpy(total).to(grad.device), *through
 
 
 def _recurrence(
     pieces: Pieces,
-    found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-    shapes: tuple[Shape, Shape],
+    found: list[tuple[torch.Tensor, torch.Tensor]],
+    split: Callable,
+    add: Callable,
     initial: torch.Tensor | None,
     final: bool,
     apply: Callable = torch.mul,
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None], torch.Tensor | None]:
-    """Return outputs and entering states of this rank's pieces, and the last states if `final`.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return outputs of this rank's tokens, and the last states of all documents if `final`.
 
     Parameters
     ----------
-    found : list of (out, T, b)
-        Of each piece of this rank.
-    shapes : (shape, shape)
-        Of T and b.
-    initial, final, apply
-        States before documents; whether states after them are needed; see `Pieces.compose`.
+    found : list of (out, tensor)
+        Of each piece of this rank: outputs, and a tensor of T and b.
+    split : callable
+        It returns T and b.
+    add : callable
+        It returns `out` with A S, given j, of the j-th piece of this rank, `out` and S.
+    initial : (documents, ...) tensor, optional
+        The states before documents.  Default: zeros.
+    final : bool
+    apply : callable
+        It applies T to a state.
     """
-    sizes = [int(np.prod(x)) for x in shapes]
+
+    def step(state: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+        if not len(x):  # nobody needs it
+            return None
+        transition, added = split(x)
+        return added if state is None else apply(transition, state.to(added.dtype)) + added
+
     kept = [final or not x.ends for x in pieces.listed]
-    parts = [torch.cat([x.flatten() for x in y]) for _, *y in found]
-    parts = [x[: len(x) * kept[i]] for i, x in zip(pieces.own, parts)]
-    whole, outs = pieces.gather(
-        parts, [(sum(sizes) * x,) for x in kept], *(out for out, *_ in found)
-    )
-    states = [x.split(sizes) if len(x) else (x, x) for x in whole]
-    states = [[y.view(s) if len(y) else y for y, s in zip(x, shapes)] for x in states]
-    entering, last = pieces.compose(states, initial, apply)
-    if not final:
-        return outs, [entering[i] for i in pieces.own], None
-    zero = whole[0].new_zeros(shapes[1])
-    last = torch.stack([zero if x is None else x.to(zero.dtype) for x in last])
-    return outs, [entering[i] for i in pieces.own], last
+    parts = [x for i, (_, x) in zip(pieces.own, found) if kept[i]]
+    shapes = [found[0][1].shape if x else (0,) for x in kept]
+    with torch.autocast(found[0][0].device.type, enabled=False):
+        whole, outs = pieces.gather(parts, shapes, *(out for out, _ in found))
+        begun = [None] * pieces.documents if initial is None else initial
+        entering, last = pieces.compose(whole, begun, step)
+        own = enumerate(zip(outs, (entering[i] for i in pieces.own)))
+        out = torch.cat([x if state is None else add(j, x, state) for j, (x, state) in own], 1)
+        if not final:
+            return out, None
+        zero = torch.zeros_like(split(whole[0])[1])
+        return out, torch.stack([zero if x is None else x.to(zero.dtype) for x in last])
 
 
-def convolution(
-    original: Callable,
-    pieces: Pieces,
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    *args: Any,
-    **others: Any,
-) -> torch.Tensor:
-    """A causal convolution of each channel of x, (1, C, n).
+# What follows computes a function over pieces.  `call` calls the model's function as the model
+# does, but for some arguments.
 
-    Before the columns of this rank's tokens there may be those that a cache has of each document.
-    """
-    k, n = weight.shape[-1] - 1, sum(pieces.listed[i].n for i in pieces.own)
-    past, x = hidden_states.split([hidden_states.shape[-1] - n, n], -1)
+
+def _convolution(call: Callable, pieces: Pieces, given: Given) -> torch.Tensor:
+    """Convolve x, (1, C, n); a cache's columns of all documents may stand before it."""
+    x, k = given["hidden_states"], given["weight"].shape[-1] - 1
+    n = sum(pieces.listed[i].tokens.stop - pieces.listed[i].tokens.start for i in pieces.own)
+    past, x = x.split([x.shape[-1] - n, n], -1)
     past = past[0].unflatten(-1, (pieces.documents, -1)).transpose(0, 1) if past.numel() else None
-    tails, (x,) = pieces.last_columns(x, k, False, x)
-    parts, sizes = [], []
-    for i in pieces.own:  # one call for all pieces, with k columns before each
-        own = x[..., pieces.listed[i].tokens]
-        parts += [pieces.before(i, k, tails, past).to(x.dtype), own]
-        sizes += [k, own.shape[-1]]
-    out = original(torch.cat(parts, -1), weight, *args, **others)
-    return torch.cat(out.split(sizes, -1)[1::2], -1)
+    before, _, x = pieces.columns(x, k, past, False)
+    parts = [y for i in pieces.own for y in (before[i], pieces.cut(x, i, 2))]
+    out = call(hidden_states=torch.cat(parts, -1))  # one call for all pieces
+    return torch.cat(out.split([y.shape[-1] for y in parts], -1)[1::2], -1)
 
 
-def delta_rule(
-    original: Callable,
-    pieces: Pieces,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    **others: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _delta_rule(call: Callable, pieces: Pieces, given: Given) -> tuple:
     """The gated delta rule and Kimi's, of (1, n, H, D); a state is (H, dk, dv)."""
-    heads, dk, dv, found = value.shape[2], key.shape[-1], value.shape[-1], []
+    value, initial = given["value"], given.get("initial_state")
+    heads, dk, dv, found = value.shape[2], given["key"].shape[-1], value.shape[-1], []
     wide = torch.promote_types(value.dtype, torch.float32)
     eye = torch.eye(dk, dtype=wide, device=value.device)
     for i in pieces.own:
-        q, k, v, *gates = (x[:, pieces.listed[i].tokens] for x in (query, key, value, g, beta))
-        begins = None
-        if initial_state is not None or not pieces.listed[i].begins:
-            v = F.pad(v, (0, dk))  # [v | 0]
-            begins = F.pad(eye, (dv, 0)).expand(1, heads, dk, dv + dk).contiguous()  # [0 | I]
-        given = {"initial_state": begins, "output_final_state": True, **others}
-        out, state = original(q, k, v, g=gates[0], beta=gates[1], **given)
-        state = F.pad(state[0], (0, dv + dk - state.shape[-1]))
-        found.append((out, state[..., dv:], state[..., :dv]))
-    shapes = (heads, dk, dk), (heads, dk, dv)
-    with torch.autocast(value.device.type, enabled=False):
-        given = found, shapes, initial_state, output_final_state, torch.matmul
-        outs, entering, last = _recurrence(pieces, *given)
-        for i, (out, state) in enumerate(zip(outs, entering)):
-            if state is not None:
-                more = torch.einsum("bnhk,hkv->bnhv", out[..., dv:].to(state.dtype), state)
-                outs[i] = (out[..., :dv] + more).to(out.dtype)
-    return torch.cat(outs, 1), last
+        own = {x: pieces.cut(given[x], i) for x in ("query", "key", "value", "g", "beta")}
+        begun = None
+        if initial is not None or not pieces.listed[i].begins:
+            own["value"] = F.pad(own["value"], (0, dk))  # [v | 0]
+            begun = F.pad(eye, (dv, 0)).expand(1, heads, dk, dv + dk).contiguous()  # [0 | I]
+        out, state = call(**own, initial_state=begun, output_final_state=True)
+        found.append((out, F.pad(state[0], (0, dv + dk - state.shape[-1]))))  # [b | T]
+
+    def add(j: int, out: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        more = torch.einsum("bnhk,hkv->bnhv", out[..., dv:].to(state.dtype), state)
+        return (out[..., :dv] + more).to(out.dtype)
+
+    split, final = lambda x: (x[..., dv:], x[..., :dv]), given.get("output_final_state", False)
+    return _recurrence(pieces, found, split, add, initial, final, torch.matmul)
 
 
-def scan(
-    original: Callable,
-    pieces: Pieces,
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    chunk_size: int,
-    dt_bias: torch.Tensor | None = None,
-    initial_states: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_final_states: bool = False,
-    **others: Any,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def _scan(call: Callable, pieces: Pieces, given: Given) -> torch.Tensor | tuple:
     """Mamba 2, of (1, n, H, P); a state is (H, P, N), and T is a number for each head."""
-    heads, x, found, decays = hidden_states.shape[2], hidden_states, [], []
-    wide = torch.promote_types(x.dtype, torch.float32)
-    given = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit, **others}
-    step = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
+    (*_, heads, width), C, found, decays = given["hidden_states"].shape, given["C"], [], []
+    dt, bias = given["dt"], given.get("dt_bias")  # as the function computes them
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    dt = F.softplus(dt) if given.get("dt_softplus") else dt
+    dt = dt.clamp(*given.get("dt_limit", (0.0, float("inf"))))
+    logs = given["A"] * dt.to(torch.promote_types(dt.dtype, torch.float32))
     for i in pieces.own:
-        own = pieces.listed[i].tokens
-        asked = x[:, own], dt[:, own], A, B[:, own], C[:, own], chunk_size
-        out, state = original(*asked, return_final_states=True, **given)
-        decays.append((A.to(wide) * step[:, own].to(wide)).cumsum(1).exp())  # (1, n, H)
-        found.append((out, decays[-1][0, -1], state[0]))
-    shapes = (heads, 1, 1), (heads, x.shape[3], B.shape[3])
-    with torch.autocast(x.device.type, enabled=False):
-        asked = found, shapes, initial_states, return_final_states
-        outs, entering, last = _recurrence(pieces, *asked)
-        for j, (i, state) in enumerate(zip(pieces.own, entering)):
-            if state is not None:
-                c = C[:, pieces.listed[i].tokens].to(wide)
-                c = c.repeat_interleave(heads // C.shape[2], 2) * decays[j][..., None]
-                more = torch.einsum("bnhs,hps->bnhp", c, state.to(wide))
-                outs[j] = outs[j] + more.to(outs[j].dtype)
-    out = torch.cat(outs, 1)
-    return (out, last) if return_final_states else out
+        own = {x: pieces.cut(given[x], i) for x in ("hidden_states", "dt", "B", "C")}
+        out, state = call(**own, initial_states=None, return_final_states=True)
+        decays.append(pieces.cut(logs, i).cumsum(1).exp())  # (1, n, H)
+        found.append((out, torch.cat([state[0].flatten(1), decays[-1][0, -1, :, None]], 1)))
+
+    def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x[:, -1, None, None], x[:, :-1].unflatten(1, (width, -1))
+
+    def add(j: int, out: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        c = pieces.cut(C, pieces.own[j]).repeat_interleave(heads // C.shape[2], 2)
+        more = torch.einsum("bnhs,hps->bnhp", c * decays[j][..., None], state.to(decays[j].dtype))
+        return out + more.to(out.dtype)
+
+    final = given.get("return_final_states", False)
+    out, last = _recurrence(pieces, found, split, add, given.get("initial_states"), final)
+    return (out, last) if final else out
 
 
 # Functions of each token alone, of the same shapes, for trials of a model.
@@ -438,20 +392,24 @@ def _delta_alone(query, key, value, g, beta, output_final_state=False, **_):
     return out, state if output_final_state else None
 
 
-def _scan_alone(x, dt, A, B, C, *_, return_final_states=False, **__):
-    out = (x + _mean(dt, B, C)).to(x.dtype)
-    return (out, x.new_zeros(1, *x.shape[2:], B.shape[3])) if return_final_states else out
+def _scan_alone(hidden_states, dt, B, C, return_final_states=False, **_):
+    out = (hidden_states + _mean(dt, B, C)).to(hidden_states.dtype)
+    state = out.new_zeros(1, *out.shape[2:], B.shape[3])
+    return (out, state) if return_final_states else out
 
 
-# By names in files of models: functions over pieces and of each token alone.
-FUNCTIONS: dict[str, tuple[Callable, Callable]] = {
-    "causal_conv1d_fn": (convolution, lambda x, *_, **__: x),
-    "torch_chunk_gated_delta_rule": (delta_rule, _delta_alone),
-    "chunk_kimi_delta_attention": (delta_rule, _delta_alone),
-    "mamba2_chunk_scan": (scan, _scan_alone),
+# By names in files of models: functions over pieces and of each token alone, and what they take.
+DELTA = _delta_rule, _delta_alone, "query key value g beta initial_state output_final_state"
+FUNCTIONS: dict[str, tuple[Callable, Callable, str]] = {
+    "causal_conv1d_fn": (_convolution, lambda hidden_states, **_: hidden_states,
+                         "hidden_states weight"),
+    "torch_chunk_gated_delta_rule": DELTA,
+    "chunk_kimi_delta_attention": DELTA,
+    "mamba2_chunk_scan": (_scan, _scan_alone, "hidden_states dt A B C dt_bias dt_softplus "
+                          "dt_limit initial_states return_final_states"),
     # Fused functions may decline a call by returning None.
-    "mamba2_split_conv1d_scan_combined": (lambda *_, **__: None, lambda *_, **__: None),
-}
+    "mamba2_split_conv1d_scan_combined": (lambda *_: None, lambda **_: None, ""),
+}  # fmt: skip
 
 
 def install(model: torch.nn.Module) -> tuple[list[str], list[str]]:
@@ -466,44 +424,38 @@ def install(model: torch.nn.Module) -> tuple[list[str], list[str]]:
     """
     known, problems = [], []
     for module in dict.fromkeys(sys.modules[type(x).__module__] for x in model.modules()):
-        for name, (spread, alone) in FUNCTIONS.items():
-            original = vars(module).get(name)
-            if original is None:
-                continue
-            if not hasattr(original, "a2d_mpi"):
-                takes = inspect.signature(original).parameters
-                if not _takes(takes, spread):
-                    problems.append(f"{module.__name__}.{name} takes {', '.join(takes)}")
-                    continue
-                setattr(module, name, _dispatched(original, spread, alone))
-            known.append(name)
+        for name in (x for x in FUNCTIONS if x in vars(module)):
+            takes = inspect.signature(vars(module)[name]).parameters
+            if {*FUNCTIONS[name][2].split()} <= {*takes}:
+                known.append(name)
+                if not hasattr(vars(module)[name], "a2d_mpi"):
+                    setattr(module, name, _replaced(vars(module), name, [*takes]))
+            else:
+                problems.append(f"{module.__name__}.{name} takes {', '.join(takes)}")
     return known, problems
 
 
-def _takes(parameters: Sequence[str], spread: Callable) -> bool:
-    """Return whether a function has the parameters of the one that replaces it."""
-    ours = [x for x in inspect.signature(spread).parameters.values() if x.kind != x.VAR_KEYWORD]
-    ours = [x for x in ours if x.kind != x.VAR_POSITIONAL][2:]  # of the tensors and options
-    first = [x.name for x in ours if x.default is x.empty]
-    return [*parameters][: len(first)] == first and {x.name for x in ours} <= {*parameters}
-
-
-def _dispatched(original: Callable, spread: Callable, alone: Callable) -> Callable:
-    """Return a function that replaces another one; see the top of this file."""
+def _replaced(module: dict[str, Any], name: str, takes: list[str]) -> Callable:
+    """Return a function that replaces that of a name; see the top of this file."""
+    original, (spread, alone, _) = module[name], FUNCTIONS[name]
 
     @torch.compiler.disable
-    def over_pieces(serial: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        pieces = PLANS.get(int(serial))
-        if pieces is None:
+    def over_pieces(seq_idx: torch.Tensor, args: tuple, kwargs: Given) -> Any:
+        if (pieces := PLANS.get(int(seq_idx))) is None:
             raise ValueError("the ContextParallel of this call was freed")
-        return spread(original, pieces, *args, **kwargs)
+
+        def call(**changed: Any) -> Any:
+            given = [changed.pop(x, y) for x, y in zip(takes, args)]
+            return original(*given, **kwargs | changed)
+
+        return spread(call, pieces, dict(zip(takes, args)) | kwargs)
 
     @wraps(original)
     def function(*args: Any, seq_idx: torch.Tensor | None = None, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and getattr(_now, "alone", False):
-            return alone(*args, **kwargs)
+            return alone(**dict(zip(takes, args)) | kwargs)
         if isinstance(seq_idx, torch.Tensor) and seq_idx.dtype == torch.float64:
-            return over_pieces(seq_idx, *args, **kwargs)
+            return over_pieces(seq_idx, args, kwargs)
         return original(*args, **kwargs, **({} if seq_idx is None else {"seq_idx": seq_idx}))
 
     function.a2d_mpi = True

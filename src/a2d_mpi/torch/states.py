@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +11,6 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from a2d_mpi.torch.cache import SpreadLayer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from a2d_mpi.masks.mask import Mask
     from a2d_mpi.torch.cache import SpreadCache
 
@@ -33,6 +30,11 @@ class StateLayer(LinearAttentionLayer):
         super().__init__(number_of_states=states)
         self.cache, self.mask, self.length = cache, mask, 0
 
+    @property
+    def states(self) -> list[torch.Tensor | None]:
+        """All states and columns."""
+        return [*self.conv_states.values(), *self.recurrent_states.values()]
+
     def update_conv_state(
         self,
         conv_states: torch.Tensor,
@@ -45,14 +47,8 @@ class StateLayer(LinearAttentionLayer):
         if pieces is None:
             return super().update_conv_state(x, state_idx, conv_kernel_size=k)
         past = self.conv_states[state_idx] if self.has_previous_state[state_idx] else None
-        columns, _ = pieces.last_columns(x, k, True, x)
-        before = torch.zeros_like(columns[0][..., :1]).expand(pieces.documents, -1, k)
-        rows = [*(before if past is None else past)[:, None]]
-        for i, piece in enumerate(pieces.listed):
-            if piece.ends:
-                halo = pieces.before(i, k, columns, past)
-                rows[piece.document] = torch.cat([halo, columns[i]], -1)[..., -k:]
-        last = torch.cat(rows).to(x.dtype)
+        _, rows, x = pieces.columns(x, k, past, True)
+        last = torch.cat(rows)
         self.lazy_initialization(conv_states=last, state_idx=state_idx, conv_kernel_size=k)
         self.conv_states[state_idx].copy_(last)
         self.has_previous_state[state_idx] = True
@@ -79,13 +75,10 @@ class MixedLayer(SpreadLayer, StateLayer):
         StateLayer.reset(self)
 
 
-def kinds_of(config: PreTrainedConfig) -> list[Callable]:
-    """Return what makes each layer of a cache, as transformers' own cache has them."""
-
-    def kind(layer: Any) -> Callable:
-        if not isinstance(layer, LinearAttentionLayer):
-            return SpreadLayer
-        mixed = isinstance(layer, CacheLayerMixin)
-        return partial(MixedLayer if mixed else StateLayer, states=layer.number_of_states)
-
-    return [kind(x) for x in DynamicCache(config=config).layers]
+def add_states(cache: SpreadCache, config: PreTrainedConfig) -> SpreadCache:
+    """Replace layers of an empty cache, where transformers' own cache has states; return it."""
+    for i, own in enumerate(DynamicCache(config=config).layers):
+        if isinstance(own, LinearAttentionLayer):
+            kind = MixedLayer if isinstance(own, CacheLayerMixin) else StateLayer
+            cache.layers[i] = kind(cache, cache.layers[i].mask, own.number_of_states)
+    return cache
