@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain, count
 from types import FunctionType
@@ -507,18 +507,25 @@ def attention_of(model: torch.nn.Module, name: str) -> Iterator[None]:
     before = model.config._attn_implementation
     cached = getattr(model.config, "use_cache", None)
     trained = [x for x in model.modules() if x.training]
+    # accelerate puts autocast around the model's own `forward`.
+    cast, original = vars(model).get("forward"), vars(model).get("_original_forward")
     try:
+        if original is not None:
+            model.forward = original
         model.set_attn_implementation(name)
         if model.config._attn_implementation != name:
             kind = type(model).__name__
             raise ValueError(f"{kind} does not use transformers' attention functions")
         exact = torch.autocast(model.device.type, enabled=False)
-        with torch.no_grad(), torch.random.fork_rng(), exact:
+        eager = getattr(torch.compiler, "set_stance", lambda _: nullcontext())("force_eager")
+        with torch.no_grad(), torch.random.fork_rng(), exact, eager:
             model.eval()
             if cached:
                 model.config.use_cache = False
             yield
     finally:
+        if original is not None:
+            model.forward = cast
         if cached:
             model.config.use_cache = True
         model.set_attn_implementation(before)
