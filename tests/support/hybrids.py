@@ -23,9 +23,10 @@ GATED = {
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
 KIMI = MOE | {
-    "num_key_value_heads": 4, "short_conv_kernel_size": 4, "linear_num_heads": 4, "linear_head_dim": 8,
-    "linear_conv_kernel_dim": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_head_dim": 16, "n_group": 1, "topk_group": 1,
+    "num_key_value_heads": 4, "short_conv_kernel_size": 4, "linear_num_heads": 4,
+    "linear_head_dim": 8, "linear_conv_kernel_dim": 4, "q_lora_rank": None, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_head_dim": 16,
+    "n_group": 1, "topk_group": 1,
     "moe_shared_expert_intermediate_size": 16, "first_k_dense_replace": 1,
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip

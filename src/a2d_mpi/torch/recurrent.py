@@ -458,7 +458,7 @@ def _replaced(module: dict[str, Any], name: str, takes: list[str]) -> Callable:
             return over_pieces(seq_idx, args, kwargs)
         return original(*args, **kwargs, **({} if seq_idx is None else {"seq_idx": seq_idx}))
 
-    function.a2d_mpi = True
+    function.a2d_mpi = original
     return function
 
 
