@@ -97,14 +97,13 @@ def parallel(grid):
 def test_equal_to_one_process(comm, parallel, name, distribution):
     """Logits, loss and all gradients are those of one process in float64, also of documents."""
     model, one = build(name), build(name)
-    cp = parallel(model, distribution=distribution)
+    parallel(model, distribution=distribution)
     for n, starts in ((N, [0]), (N, STARTS), (5, [0])):
         ids = sequence(n)
         first, again = spread(model, ids, starts), spread(model, ids, starts)
         assert_near(comm, first, alone(one, ids, starts))
         same = all(torch.equal(x, y) for x, y in zip(first, again))
         assert_all(comm, same, "a second run has other bits")
-    assert_all(comm, len(cp.layers) == 1, "the other layer is no attention")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -257,7 +256,7 @@ def test_sabotage(comm, parallel, monkeypatch, name, wrong):
 
 @pytest.mark.parametrize("name", ["Qwen3Next", "Bamba", "Lfm2"])
 def test_generate(comm, parallel, name):
-    """Tokens and logits of prompts, of padded rows, and of second turns are those of one process."""
+    """Tokens and logits of prompts, padded rows and second turns are those of one process."""
     model, one = build(name).eval(), build(name).eval()
     cp = parallel(model)
     options = {"max_new_tokens": 12, "do_sample": True, "eos_token_id": None, "pad_token_id": 0}
