@@ -259,7 +259,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, *through):
-        sent = [x.numpy(force=True) for x in grad.split(ctx.counts)]
+        sent = [x.numpy(force=True) for x in grad.contiguous().split(ctx.counts)]
         received = [np.empty_like(sent[ctx.pieces.grid.comm.rank]) for _ in sent]
         ctx.pieces.exchange("backward", sent, received)
         total = sum(received[1:], received[0])
