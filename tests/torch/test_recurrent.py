@@ -182,7 +182,7 @@ def test_what_travels(comm, parallel):
         (plan,) = cp.plans.values()
         return plan.traffic.bytes.get(("forward", "states"), [0])[0]
 
-    heads, dk, dv, columns, width = 4, 8, 6, 3, 40
+    heads, dk, dv, columns, width = 4, 8, 6, 3, 56
     state = 8 * (comm.size - 1) * (heads * dk * (dk + dv) + columns * width)
     goes_on = comm.rank < comm.size - 1
     assert_all(comm, sent([0]) == state * goes_on, "other bytes")
@@ -216,42 +216,45 @@ def test_refused(comm, parallel, monkeypatch):
             assert_raises(comm, text, parallel, model)
 
 
-def _no_transition(pieces, whole, initial, step):
-    return COMPOSE(pieces, whole, initial, lambda state, x: step(None, x))
+COMPOSE, CUT, JOIN = recurrent.Pieces.compose, recurrent.Pieces.__init__, recurrent._recurrence
 
 
-def _other_document(pieces, whole, initial, step):
-    entering, last = COMPOSE(pieces, whole, initial, step)
-    return [entering[max(0, i - 1)] for i in range(len(entering))], last
+def wrong_transition(*args):
+    return JOIN(*args[:6], lambda transition, state: state)
 
 
-def _other_order(pieces, whole, initial, step):
-    order = sorted(range(len(whole)), key=lambda i: pieces.listed[i].rank)
-    entering, last = COMPOSE(pieces, [whole[i] for i in order], initial, step)
-    return entering, last
+def other_document(pieces, *args):
+    CUT(pieces, *args)
+    pieces.listed = [x._replace(begins=i == 0) for i, x in enumerate(pieces.listed)]
 
 
-def _left_out(pieces, whole, initial, step):
+def other_order(pieces, whole, initial, step):
+    first, second, *others = whole
+    return COMPOSE(pieces, [second, first, *others], initial, step)
+
+
+def left_out(pieces, whole, initial, step):
     seen = iter(range(len(whole)))
     skip = lambda state, x: state if next(seen) == 1 else step(state, x)  # noqa: E731
     return COMPOSE(pieces, whole, initial, skip)
 
 
-COMPOSE = recurrent.Pieces.compose
-
-
-@pytest.mark.parametrize("wrong", [_no_transition, _other_document, _other_order, _left_out])
-@pytest.mark.parametrize("name", ["Qwen3Next", "Bamba"])
-def test_sabotage(comm, parallel, monkeypatch, name, wrong):
-    """States that are composed wrongly are far from one process, and found by the probe."""
-    model, ids, starts = build(name), sequence(N), [0, 20]
-    exact = alone(build(name), ids, starts)
-    parallel(model, probe=False)
+@pytest.mark.parametrize("owner, name, wrong", [
+    (recurrent, "_recurrence", wrong_transition), (recurrent.Pieces, "__init__", other_document),
+    (recurrent.Pieces, "compose", other_order), (recurrent.Pieces, "compose", left_out),
+])  # fmt: skip
+@pytest.mark.parametrize("model", ["Qwen3Next", "Bamba"])
+def test_sabotage(comm, parallel, monkeypatch, model, owner, name, wrong):
+    """Wrong states and columns are far from one process, and the probe finds them."""
+    ids, starts, made = sequence(N), [0, 40], build(model)
+    exact = alone(build(model), ids, starts)
+    parallel(made, probe=False)
     with monkeypatch.context() as patch:
-        patch.setattr(recurrent.Pieces, "compose", wrong)
-        found = spread(model, ids, starts)
-        assert_all(comm, distance(found, exact) > 1e-4, "nobody sees it")
-        assert_raises(comm, "is not the same over ranks as on one", parallel, build(name))
+        patch.setattr(owner, name, wrong)
+        assert_all(comm, distance(spread(made, ids, starts), exact) > 1e-4, "nobody sees it")
+        if wrong is not other_document:  # the probe has one document
+            text = "is not the same over ranks as on one"
+            assert_raises(comm, text, parallel, build(model))
 
 
 @pytest.mark.parametrize("name", ["Qwen3Next", "Bamba", "Lfm2"])

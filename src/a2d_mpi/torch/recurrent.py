@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.agreement import PLANS, Caller
+from a2d_mpi.comm.agreement import PLANS, Caller, CollectiveError
 from a2d_mpi.comm.channel import Channel
 from a2d_mpi.comm.transport import Transport
 from a2d_mpi.core.sizes import next_ranks
@@ -97,7 +97,7 @@ class Pieces(Caller):
             begin = 0
             for run in (x for x in shards.runs(rank) if len(x)):
                 if run.step != 1 and len(run) > 1:
-                    raise ValueError(
+                    raise CollectiveError(
                         "linear and recurrent layers need runs of consecutive tokens, and shards "
                         f'are {shards.name}: pass distribution="zigzag"'
                     )
