@@ -218,7 +218,10 @@ def wrong_transition(*args):
 
 def other_document(pieces, *args):
     CUT(pieces, *args)
-    pieces.listed = [x._replace(begins=i == 0) for i, x in enumerate(pieces.listed)]
+    last = len(pieces.listed) - 1
+    pieces.listed = [
+        x._replace(begins=i == 0, ends=i == last) for i, x in enumerate(pieces.listed)
+    ]
 
 
 def other_order(pieces, whole, initial, step):
