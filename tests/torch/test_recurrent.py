@@ -4,7 +4,6 @@ Needs the extra `torch`: `bash jobs/test.sh torch`.
 """
 
 import sys
-from functools import wraps
 
 import pytest
 import torch
@@ -183,7 +182,7 @@ def test_what_travels(comm, parallel):
 
 
 def test_refused(comm, parallel, monkeypatch):
-    """Steps between tokens, unknown functions, and layers of an unknown shape are refused."""
+    """Steps between tokens, and functions with other arguments, are refused."""
     assert_raises(comm, "need runs of consecutive tokens", parallel, build("Lfm2"),
                   distribution="striped")  # fmt: skip
     model = build("Bamba")
@@ -194,19 +193,8 @@ def test_refused(comm, parallel, monkeypatch):
     def renamed(x, steps, *args, **kwargs):
         return known(x, steps, *args, **kwargs)
 
-    @wraps(known)
-    def squared(*args, **kwargs):  # its state is not affine
-        out = known(*args, **kwargs)
-        return (out[0], out[1] ** 2) if isinstance(out, tuple) else out
-
-    texts = (
-        "mamba2_chunk_scan takes x, steps, args, kwargs",
-        "is not the same over ranks as on one",
-    )
-    for function, text in zip((renamed, squared), texts):
-        with monkeypatch.context() as patch:
-            patch.setattr(file, "mamba2_chunk_scan", function)
-            assert_raises(comm, text, parallel, model)
+    monkeypatch.setattr(file, "mamba2_chunk_scan", renamed)
+    assert_raises(comm, "mamba2_chunk_scan takes x, steps, args, kwargs", parallel, model)
 
 
 COMPOSE, CUT, JOIN = recurrent.Pieces.compose, recurrent.Pieces.__init__, recurrent._recurrence
@@ -241,16 +229,13 @@ def left_out(pieces, whole, initial, step):
 ])  # fmt: skip
 @pytest.mark.parametrize("model", ["Qwen3Next", "Bamba"])
 def test_sabotage(comm, parallel, monkeypatch, model, owner, name, wrong):
-    """Wrong states and columns are far from one process, and the probe finds them."""
+    """Wrong states and columns are far from one process."""
     ids, starts, made = sequence(N), [0, 40], build(model)
     exact = alone(build(model), ids, starts)
-    parallel(made, probe=False)
+    parallel(made, probe=False, distribution="zigzag")
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, wrong)
         assert_all(comm, distance(spread(made, ids, starts), exact) > 1e-4, "nobody sees it")
-        if wrong is not other_document:  # the probe has one document
-            text = "is not the same over ranks as on one"
-            assert_raises(comm, text, parallel, build(model))
 
 
 @pytest.mark.parametrize("name", ["Qwen3Next", "Bamba", "Lfm2"])
