@@ -10,6 +10,7 @@ code 1: one is neither equal nor refused.  Needs the extra `torch`, and is not p
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,8 @@ from a2d_mpi import Full, ProcessGrid
 from a2d_mpi.torch import ContextParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+import hybrids
+from hybrids import HYBRIDS
 from test_context import (
     EXPERTS,
     LOCAL,
@@ -38,7 +41,6 @@ MOE = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }  # fmt: skip
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
 GEMMA4 = LOCAL | {
     "vocab_size_per_layer_input": SIZES["vocab_size"], "hidden_size_per_layer_input": 8,
     "num_kv_shared_layers": 0, "global_head_dim": 8,
@@ -46,8 +48,7 @@ GEMMA4 = LOCAL | {
 # Options of causal models, by the first part of the names of their classes.
 CAUSAL = {
     "Phi3": {}, "Phi": {"resid_pdrop": 0, "embd_pdrop": 0}, "Olmo": {}, "Olmo2": {},
-    "Olmo3": LOCAL, "OlmoHybrid": {}, "Granite": {"attention_multiplier": 0.3},
-    "GraniteMoeHybrid": MAMBA | EXPERTS | {"layer_types": ["mamba", "attention"]},
+    "Olmo3": LOCAL, "Granite": {"attention_multiplier": 0.3},
     "Starcoder2": {"residual_dropout": 0, "embedding_dropout": 0, "sliding_window": 9},
     "Cohere": {}, "Cohere2": LOCAL, "Exaone4": LOCAL, "SmolLM3": {}, "Glm": {}, "Glm4": {},
     "Nemotron": {}, "StableLm": {}, "Persimmon": {}, "GPTNeoX": {}, "GPTBigCode": GPT,
@@ -61,8 +62,7 @@ CAUSAL = {
     "NanoChat": {}, "Cwm": {}, "Doge": {}, "BioGpt": BERT, "Mamba": {}, "FalconMamba": {},
     "Mamba2": {"num_heads": 8, "n_groups": 1, "state_size": 8},
     "Rwkv": {"attention_hidden_size": 32}, "Jamba": {"mamba_d_state": 4, "mamba_dt_rank": 4},
-    "Bamba": MAMBA | {"attn_layer_indices": [1]}, "FalconH1": MAMBA | {"mamba_d_ssm": 64},
-    "RecurrentGemma": {"lru_width": 32}, "MiniMax": EXPERTS,
+    "RecurrentGemma": {"lru_width": 32}, "MiniMax": EXPERTS, **HYBRIDS,
 }  # fmt: skip
 OTHERS = [
     ("Gemma4ForCausalLM", "Gemma4TextConfig", GEMMA4),
@@ -79,7 +79,7 @@ OTHERS = [
 ]  # fmt: skip
 
 
-TINY = SIZES | GPT | MOE | MLA | MAMBA | EXPERTS
+TINY = SIZES | GPT | MOE | MLA | HYBRIDS["FalconH1"] | EXPERTS
 LARGEST = 10**6  # parameters of a tiny model
 
 
@@ -111,7 +111,10 @@ def tiny_models() -> list[tuple[str, str, dict]]:
 def line_of(grid: ProcessGrid, kind: str, config: str, options: dict) -> str:
     """Return what becomes of a model."""
     try:
-        model, one = (build(kind, config, options) for _ in range(2))
+        name, make = kind.removesuffix("ForCausalLM"), partial(build, kind, config, options)
+        if name in HYBRIDS:  # whose recurrent layers compute in float32
+            make = partial(hybrids.build, name)
+        model, one = make(), make()
     except Exception as error:  # of another version of transformers
         return f"not built: {type(error).__name__}: {error}"
     try:
@@ -141,7 +144,9 @@ def main(names: list[str]) -> int:
     transformers.logging.set_verbosity_error()
     rows = 2 if comm.size % 2 == 0 else 1
     grid = ProcessGrid(comm, rows, comm.size // rows)
-    cases = [(f"{x}ForCausalLM", f"{x}Config", y) for x, y in CAUSAL.items()] + OTHERS
+    text = {x for x in CAUSAL if hasattr(transformers, f"{x}TextConfig")}
+    cases = [(f"{x}ForCausalLM", f"{x}{'Text' * (x in text)}Config", y) for x, y in CAUSAL.items()]
+    cases += OTHERS
     if "all" in names:
         listed, names = {x[0] for x in cases}, [x for x in names if x != "all"]
         cases += [x for x in tiny_models() if x[0] not in listed]

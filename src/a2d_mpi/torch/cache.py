@@ -206,6 +206,8 @@ class SpreadCache(Cache):
 
     Attributes
     ----------
+    pieces : Pieces or None
+        In a call of plans: the pieces of recurrent layers.
     owners : list of (n,) int64
         For each row, the rank that keeps each token, without padding.
     ids : (rows, length) int64
@@ -225,12 +227,18 @@ class SpreadCache(Cache):
         super().reset()
         self.owners: Rows = []
         self.kept: dict[Mask, Kept] = {}
-        self.ids = np.empty((0, 0), np.int64)
+        self.ids, self.pieces = np.empty((0, 0), np.int64), None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values of this rank."""
-        return sum(y.nbytes for x in self.layers for y in (x.keys, x.values) if y is not None)
+        """Bytes of the keys, values and states of this rank."""
+        kept = [y for x in self.layers for y in (x.keys, x.values, *getattr(x, "states", ()))]
+        return sum(x.nbytes for x in kept if x is not None)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return the columns for a convolution; a recurrent layer begins each call with it."""
+        self.layers[layer_idx].length = self.length
+        return super().get_conv_state(layer_idx, state_idx)
 
     @property
     def length(self) -> int:
@@ -260,6 +268,7 @@ class SpreadCache(Cache):
             In a call of plans: the rank that computes and keeps each of these tokens.  Default: of
             a step, in which all ranks compute all tokens.
         """
+        self.pieces = None
         if not self.owners:
             self.owners, self.ids = [np.empty(0, np.int64)] * len(ids), ids[:, :0]
             self.kept = {x.mask: Kept(x.mask, len(ids)) for x in self.layers}
@@ -311,6 +320,8 @@ class SpreadCache(Cache):
         """Remove the last tokens of each row, given as a negative number."""
         if tokens_to_remove > 0:
             raise CollectiveError(f"give crop a negative number of tokens, got {tokens_to_remove}")
+        if any(hasattr(x, "states") for x in self.layers):
+            raise CollectiveError("cannot go back: recurrent layers keep their last states only")
         lengths = [max(0, x + tokens_to_remove) for x in self.lengths]
         for kept in self.kept.values():
             for length, floor in zip(lengths, kept.floors):

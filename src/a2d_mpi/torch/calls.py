@@ -25,6 +25,7 @@ from a2d_mpi.core.sizes import check_range
 from a2d_mpi.torch.attention import IGNORED
 from a2d_mpi.torch.batches import check_padding, digest
 from a2d_mpi.torch.entry import Running, give_back
+from a2d_mpi.torch.recurrent import seq_idx_of
 from a2d_mpi.torch.whole import Rows, cut, join, total
 
 if TYPE_CHECKING:
@@ -382,7 +383,8 @@ def _own_part(
         own["labels"] = torch.from_numpy(batch.targets[mine])[None].to(device)
     if "attention_mask" in names:  # or transformers takes jumps of positions for documents
         own["attention_mask"] = torch.ones_like(own["position_ids"])
-    return own | ({"use_cache": False} if "use_cache" in names else {})
+    own |= {"use_cache": False} if "use_cache" in names else {}
+    return own | seq_idx_of(rows.plans)
 
 
 @contextmanager

@@ -48,6 +48,7 @@ from a2d_mpi.torch.layers import (
     run,
     same,
 )
+from a2d_mpi.torch.recurrent import cut_pieces, install, seq_idx_of
 from a2d_mpi.torch.whole import total
 
 if TYPE_CHECKING:  # they load all of transformers
@@ -193,6 +194,7 @@ class ContextParallel:
         model, call, core, has_loss = self.model, Call(self.grid.comm), self.model, False
         found: dict[torch.nn.Module, Kind] = {}
         with call.checks(text=lambda x: f"{type(model).__name__}: {x}"), self._rest():
+            self._recurrent, _ = install(model)
             try:
                 found = layers_of(model, longest)
             except NoRows:  # a head that pools tokens takes whole results
@@ -409,6 +411,8 @@ class ContextParallel:
             )
         if len({x.distribution for x in plans.values()}) > 1:
             raise ValueError("the layers need plans of one distribution; name another one")
+        if self._recurrent:
+            cut_pieces(plans, cu_seqlens)
         return plans
 
     def _chosen(self, kinds: Counter, masks: dict[Kind, Mask], seqlen: int) -> str | None:
@@ -448,7 +452,7 @@ class ContextParallel:
                 problems.append(f"{name} is not the same over ranks as on one")
             return y[tokens] if name == other else x
 
-        own = {name: x[:, tokens] for name, x in whole.items()}
+        own = {name: x[:, tokens] for name, x in whole.items()} | seq_idx_of(plans)
         with attention_of(self._core, self._name), self._within(number):
             run(self._core, own, compare, every=False)
         agree(self.grid.comm, next(iter(problems), None))

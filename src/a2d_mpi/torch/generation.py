@@ -29,6 +29,7 @@ from a2d_mpi.torch.batches import agreed, check_padding, check_tokens, left_padd
 from a2d_mpi.torch.cache import SpreadCache
 from a2d_mpi.torch.decoding import Step, Steps
 from a2d_mpi.torch.layers import Kind, Masks, attention_of, inputs_of, layers_of, same
+from a2d_mpi.torch.recurrent import cut_pieces, pieces_of, seq_idx_of
 
 if TYPE_CHECKING:
     from a2d_mpi.torch.context import ContextParallel
@@ -103,7 +104,8 @@ class Generation:
         call.agree({"layers": layers and [*layers.values()]})
         # Layers that use the keys of other layers have none of their own, and any mask.
         last = max(masks)
-        self.masks = [masks.get(i, masks[last]) for i in range(last + 1)]
+        n = model.config.get_text_config().num_hidden_layers if self.cp._recurrent else last + 1
+        self.masks = [masks.get(i, masks[last]) for i in range(n)]
         self.layers, self.longest, self._masks = layers, longest, Masks(longest, self.masks)
         self.cp._sets[self.step] = {x: Step(self.steps, x) for x in layers.values()}
         self._plans.clear()
@@ -232,7 +234,12 @@ class Generation:
 
     def _new_cache(self, room: Sequence[int] | None = None) -> SpreadCache:
         """Return an empty cache."""
-        return SpreadCache(self.masks, self.comm.rank, self.comm.size, room)
+        cache = SpreadCache(self.masks, self.comm.rank, self.comm.size, room)
+        if not self.cp._recurrent:
+            return cache
+        from a2d_mpi.torch.states import add_states  # older versions of transformers have none
+
+        return add_states(cache, self.cp.model.config)
 
     def _batch(self, batch: dict, root: int | None, room: Any, options: dict) -> tuple:
         """Return whether there is a mask, tokens as given, and both with all padding in front.
@@ -368,6 +375,7 @@ class Generation:
         if not plans:
             return
         cache.begin(ids[:, begin:], counts, owners)
+        cache.pieces = pieces_of(plans)
         own = np.flatnonzero(shown.reshape(-1))[owners == self.comm.rank]
 
         def share(x: Any) -> Any:
@@ -377,9 +385,11 @@ class Generation:
             return x.flatten(-2)[..., None, own]  # (..., 1, n)
 
         given = {x: share(y) for x, y in (self._tensors(input_ids=ids) | others).items()}
+        given |= seq_idx_of(plans)
         self.cp._sets[self.prompt] = plans
         with self.cp._within(self.prompt):
             self._call(cache, given)
+        cache.pieces = None
         for plan in plans.values():
             plan.free()
 
@@ -433,6 +443,8 @@ class Generation:
             options |= {"seqlen": total, "seqlen_kv": int(ends[-1])}
             options["distribution"] = "zigzag", _dealt(owners, comm.size)
             plans[kind] = Attention2D(self._line, **options)
+        if self.cp._recurrent:
+            cut_pieces(plans, bounds)
         return plans
 
     def _probe(self) -> None:
@@ -442,10 +454,11 @@ class Generation:
         model, call, cache, expected = self.cp.model, Call(self.comm), None, []
         n = min(self.longest, 4 * self.comm.size + sum(PROBED))
         sizes = [n - sum(PROBED), *PROBED] if n > sum(PROBED) else [1] * n
-        ids = inputs_of(model, torch.arange(n)[None])["input_ids"]
+        ids, places, _ = inputs_of(model, torch.arange(n)[None]).values()
         with call.checks(), self.cp._rest(), attention_of(model, "eager"):
-            for part in ids.split(sizes, 1):
-                found = model(part, use_cache=True, **{self._named: cache})
+            for part in zip(ids.split(sizes, 1), places.split(sizes, 1)):
+                part = dict(zip(("input_ids", "position_ids"), part))
+                found = model(**part, use_cache=True, **{self._named: cache})
                 cache = getattr(found, self._named)
                 expected.append(found.logits[0, -1])
         call.agree()

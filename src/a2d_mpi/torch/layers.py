@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from a2d_mpi.masks.documents import Documents
 from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.masks.windows import SlidingWindow
+from a2d_mpi.torch.recurrent import install, trial
 
 FEW = 16  # tokens of a trial
 FIRST = 8  # those that are tried without the others
@@ -114,7 +115,7 @@ def layers_of(model: torch.nn.Module, seqlen: int) -> dict[torch.nn.Module, Kind
             raise ValueError(f"{name} is a BatchNorm: in training it mixes tokens")
     watch, name = _Watch(model), f"a2d_mpi_watch_{next(NUMBERS)}"
     register(name, watch.attention, watch.mask)
-    with attention_of(model, name):
+    with attention_of(model, name), trial():
         try:
             watch.check_tokens(seqlen)
             masks = [mask_of(x, seqlen) for x in watch.masks]
@@ -290,7 +291,10 @@ class _Watch:
             handle.remove()
         for name, x in poisoned:
             if x[:POISONED].isnan().any() or x[POISONED + 1 :].isnan().any():
-                raise ValueError(f"{name} mixes tokens outside of transformers' attention")
+                known, problems = install(self.model)
+                known = ["transformers' attention", *known]
+                text = f"{name} mixes tokens outside of {', '.join(known)}"
+                raise ValueError("; ".join([text, *problems]))
         if name != type(self.model).__name__:
             raise NoRows("its output has no row for each token")
         if not x[POISONED].isnan().any():
@@ -355,6 +359,17 @@ def _cache(seqlen: int) -> object:
 
         def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple:
             return keys, values
+
+        def get_conv_state(self, *_: Any, **__: Any) -> None:
+            return None
+
+        def update_conv_state(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            return x
+
+        def is_recording_past(self, *_: Any) -> bool:
+            return False
+
+        get_recurrent_state, update_recurrent_state = get_conv_state, update_conv_state
 
     return Cache()
 
