@@ -41,6 +41,20 @@ def test_llama(tmp_path):
     assert model.parameters - tied == 128256 * 4096
 
 
+@pytest.mark.parametrize("config, states", [
+    ("Qwen3NextConfig", 32 * 128 * (128 + 128)), ("FalconH1Config", 128 * (8 * 256 + 1)),
+    ("Lfm3Config", 0),
+])  # fmt: skip
+def test_recurrent_layers(tmp_path, config, states):
+    """Layers that attend are counted apart from those that send states."""
+    config = getattr(transformers, config)()
+    config.save_pretrained(tmp_path)
+    model, types = read_model(tmp_path), config.layer_types
+    recurrent = sum(x in ("linear_attention", "conv", "hybrid") for x in types)
+    assert (model.recurrent, model.states) == (recurrent, states)
+    assert sum(model.layers.values()) == len(types) - recurrent + types.count("hybrid")
+
+
 @pytest.mark.parametrize("name, fields, layers", [
     ("llama", {}, {(F, 0): 6}),
     ("mistral", {"sliding_window": 9}, {(S, 9): 6}),
@@ -111,7 +125,7 @@ REFUSED = [
     ({"model_type": "none"}, "transformers cannot make the model of"),
     ({**LLAMA, "num_attention_heads": "4"}, "num_attention_heads"),
     ({**LLAMA, "per_layer_config": {"0": {"intermediate_size": 8}}}, "is a per-layer attribute"),
-    ({"model_type": "qwen3_next", "num_hidden_layers": 4}, "a layer of linear_attention"),
+    ({"model_type": "minimax", "num_hidden_layers": 4}, "a layer of linear_attention"),
     ({"model_type": "bart"}, "is_encoder_decoder: no plan computes an encoder with a decoder"),
     ({**LLAMA, "num_key_value_heads": 3}, "nheads_kv must divide nheads, got 3 and 32"),
     ({**LLAMA, "dtype": "int4"}, "dtype"),

@@ -23,6 +23,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _REFUSED = {"index_topk": "sparse attention", "is_encoder_decoder": "an encoder with a decoder"}
+_RECURRENT = "linear_attention", "conv", "hybrid"  # "hybrid" attends, too
+# Names of heads, and of the elements of keys and values, or of a state.
+_DELTA = (
+    ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    ("linear_num_heads", "linear_head_dim", "linear_head_dim"),
+)
+_MAMBA2 = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_d_state"),
+    ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"),
+    ("n_mamba_heads", "mamba_headdim", "mamba_d_state"),
+)
 _SIZES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
@@ -43,6 +54,9 @@ class Model:
     parameters : int
     cached : int
         Elements of a token in the KV cache of a layer: of keys and values, or of MLA's latents.
+    recurrent, states : int
+        Number of recurrent layers, and elements of what a piece of tokens sends in each of them:
+        its transition and its state (`a2d_mpi.torch.recurrent`), without columns of convolutions.
     """
 
     family: str
@@ -51,6 +65,8 @@ class Model:
     dtype: str | None
     parameters: int
     cached: int
+    recurrent: int = 0
+    states: int = 0
 
     def workloads(self, work: Workload) -> list[tuple[int, Workload]]:
         """Return the number of layers with each mask, and their workload.
@@ -129,8 +145,25 @@ def _model(config: PreTrainedConfig, parameters: int) -> Model:
     heads = {"nheads": nheads, "nheads_kv": kv, "headdim": d, "headdim_v": dv}
     usual = next((x for x, name in _SIZES.items() if given(name)), "full_attention")
     types = given("layer_types") or [usual] * config.num_hidden_layers
+    recurrent = [x for x in types if x in _RECURRENT]
+    types = ["full_attention" if x == "hybrid" else x for x in types]
+    types = [x for x in types if x not in (*_RECURRENT, "mlp", "moe")]
+    if not types:
+        raise ValueError("layer_types: no layer attends")
     if others := set(types) - {"full_attention", *_SIZES}:
         raise ValueError(f"layer_types: no plan computes a layer of {min(others)}")
     layers = Counter((x, given(_SIZES[x]) if x in _SIZES else 0) for x in types)
     dtype = given("dtype") and str(config.dtype).removeprefix("torch.")
-    return Model(config.model_type, heads, layers, dtype, parameters, cached)
+    states = _states(config) if {*recurrent} - {"conv"} else 0
+    return Model(
+        config.model_type, heads, layers, dtype, parameters, cached, len(recurrent), states
+    )
+
+
+def _states(config: PreTrainedConfig) -> int:
+    """Return the elements of the transition and the state of a piece in a recurrent layer."""
+    for names in (*_DELTA, *_MAMBA2):
+        h, a, b = (getattr(config, x, None) for x in names)
+        if h and a and b:
+            return h * a * (a + b) if names in _DELTA else h * (a * b + 1)
+    raise ValueError("layer_types: no plan computes a layer of linear_attention")

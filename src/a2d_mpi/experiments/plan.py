@@ -104,14 +104,14 @@ def rank(args: argparse.Namespace) -> int:
     }
     plans = candidates(machine, args.ranks, layers, machine.memory, tuple(METHODS), **options)
     if model:
-        _print_model(model, work, args.ranks)
+        _print_model(model, work, args.ranks, machine)
     _print(plans, args, machine, work)
     if not plans[0].fits:
         raise ValueError(f"no plan fits in {_bytes(machine.memory)} per rank")
     return 0
 
 
-def _print_model(model: Model, work: Workload, ranks: int) -> None:
+def _print_model(model: Model, work: Workload, ranks: int, machine: Machine) -> None:
     """Print what the file of a model says, and the bytes of its weights and its KV cache."""
     kinds = (f"{n} {kind}{f' of {size}' * (size > 0)}" for (kind, size), n in model.layers.items())
     values = f" and {work.headdim_v}" * (work.headdim_v != work.headdim)
@@ -125,6 +125,15 @@ def _print_model(model: Model, work: Workload, ranks: int) -> None:
     cache = size * model.cache(work.seqlen)
     print(f"{weights}; KV cache: {_bytes(cache)}, {_bytes(cache // ranks)} on a rank")
     print("seconds and bytes are of all layers on one grid, and memory of the plans of all masks")
+    if model.recurrent:
+        link = machine.between if ranks > machine.ranks_per_node else machine.inside
+        piece = 4 * model.states
+        received = piece * model.recurrent * 2 * (ranks - 1) * len(work.phases)
+        print(
+            f"{model.recurrent} recurrent layers are not in the table: {_bytes(piece)} of states "
+            f"of a piece, two pieces a rank; a rank receives {_bytes(received)}, in at least "
+            f"{received / link.bandwidth:.3g} s (assumed: at the full bandwidth of its link)"
+        )
 
 
 def _print(
