@@ -437,7 +437,8 @@ class ContextParallel:
         n = min(self.longest, PROBED * self.grid.comm.size)
         positions = torch.from_numpy(np.linspace(0, self.longest - 1, n).round().astype(np.int64))
         number = next(NUMBERS)
-        plans = self._sets[number] = self._make(self.layers, n, None, {})
+        exact = {x: y for x, y in self._options.items() if x not in ("dtype", "wire")}
+        plans = self._sets[number] = self._make(self.layers, n, None, {}, **exact)
         tokens = next(iter(plans.values())).tokens
         whole, expected, problems = inputs_of(self._core, positions[None]), [], []
         call = Call(self.grid.comm)
