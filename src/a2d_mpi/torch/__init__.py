@@ -1,4 +1,4 @@
-"""Plans in PyTorch: differentiable calls, models of Hugging Face transformers, sums of gradients.
+"""Plans in PyTorch: differentiable calls, models of Hugging Face transformers, their gradients.
 
 PyTorch holds tensors and their graph; MPI sends the messages.  Only this folder imports PyTorch.
 """
@@ -9,14 +9,12 @@ except ImportError as error:
     raise ImportError("PyTorch is not installed: pip install a2d_mpi[torch]") from error
 
 from a2d_mpi.torch.attention import attend, keep_attention, shard, shift_labels, unshard
-from a2d_mpi.torch.context import Batch, ContextParallel
+from a2d_mpi.torch.context import ContextParallel
 from a2d_mpi.torch.distributed import init_process_group
-from a2d_mpi.torch.gradients import GradientHooks, sum_gradients
+from a2d_mpi.torch.gradients import sum_gradients
 
 __all__ = [
-    "Batch",
     "ContextParallel",
-    "GradientHooks",
     "attend",
     "init_process_group",
     "keep_attention",

@@ -84,33 +84,6 @@ def left_padded(ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return tuple(np.stack([np.roll(x, n) for x, n in zip(y, behind)]) for y in (ids, mask))
 
 
-def packed(
-    ids: np.ndarray | None,
-    labels: np.ndarray | None,
-    cu_seqlens: np.ndarray | None,
-    mask: np.ndarray | None,
-) -> tuple[list[np.ndarray | None], np.ndarray | None]:
-    """Return tokens, labels and bounds of documents of a batch as one sequence, and its columns.
-
-    Padding comes last.  A batch of one row without a mask is a sequence, and has no columns.
-    """
-    if ids is None or (len(ids) == 1 and mask is None):
-        sequence = (None if x is None else x.reshape(-1) for x in (ids, labels, cu_seqlens))
-        return list(sequence), None
-    if cu_seqlens is not None:
-        raise ValueError("give cu_seqlens or a batch, not both")
-    if labels is not None and labels.shape != ids.shape:
-        raise ValueError(f"labels must have shape {ids.shape}, got {labels.shape}")
-    mask = np.ones_like(ids) if mask is None else mask
-    check_padding(mask, ids.shape)
-    order = np.argsort(mask.reshape(-1) == 0, kind="stable")
-    columns = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    ids, labels, columns = (
-        x if x is None else x.reshape(-1)[order] for x in (ids, labels, columns)
-    )
-    return [ids, labels, np.append(0, np.cumsum(mask.sum(1)))], columns
-
-
 def integers(x: Any) -> np.ndarray:
     """Return an integer tensor or array, (n,) or (B, n), as an int64 array, (B, n)."""
     x = x.numpy(force=True) if isinstance(x, torch.Tensor) else np.asarray(x)

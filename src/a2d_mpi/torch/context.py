@@ -5,15 +5,15 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial, wraps
+from types import MethodType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from mpi4py import MPI
 
 from a2d_mpi.attention.methods import make_plan
@@ -22,35 +22,24 @@ from a2d_mpi.comm.agreement import Call, agree
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import check_range
-from a2d_mpi.masks.documents import Documents, positions_in
+from a2d_mpi.masks.documents import Documents
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.sharding.choice import predict_times
 from a2d_mpi.torch.attention import IGNORED
-from a2d_mpi.torch.balance import balance_loss
-from a2d_mpi.torch.batches import agreed, packed
-from a2d_mpi.torch.entry import (
-    COPY,
-    IMPLEMENTATION,
-    MASKS,
-    Plans,
-    Running,
-    cache_of,
-    enter,
-    functions,
-    give_back,
-    own_attention,
-    owners,
-    undo,
-    wrong_arguments,
-)
-from a2d_mpi.torch.gradients import sum_gradients
+from a2d_mpi.torch.calls import Arranged, enter, later, leave
+from a2d_mpi.torch.entry import MASKS, Plans, Running, functions, give_back, own_attention, owners
+from a2d_mpi.torch.gradients import Gradients
 from a2d_mpi.torch.layers import (
     NUMBERS,
+    Fingerprint,
     Kind,
     Masks,
+    NoRows,
     attention_of,
+    has_loss_function,
     inputs_of,
+    is_random,
     known_mask,
     layers_of,
     number_of,
@@ -58,8 +47,10 @@ from a2d_mpi.torch.layers import (
     run,
     same,
 )
+from a2d_mpi.torch.whole import total
 
 if TYPE_CHECKING:  # they load all of transformers
+    from transformers import Trainer
     from transformers.generation.utils import GenerateOutput
 
     from a2d_mpi.torch.cache import SpreadCache
@@ -67,51 +58,22 @@ if TYPE_CHECKING:  # they load all of transformers
     from a2d_mpi.torch.generation import Generation
 
 PROBED = 16  # tokens of a rank in the probe
-KEPT = 8  # sets of documents whose plans are kept
+TRIED = 1024  # tokens of a document in the first trial
+KEPT = 2, 8  # sizes of batches whose plans are kept, and sets of documents of each size
 GENERATES = "transformers>=5.0"  # for generation; the oldest in which all tried models are right
-SWITCHES = "training", "gradient_checkpointing"  # attributes of modules that may change
-ENTRY = "call the model with **batch.inputs of a new batch = cp.shard(...), not a layer alone"
-PADDING = "a plan takes no padding mask: pack sequences as documents"
+ENTRY = "a layer was called alone: call the model, and do not change its attention implementation"
 
 
-class _Ticket(NamedTuple):
-    """A mark that the positions of a batch carry to the model; copies of positions get none.
-
-    It keeps the `ContextParallel`: without it the model would attend to this rank's tokens only.
-    """
-
-    owner: ContextParallel
-    plans: int  # their number
-    version: int  # of the positions
-
-    def __reduce__(self) -> tuple:
-        return type(None), ()
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One rank's part of a sequence.
+class Planned(dict):
+    """The plans of a batch, by kinds of layers.
 
     Attributes
     ----------
-    inputs : dict of str to (1, n) int64 tensor
-        `input_ids` and `position_ids`.  The plans belong to this tensor of positions, not to a
-        copy.
-    labels : (1, n) int64 tensor
-        Label of each token, or -100.
-    nlabels : int
-        Labels of all ranks, also of other replicas, that are not -100.
-    tokens : (n,) int64
-        Sorted global indices of this rank's tokens.
-    length : int
-        Tokens of the sequence without padding.
+    number : int
+        What travels to the layers.
+    tokens : list of (n,) int64
+        The tokens of each rank.
     """
-
-    inputs: dict[str, torch.Tensor]
-    labels: torch.Tensor
-    nlabels: int
-    tokens: np.ndarray
-    length: int
 
 
 class ContextParallel:
@@ -119,61 +81,61 @@ class ContextParallel:
 
     ::
 
-        cp = ContextParallel(grid, model, seqlen=N)
-        batch = cp.shard(input_ids)  # every rank passes the whole sequence
-        loss = cp.loss(model(**batch.inputs).logits, batch)
-        loss.backward()
-        cp.sum_gradients()
+        cp = ContextParallel(grid, model)
+        loss = model(input_ids=ids, labels=ids).loss  # every rank passes the whole batch
+        loss.backward()  # every rank has the whole gradient
 
-    It finds out what each attention layer computes, and makes a plan for each kind of layer, all
-    on one distribution.  Then a few tokens go through the model with its own attention, and
-    through plans; the outputs of all layers must be the same.  A model that plans cannot compute
-    is refused.  Making it, `shard`, `sum_gradients` and calls of the model are collective over
-    ``grid.comm``.
+    The model stays the same function of the same arguments, on every rank.  Results with a row for
+    each token are whole, too, and gathered when somebody computes with them (`Whole`).  Every rank
+    computes the whole loss, and gradients are averaged over ranks when ``backward()`` ends.  So
+    what all ranks compute alike stays right.  `total` puts parts of ranks together.
 
-    The plans of a batch travel with its positions.  Each call of the model, or of a model in it,
-    takes them from there, and passes them on to its layers as their mask, with the mask that the
-    model asks for in this call.  `free` gives the model its own attention back, and so does a
-    `ContextParallel` that neither the caller nor a batch keeps.  Another one of the same model
-    takes its place.
+    It finds out what each attention layer computes.  Then a few tokens go through the model with
+    its own attention, and through plans; the outputs of all layers must be the same.  A model that
+    plans cannot compute is refused.  This is repeated if the model's modules or hooks change.
+    Making it, calls of the model and ``backward()`` are collective over ``grid.comm``.
 
     Parameters
     ----------
     grid : ProcessGrid
     model : transformers.PreTrainedModel
-        The same on all ranks, not in a wrapper.  If it will be trained, in training mode.
-    seqlen : int
-        N, tokens of the sequence.
+        The same on all ranks; also a model of PEFT.
+    seqlen : int, optional
+        Most tokens of a call, without padding.  Default: no limit but memory.
     longest : int, optional
-        Most tokens of a document.  A model with learned positions needs no more of them.  Default:
-        `seqlen`.
+        Tokens of a document with which the model is tried first.  Default: `seqlen`, or 1024.
     method : str
         One of `a2d_mpi.schedules.method.METHODS`.
     probe : bool
         Whether to compare the model with its own attention.
     replicas : Intracomm, optional
-        All ranks that share a step, if other grids compute other sequences in it.  Then `shard`
-        and `sum_gradients` are collective over these ranks.  Default: the ranks of the grid.
-        They are in ``grid.failures.others`` until `free`.
+        All ranks that share a step, if other grids compute other batches in it.  Gradients are
+        then those of the mean of the grids' losses.  Default: the ranks of the grid.  They are in
+        ``grid.failures.others`` until `free`.
+    average : bool
+        Whether to average gradients when ``backward()`` ends.  False: something else does it over
+        all ranks that share a step, as DDP and FSDP do.
     **options
         Other arguments of plans.  Default of `distribution`: the one with the least predicted time
-        for all layers together.  Default of `dtype`: the model's; under autocast pass its dtype.
+        for all layers together.  Default of `dtype`: the model's, or autocast's.
 
     Attributes
     ----------
     layers : dict of torch.nn.Module to Kind
     plans : dict of Kind to AttentionPlan
-        Plans of the latest batch.
+        Plans of the latest call.
+    rows : (n,) int64 tensor
+        Places of this rank's rows of the latest call among its B N tokens.
 
     Raises
     ------
     ValueError
         On all ranks, with the name of the layer, if plans cannot compute it, or the probe finds a
-        difference.  Also as of plans.
+        difference.  Calls raise it if arguments are wrong or differ between ranks.
     RanksLost
-        On all surviving ranks, if a rank died and MPI continues.  All other collective calls raise
-        it, too, also the model's and ``backward()``.  Weights are as they were.  `free` this
-        object, and make another one of the model on the grid of `ProcessGrid.shrink`.
+        On all surviving ranks, if a rank died and MPI continues, also from ``backward()``.
+        Weights are as they were.  `free` this object, and make another one of the model on the
+        grid of `ProcessGrid.shrink`.
     """
 
     def __init__(
@@ -181,77 +143,151 @@ class ContextParallel:
         grid: ProcessGrid,
         model: torch.nn.Module,
         *,
-        seqlen: int,
+        seqlen: int | None = None,
         longest: int | None = None,
         method: str = "attention2d",
         probe: bool = True,
         replicas: MPI.Intracomm | None = None,
+        average: bool = True,
         **options: Any,
     ) -> None:
-        from transformers import PreTrainedModel
-
+        if hasattr(model, "get_base_model"):  # of PEFT
+            model = model.get_base_model()
         self.grid, self.model, self.seqlen, self.method = grid, model, seqlen, method
-        self.longest = min(longest or seqlen, seqlen)
-        self.replicas = replicas or grid.comm
-        self.layers: dict[torch.nn.Module, Kind] = {}
-        call = Call(grid.comm)
-        with call.checks(text=lambda x: f"{type(model).__name__}: {x}"):
-            if isinstance(model, PreTrainedModel):
-                undo(model, own_attention, {})
-            self.layers = layers_of(model, self.longest)
-            if MPI.Group.Difference(grid.comm.Get_group(), self.replicas.Get_group()).size:
-                raise ValueError("replicas must have all ranks that share a step, as this grid's")
-        kinds = [*self.layers.values()]
-        with grid.failures.translated():
-            call.agree({"seqlen": seqlen, "longest": self.longest, "layers": kinds})
-        self._masks = Masks(self.longest, [x.mask for x in kinds])
-        self._numbers: dict[bytes, int] = {}  # of plans, by their documents
-        self._sets: dict[int, Plans] = {}
-        self._bases: dict[tuple[str | None, Kind], AttentionPlan] = {}
-        self._latest = -1
-        self._paths = {x: name for name, x in model.named_modules()}
+        self.replicas, self.average, self._options = replicas or grid.comm, average, options
+        self.numbering, self._probing, self._freed = NUMBERS, probe, False
         self._generation: Generation | None = None
-        self.numbering, self._probing = NUMBERS, probe
-        owner, kinds = next(NUMBERS), [*dict.fromkeys(kinds)]
-        owners[owner], self._running, self._name = self, Running([]), f"a2d_mpi_{owner}"
+        self._sets: dict[int, Plans] = {}
+        self._sizes: OrderedDict[tuple, tuple[dict, OrderedDict]] = OrderedDict()
+        self._entries, self._task, self._draws = set(), -1, False
+        self._running, self._counted, self.rows = Running(), False, None
+        self._loss_later, self._losses = later(self._running), set()
+        owner = next(NUMBERS)
+        self._name = f"a2d_mpi_{owner}"
+        if hasattr(model, "set_attn_implementation"):
+            _undo(model, own_attention, {})
+        owners[owner] = self
         register(self._name, *functions(owner, f"_{self._name}", self._running))
-        self._firsts = [next(x for x, y in self.layers.items() if y == kind) for kind in kinds]
-        for module, kind in self.layers.items():
-            setattr(module, f"_{self._name}", kinds.index(kind))
-        self._options, self._training = options, model.training
-        with grid.failures.translated():
-            if probe:
-                self._probe()
-            self._plans_of(None)
-        self._running.dtypes += [getattr(torch, self.plans[x].dtype.name) for x in kinds]
-        own_attention[self._name] = model.config._attn_implementation
-        model.set_attn_implementation(self._name)
-        # A model in the model may be called alone, and adapters call `forward`, without hooks.
-        self._entries = set()
-        self._state: dict[torch.nn.Module, dict[str, Any]] = {}  # what no call should change
-        for x in model.modules():
-            if not isinstance(x, PreTrainedModel):
-                self._state[x] = _state_of(x)
-                continue
-            names = [*inspect.signature(x.forward).parameters]
-            if "position_ids" in names:
-                enter(x, owner, self._name, self._running, names)
-                self._entries.add(x)
-        self._freed = False
+        self._find_out(longest or seqlen or self._first())
+        self._factor = self.replicas.size / self.replicas.allreduce(int(grid.comm.rank == 0))
+        self._gradients = Gradients(model, self.replicas, grid.failures)
         self._others = [] if self.replicas is grid.comm else [self.replicas]
         grid.failures.others.extend(self._others)
-        self._end = weakref.finalize(self, undo, model, [self._name], self._sets)
+        self._attach(owner)
+        self._print = Fingerprint(model)
+        self._end = weakref.finalize(self, _undo, model, [self._name], self._sets)
         self._end.atexit = False
+
+    def _first(self) -> int:
+        """Return the tokens of the first trial."""
+        config = getattr(self.model, "config", None)
+        limit = getattr(config and config.get_text_config(), "max_position_embeddings", None)
+        return min(TRIED, limit or TRIED)
+
+    def _find_out(self, longest: int) -> None:
+        """Find out what layers compute, if a document has up to `longest` tokens.  Collective."""
+        model, call, core, has_loss = self.model, Call(self.grid.comm), self.model, False
+        found: dict[torch.nn.Module, Kind] = {}
+        with call.checks(text=lambda x: f"{type(model).__name__}: {x}"), self._rest():
+            try:
+                found = layers_of(model, longest)
+            except NoRows:  # a head that pools tokens takes whole results
+                core = model.base_model
+                if core is model:
+                    raise
+                found = layers_of(core, longest)
+            has_loss = core is model and has_loss_function(core, longest)
+            if MPI.Group.Difference(self.grid.comm.Get_group(), self.replicas.Get_group()).size:
+                raise ValueError("replicas must have all ranks that share a step, as this grid's")
+        kinds = [*found.values()]
+        with self.grid.failures.translated():
+            call.agree(
+                {"seqlen": self.seqlen, "longest": longest, "layers": kinds, "loss": has_loss}
+            )
+        for x in model.modules():
+            vars(x).pop(f"_{self._name}", None)
+        self.layers, self.longest, self._core, self._losses = (
+            found,
+            longest,
+            core,
+            {core} if has_loss else set(),
+        )
+        self._masks, kinds = Masks(longest, [x.mask for x in kinds]), [*dict.fromkeys(kinds)]
+        self._firsts = [next(x for x, y in found.items() if y == kind) for kind in kinds]
+        for module, kind in found.items():
+            setattr(module, f"_{self._name}", kinds.index(kind))
+        self._paths = {x: name for name, x in model.named_modules()}
+        self._files = {type(x).__module__ for x in model.modules()}
+        self._sizes.clear()
+        self.plans: Planned = Planned()
+        self._trains, self._generation = False, None
+        if self._probing:
+            with self.grid.failures.translated():
+                self._probe()
+        self._print = Fingerprint(model)
+
+    def _prepare(self, most: int, training: bool) -> None:
+        """Repeat trials, if the model has changed or a call has longer documents.  Collective."""
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if most > self.longest:
+            self._find_out(max(most, min(2 * self.longest, limit or most)))
+        elif self._print.changed():
+            self._find_out(self.longest)
+        if training and not self._trains:
+            call = Call(self.grid.comm)
+            with call.checks(text=lambda x: f"{type(self.model).__name__}: {x}"), self._rest():
+                self._draws = is_random(self._core, self.longest)
+            call.agree({"dropout": self._draws})
+            self._trains, self._print = True, Fingerprint(self.model)
+
+    def _check_tokens(self, ids: torch.Tensor | None, batch: Arranged) -> None:
+        """Raise ValueError if tokens or labels do not exist, or are too many."""
+        kept, embeddings = batch.places[batch.places >= 0], self.model.get_input_embeddings()
+        if self.seqlen is not None and len(kept) > self.seqlen:
+            raise ValueError(f"the batch has {len(kept)} tokens, but seqlen is {self.seqlen}")
+        if ids is not None:
+            ids = ids.numpy(force=True).reshape(-1)[kept]
+            check_range(getattr(embeddings, "num_embeddings", np.inf) - 1, input_ids=ids)
+        head = self.model.get_output_embeddings()
+        if batch.targets is not None and head is not None:
+            labels = np.where(batch.targets == IGNORED, 0, batch.targets)
+            check_range(getattr(head, "out_features", np.inf) - 1, labels=labels)
+
+    def _plans_of(self, seqlen: int, ends: tuple[int, ...] | None) -> Planned:
+        """Make or find the plans of documents.  Collective."""
+        kind = self.model.device.type
+        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        bases, sets = self._sizes.setdefault((seqlen, cast), ({}, OrderedDict()))
+        self._sizes.move_to_end((seqlen, cast))
+        if ends not in sets:
+            options = {"dtype": str(cast).removeprefix("torch.")} if cast else {}
+            bounds = None if ends is None else np.array(ends)
+            made = self._make(self.layers, seqlen, bounds, bases, **options | self._options)
+            sets[ends] = plans = Planned(made)
+            plans.number, one = next(NUMBERS), next(iter(made.values())).distribution
+            plans.tokens = [one.tokens(x) for x in range(self.grid.comm.size)]
+            # A backward pass that is still to come keeps the plans of its call.
+            self._sets[plans.number] = made
+            weakref.finalize(plans, self._sets.pop, plans.number, None).atexit = False
+        sets.move_to_end(ends)
+        for kept, most in ((self._sizes, KEPT[0]), (sets, KEPT[1])):
+            if len(kept) > most:
+                kept.popitem(last=False)
+        self.plans = sets[ends]
+        return self.plans
 
     @contextmanager
     def _within(self, number: int) -> Iterator[None]:
         """Let calls of the model in this context have the plans of a number."""
-        outer = self._running.get()
-        self._running.set(torch.tensor(number))
+        running, outer = self._running, self._running.get()
+        plans, layers = self._sets[number], self._known(number).layers
+        dtypes = [getattr(plans[layers[x]], "dtype", None) for x in self._firsts]
+        running.dtypes = [x and getattr(torch, x.name) for x in dtypes]  # a step has none
+        running.set(torch.tensor(number))
         try:
             yield
         finally:
-            self._running.set(outer)
+            running.set(outer)
 
     @contextmanager
     def _rest(self) -> Iterator[None]:
@@ -297,7 +333,9 @@ class ContextParallel:
         tagged = None if mask is None else number_of(mask)
         number, shown = (running, None) if tagged is None else divmod(tagged, MASKS)
         problems = {
-            f"ContextParallel does not know a layer: {COPY}": module not in self.layers,
+            "ContextParallel does not know a layer: it is of a copy, or was added in this call": (
+                module not in self.layers
+            ),
             "a layer has a mask of its own": mask is not None and tagged is None,
             "a layer has the mask of another batch": running not in (None, number),
             ENTRY: number not in self._sets,
@@ -332,72 +370,9 @@ class ContextParallel:
         """
         for problem in (x for x, is_there in problems.items() if is_there):
             plans = self._sets.get(number) or self.plans
+            if not plans:
+                raise ValueError(problem)
             next(iter(plans.values())).refuse(problem)
-
-    def _begin(self, module: torch.nn.Module, given: dict[str, Any]) -> int | None:
-        """Return the number of the plans of a call of a model, which are in its arguments."""
-        positions, cache = given.get("position_ids"), cache_of(given)
-        ticket = getattr(positions, "a2d_mpi", None)
-        if ticket is None and cache is not None:
-            number = self._generator.begin(cache, given)
-            problem = wrong_arguments(given)
-            return self._checked(number, module.training, {problem: bool(problem)})
-        return self._number(
-            positions, given.get("attention_mask"), module.training, wrong_arguments(given)
-        )
-
-    def _number(
-        self,
-        positions: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        training: bool,
-        problem: str,
-    ) -> int:
-        """Return the number of the plans of a batch's positions; ValueError if it is none."""
-        ticket = getattr(positions, "a2d_mpi", None)
-        number = ticket.plans if ticket is not None and ticket.owner is self else None
-        is_padded = isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask.all())
-        problems = {
-            ENTRY: number not in self._sets,
-            "the positions of the batch have changed": (
-                ticket is not None and ticket.version != positions._version
-            ),
-            PADDING: is_padded,
-            problem: bool(problem),
-        }
-        return self._checked(number, training, problems)
-
-    def _checked(self, number: int | None, training: bool, problems: dict[str, bool]) -> int:
-        """Return the number of plans, or raise ValueError on all ranks if there is a problem."""
-        others = {x.config._attn_implementation for x in self.layers} - {self._name}
-        problems = problems | {
-            IMPLEMENTATION: bool(others),
-            "call model.train() before ContextParallel, which then looks for dropout": (
-                training and not self._training
-            ),
-        }
-        for x, was in self._state.items():
-            now = {y: vars(x).get(y) for y in was}
-            for y in was if now != was else ():
-                what = f"{self._paths[x]}.{y} was {was[y]} and is {now[y]}"
-                problems[f"{what}: make a new ContextParallel"] = was[y] != now[y]
-        self._refuse(problems, number)
-        return number
-
-    def _plans_of(self, cu_seqlens: np.ndarray | None) -> None:
-        """Make or find the plans of documents, and use them.  Collective."""
-        key = b"" if cu_seqlens is None else cu_seqlens.tobytes()
-        if key not in self._numbers:
-            made = self.layers, self.seqlen, cu_seqlens, self._bases
-            plans = self._make(*made, **self._options)
-            self._numbers[key] = number = next(NUMBERS)
-            self._sets[number] = plans
-            if len(self._numbers) > KEPT:
-                oldest = [*self._numbers][1]  # after the one without documents
-                del self._sets[self._numbers.pop(oldest)]
-        elif key:  # the latest come last
-            self._numbers[key] = self._numbers.pop(key)
-        self._latest = self._numbers[key]
 
     def _make(
         self,
@@ -424,7 +399,7 @@ class ContextParallel:
         if 0 in (counts := next(iter(plans.values())).problem.queries.counts):
             raise ValueError(
                 f"rank {counts.index(0)} has none of the {seqlen} tokens, but models need at "
-                "least one token"
+                "least one token: name another distribution"
             )
         if len({x.distribution for x in plans.values()}) > 1:
             raise ValueError("the layers need plans of one distribution; name another one")
@@ -453,10 +428,10 @@ class ContextParallel:
         number = next(NUMBERS)
         plans = self._sets[number] = self._make(self.layers, n, None, {})
         tokens = next(iter(plans.values())).tokens
-        whole, expected, problems = inputs_of(self.model, positions[None]), [], []
+        whole, expected, problems = inputs_of(self._core, positions[None]), [], []
         call = Call(self.grid.comm)
-        with call.checks(), attention_of(self.model, "eager"):
-            run(self.model, whole, lambda *x: expected.append(x), every=False)
+        with call.checks(), self._rest(), attention_of(self._core, "eager"):
+            run(self._core, whole, lambda *x: expected.append(x), every=False)
         call.agree()
         rest = iter(expected)
 
@@ -467,8 +442,8 @@ class ContextParallel:
             return y[tokens] if name == other else x
 
         own = {name: x[:, tokens] for name, x in whole.items()}
-        with attention_of(self.model, self._name), self._within(number):
-            run(self.model, own, compare, every=False)
+        with attention_of(self._core, self._name), self._within(number):
+            run(self._core, own, compare, every=False)
         agree(self.grid.comm, next(iter(problems), None))
         for plan in plans.values():
             plan.free()
@@ -523,7 +498,7 @@ class ContextParallel:
         ValueError
             On all ranks, as of `generate`.
         """
-        with self.grid.failures.translated():
+        with self.grid.failures.translated(), self._generating():
             return self._generator.prefill(input_ids, attention_mask, root, room)
 
     def generate(
@@ -568,198 +543,92 @@ class ContextParallel:
             model cannot generate, or the first decoded steps are not those of one process.  Later,
             if a processor, a criterion or ``streamer`` fails on rank 0.
         """
-        with self.grid.failures.translated():
+        with self.grid.failures.translated(), self._generating():
             return self._generator.generate(input_ids, attention_mask, root, room, options)
 
-    @torch.inference_mode(False)  # PyTorch then counts the changes of positions
-    def shard(
-        self,
-        input_ids: torch.Tensor | None,
-        labels: torch.Tensor | None = None,
-        cu_seqlens: np.ndarray | torch.Tensor | None = None,
-        root: int | None = None,
-        attention_mask: torch.Tensor | None = None,
-    ) -> Batch:
-        """Return this rank's part of a sequence.  Collective.
+    def total(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over the ranks of the grid, in their order.  Collective.
+
+        Each rank makes its part of its own rows, as of ``output.logits.own``.
 
         Parameters
         ----------
-        input_ids : (1, N) or (N,) integer tensor
-            The same on all ranks, or only on rank `root`.  Or a batch, (B, N / B): its rows are
-            packed as documents, without their padding, and positions are columns.
-        labels : tensor like `input_ids`, optional
-            -100 where there is none.  A causal model predicts the label of the next token of the
-            same document.  Another model predicts the label of the token.  Default: `input_ids`
-            for a causal model, otherwise none.
-        cu_seqlens : (documents + 1,) integers, optional
-            First token of each document, and the end of the last one.  Documents do not see each
-            other, and each one is computed as if it were alone: its positions begin with 0.
-            Tokens after the last document are padding, which counts as a document.
-        root : int, optional
-            The rank of ``grid.comm`` that passes the other arguments.  Default: all do.
-        attention_mask : tensor like `input_ids`, optional
-            0 for padding, before or behind the tokens of a row.  It has no labels.
+        part : tensor
+            Of one shape on all ranks.
 
         Returns
         -------
-        Batch
-
-        Raises
-        ------
-        ValueError
-            On all ranks, also of other replicas, if shapes or dtypes are wrong, or ranks of a grid
-            pass different tensors.
+        tensor
+            The same on all ranks, with gradients of the whole sum.
         """
-        call = Call(self.replicas)
-        with self.grid.failures.translated():
-            with call.checks():
-                batch = self._shard(input_ids, labels, cu_seqlens, root, attention_mask)
-            call.agree()
-            return replace(batch, nlabels=self.replicas.allreduce(batch.nlabels))
+        return total(part, self)
 
-    def _shard(
-        self, input_ids: Any, labels: Any, cu_seqlens: Any, root: int | None, attention_mask: Any
-    ) -> Batch:
-        """Return the part of this grid's sequence, with all labels on its first rank."""
+    def attach(self, trainer: Trainer) -> None:
+        """Let rank 0 alone save, log and report for a trainer; see `a2d_mpi.torch.trainers`."""
+        from a2d_mpi.torch.trainers import attach
 
-        def arrange(*whole: np.ndarray | None) -> tuple:
-            sequence, places = packed(*whole)
-            return *sequence, places, self._check(*sequence)
+        attach(self, trainer)
 
-        given = {"input_ids": input_ids, "labels": labels, "cu_seqlens": cu_seqlens}
-        given |= {"attention_mask": attention_mask}
-        ids, targets, ends, places, bounds = agreed(self.grid.comm, given, root, arrange)
-        self._plans_of(ends)
-        tokens = next(iter(self.plans.values())).tokens
-        ahead = [x.mask.dense(np.array([0]), np.array([1])).any() for x in self.layers.values()]
-        if not any(ahead):  # no layer sees the next token
-            targets = np.append((ids if targets is None else targets)[1:], IGNORED)
-            targets[bounds[1:] - 1] = IGNORED
-        elif targets is None:
-            targets = np.full_like(ids, IGNORED)
-        if ends is not None:
-            targets[ends[-1] :] = IGNORED
-        places = positions_in(bounds) if places is None else places
-        nlabels = int((targets != IGNORED).sum()) * (self.grid.comm.rank == 0)
-        own = (torch.from_numpy(x[tokens])[None] for x in (ids, places, targets))
-        inputs, positions, labels = (x.to(self.model.device) for x in own)
-        positions.a2d_mpi = _Ticket(self, self._latest, positions._version)
-        return Batch(
-            {"input_ids": inputs, "position_ids": positions},
-            labels,
-            nlabels,
-            tokens,
-            self.seqlen if ends is None else int(ends[-1]),
-        )
+    def _average_at_end(self) -> float:
+        """Average gradients when this backward pass ends; return the factor of own parts."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._before = task, self._gradients_now()
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+        return self._factor
 
-    @property
-    def plans(self) -> Plans:
-        """See the attributes of the class."""
-        return self._sets[self._latest]
+    def _gradients_now(self) -> list:
+        """Return what changes when a gradient does."""
+        every = [x.grad for x in self.model.parameters() if x.requires_grad]
+        return [None if x is None else (id(x), x._version) for x in every]
 
-    def _check(self, ids: Any, labels: Any, cu_seqlens: Any) -> np.ndarray:
-        """Return the bounds of documents and padding; ValueError if arguments are wrong."""
-        if ids is None or ids.shape != (self.seqlen,):
-            got = "none" if ids is None else f"{len(ids)} tokens"
-            raise ValueError(f"input_ids must be one sequence of {self.seqlen} tokens, got {got}")
-        if labels is not None and labels.shape != ids.shape:
-            raise ValueError(f"labels must be {len(ids)} numbers, got {len(labels)}")
-        embeddings, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        check_range(getattr(embeddings, "num_embeddings", np.inf) - 1, input_ids=ids)
-        if labels is not None:
-            classes = getattr(head, "out_features", getattr(self.model, "num_labels", np.inf))
-            check_range(classes - 1, labels=np.where(labels == IGNORED, 0, labels))
-        if cu_seqlens is not None:
-            Documents(cu_seqlens).check(self.seqlen)
-        bounds = np.unique([0, self.seqlen] if cu_seqlens is None else [*cu_seqlens, self.seqlen])
-        if (most := np.diff(bounds).max()) > self.longest:
-            raise ValueError(f"documents must have at most {self.longest} tokens, got {most}")
-        return bounds
-
-    def loss(
-        self, logits: torch.Tensor, batch: Batch, averaged_over: int | None = None
-    ) -> torch.Tensor:
-        """Return this rank's part of the cross-entropy.
-
-        The sum over all ranks that share a step is the mean over all their labels.
-
-        Parameters
-        ----------
-        logits : (1, n, vocabulary) tensor
-            Of the model, for `batch`.  Computed in float32 or wider.
-        batch : Batch
-        averaged_over : int, optional
-            Number of ranks over which something averages gradients, as DDP and FSDP do: the loss
-            is that many times as large.  Leave out `sum_gradients` then.  Default: 1, if
-            torch.distributed is not set up.
-
-        Raises
-        ------
-        ValueError
-            If the logits are not those of a batch, or `averaged_over` must be said, or is more
-            than the ranks that share a step.
-        """
-        factor = self._factor(averaged_over)
-        if logits.shape[:2] != batch.labels.shape:
-            raise ValueError(
-                f"logits must be (1, {len(batch.tokens)}, vocabulary), got {tuple(logits.shape)}"
+    def _average(self) -> None:
+        """Average gradients over all ranks that share a step.  Collective over them."""
+        if not self.average or not self._before:  # all parameters are frozen
+            return
+        problem = None
+        if self._gradients_now() == self._before:
+            problem = (
+                "backward reached no parameter: torch.autograd.grad would give gradients of this "
+                "rank's tokens, so call backward(), or freeze the model for gradients of inputs"
             )
-        logits = logits[0].to(torch.promote_types(logits.dtype, torch.float32))
-        labels = batch.labels[0].to(logits.device)
-        total = torch.nn.functional.cross_entropy(
-            logits, labels, ignore_index=IGNORED, reduction="sum"
-        )
-        return total * (factor / max(1, batch.nlabels))
+        self._gradients.add(self.replicas.size, problem)
 
-    def balance_loss(
-        self, output: Any, batch: Batch, averaged_over: int | None = None
-    ) -> torch.Tensor:
-        """Return this rank's part of the balance loss of MoE layers.  Collective.
+    def _attach(self, owner: int) -> None:
+        """Let the model and the models in it compute over ranks."""
+        from transformers import PreTrainedModel
 
-        The sum over ranks is what transformers calls `aux_loss`, of all tokens but padding.
-        Multiply it by the model's coefficient, and add it to `loss`.
+        model, get = self.model, partial(owners.get, owner)
+        own_attention[self._name] = model.config._attn_implementation
+        model.set_attn_implementation(self._name)
+        # A model in the model may be called alone, and adapters call `forward`, without hooks.
+        for x in self._core.modules():
+            if (
+                isinstance(x, PreTrainedModel)
+                and "position_ids" in inspect.signature(x.forward).parameters
+            ):
+                self._entries.add(x)
+                enter(x, get)
+        if hasattr(model, "generate"):
+            model.generate = MethodType(_generate(get, type(model).generate), model)
 
-        Parameters
-        ----------
-        output : transformers.utils.ModelOutput
-            Of the model, called with ``output_router_logits=True``.
-        batch, averaged_over
-            As of `loss`.
-
-        Raises
-        ------
-        ValueError
-            On all ranks, if the output has no balance loss, or one by another formula.
-        """
-        with self.grid.failures.translated():
-            part = balance_loss(output, batch.tokens < batch.length, self.replicas)
-        return self._factor(averaged_over) * part
-
-    def _factor(self, averaged_over: int | None) -> int:
-        """Return `averaged_over` or 1; ValueError if it must be said, or does not fit."""
-        default = None if dist.is_available() and dist.is_initialized() else 1
-        over = default if averaged_over is None else averaged_over
-        if over not in range(1, self.replicas.size + 1):
-            raise ValueError(
-                f"{self.replicas.size} ranks share a step (replicas= of ContextParallel): give "
-                "averaged_over=, the number of those over which DDP or FSDP averages gradients, "
-                f"or 1 if nothing does, got {averaged_over}"
-            )
-        return over
-
-    def sum_gradients(self) -> None:
-        """Sum the gradients of the model over all ranks that share a step.  Collective."""
-        sum_gradients(self.model, self.replicas, self.grid.failures)
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        """Let ``model.generate`` be transformers' own in this context."""
+        own = vars(self.model).pop("generate", None)
+        try:
+            yield
+        finally:
+            if own is not None:
+                self.model.generate = own
 
     def free(self) -> None:
-        """Give the model its own attention back, and release all buffers.  Local.
-
-        As long as there is this object, or a batch of it, the model refuses its batches.
-        """
+        """Give the model its own attention back, and release all buffers.  Collective."""
         while self._others:
             self.grid.failures.others.remove(self._others.pop())
         self._freed = True
-        give_back(self.model, [self._name], self._sets)
+        self._gradients.free()
+        self._end()
 
 
 def _after(mask_function: Callable, padding: int) -> Callable:
@@ -774,7 +643,33 @@ def _inside(mask: Mask, seqlen: int, cu_seqlens: np.ndarray | None) -> Mask:
     return Documents(np.array([0, seqlen]) if cu_seqlens is None else cu_seqlens, inside=mask)
 
 
-def _state_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the numbers, texts and switches of a module that no call should change."""
-    plain = {x: y for x, y in vars(module).items() if isinstance(y, (bool, int, float, str))}
-    return {x: y for x, y in plain.items() if x[0] != "_" and x not in SWITCHES}
+def _generate(owner: Callable[[], ContextParallel | None], original: Callable) -> Callable:
+    """Return ``model.generate`` over the ranks of a `ContextParallel`."""
+
+    @wraps(original)
+    def generate(model: Any, inputs: Any = None, *args: Any, **options: Any) -> Any:
+        cp = owner()
+        if cp is None or cp._freed or model is not cp.model or cp._running.resting:
+            return original(model, inputs, *args, **options)
+        names = [*inspect.signature(original).parameters][2:]
+        options = dict(zip(names, args)) | options
+        inputs = options.pop("input_ids", None) if inputs is None else inputs
+        found = cp.generate(inputs, options.pop("attention_mask", None), **options)
+        # Rank 0 has sampled, so only its random numbers have gone on.
+        torch.set_rng_state(cp.grid.comm.bcast(torch.get_rng_state()))
+        return found
+
+    return generate
+
+
+def _undo(model: torch.nn.Module, names: Collection[str], sets: dict[int, Plans]) -> None:
+    """Undo what `ContextParallel` did to a model."""
+    if model.config._attn_implementation in names:
+        give_back(model)
+    for x in model.modules():
+        for name in names:
+            vars(x).pop(f"_{name}", None)
+        leave(x)
+    vars(model).pop("generate", None)
+    for plan in (x for plans in sets.values() for x in plans.values()):
+        plan.free()
