@@ -82,7 +82,7 @@ def checkpoint_of(name: str | Path) -> str | Path:
     """Return the name or folder of a model; of a folder of checkpoints the latest whole one."""
     if not isinstance(name, Path) or (name / "config.json").exists():
         return name
-    from a2d_mpi.torch.trainers import latest_checkpoint
+    from a2d_mpi.torch import latest_checkpoint
 
     return Path(latest_checkpoint(name) or name)
 

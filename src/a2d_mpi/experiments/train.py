@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -32,12 +31,12 @@ from a2d_mpi.experiments.files import Check, attributes_of
 from a2d_mpi.experiments.hdf5 import check_output, write_file
 from a2d_mpi.experiments.measure import open_device, origin_of
 from a2d_mpi.experiments.models import Tokenizer, checkpoint_of, open_model, workload_of
-from a2d_mpi.experiments.options import FAILED_CHECK, LINES, log
+from a2d_mpi.experiments.options import FAILED_CHECK, log, progress
 from a2d_mpi.experiments.ranks import check_room, check_survive, surviving
 from a2d_mpi.experiments.results import TRAINING_SCHEMA as SCHEMA
 from a2d_mpi.experiments.text import Text, read_documents
-from a2d_mpi.torch import ContextParallel
-from a2d_mpi.torch.trainers import STATE, hide_launcher, latest_checkpoint
+from a2d_mpi.torch import ContextParallel, latest_checkpoint
+from a2d_mpi.torch.trainers import STATE, hide_launcher
 
 PARTS = ("attention", "wait", "optimizer", "other")  # of a step's seconds
 # Options that must be the same when a run is resumed.
@@ -123,19 +122,19 @@ class Job:
 
         After a loss it is called again, with a smaller grid.  Collective.
         """
-        args, progress = self.args, Progress(self, comm)
+        args, notes = self.args, Notes(self, comm)
         path = comm.bcast(together(comm, self._checkpoint, on=0))
         self._begun, (model, tokenizer) = True, self.open()
         trainer = Trainer(model, self._arguments, default_collate, self._text, self._held,
-                          tokenizer.own, callbacks=[progress])  # fmt: skip
+                          tokenizer.own, callbacks=[notes])  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         trainer._get_train_sampler = lambda *_: SequentialSampler(self._text)
-        names = ("method", "threads", "kernel", "transfers", "dtype")
+        names = ("method", "threads", "kernel", "transfers")
         given = {"longest": self._longest} | {x: getattr(args, x) for x in names}
         cp = ContextParallel(grid, model, **given)
         try:
             cp.attach(trainer)
-            with progress.counting():
+            with notes.counting():
                 trainer.train(resume_from_checkpoint=path)
             held = trainer.evaluate()["eval_loss"] if self._held else None
         except FloatingPointError as error:  # on all ranks
@@ -145,7 +144,7 @@ class Job:
         finally:
             cp.free()
         steps = [x for x in trainer.state.log_history if "loss" in x]
-        sent, origin = comm.gather(progress.sent) or [], origin_of(comm, device)
+        sent, origin = comm.gather(notes.sent) or [], origin_of(comm, device)
         options = {x: y if isinstance(y, (int, float)) else str(y) for x, y in vars(args).items()}
         options |= {"accumulate": self.of_step, "parameters": model.num_parameters()}
         tree = {
@@ -155,14 +154,14 @@ class Job:
                      **self._text.sizes()},
             "held_out": {} if held is None else {"loss": held, **self._held.sizes()},
             "seconds": {x: np.array([y["seconds"][x] for y in steps]) for x in (*PARTS, "total")},
-            "traffic": {x: np.array([y[x] for y in sent]) for x in progress.sent},
+            "traffic": {x: np.array([y[x] for y in sent]) for x in notes.sent},
             **{x: np.array([y[x] for y in steps]) for x in ("loss", "learning_rate", "grad_norm")},
-            **attributes_of(progress.checks),
+            **attributes_of(notes.checks),
         }  # fmt: skip
         if args.output:
             together(comm, lambda: write_file(args.output, SCHEMA, tree), on=0)
         if comm.rank == 0:
-            report(tree, args.seqlen * self.of_step, progress.checks)
+            report(tree, args.seqlen * self.of_step, notes.checks)
         return 0 if tree["passed"] else FAILED_CHECK
 
     def _checkpoint(self) -> str | None:
@@ -177,7 +176,7 @@ class Job:
                 "another --folder begins anew"
             )
         was = json.loads(Path(path, STATE).read_text())["stateful_callbacks"]
-        was = was.get(Progress.__name__, {}).get("args", {})
+        was = was.get(Notes.__name__, {}).get("args", {})
         for name, now in self.run.items():
             if was.get(name) != now:
                 what = f"{name} was {was.get(name)}, now {now}"
@@ -186,7 +185,7 @@ class Job:
         return path
 
 
-class Progress(TrainerCallback, ExportableState):
+class Notes(TrainerCallback, ExportableState):
     """What a run notes in each step; checkpoints keep the options of the run and the seconds.
 
     Parameters
@@ -203,7 +202,7 @@ class Progress(TrainerCallback, ExportableState):
     """
 
     def __init__(self, job: Job, comm: MPI.Intracomm) -> None:
-        self._job, self._comm, self._said = job, comm, time.monotonic()
+        self._job, self._comm = job, comm
         self.checks: dict[str, Check] = {}
         self.sent, self._spent = Counter(), Counter()  # bytes, and seconds of plans
 
@@ -230,7 +229,9 @@ class Progress(TrainerCallback, ExportableState):
         for phase, method in methods.items():
             setattr(AttentionPlan, phase, counted(method, phase))
         try:
-            yield
+            with progress(None, self._comm.rank, total=self._job.args.steps, desc="steps") as bar:
+                self._bar = bar
+                yield
         finally:
             for phase, method in methods.items():
                 setattr(AttentionPlan, phase, method)
@@ -264,16 +265,11 @@ class Progress(TrainerCallback, ExportableState):
         seconds["optimizer"] = self._updated - self._updates
         seconds |= {"other": total - sum(seconds.values()), "total": total}
         state.log_history[-1]["seconds"] = seconds
-        if args.disable_tqdm and time.monotonic() - self._said > LINES:
-            step, self._said = state.global_step, time.monotonic()
-            speed = self._job.of_step * self._job.args.seqlen / total
-            log.info(
-                "step %d of %d: loss %.3f, %.0f tokens/s",
-                step,
-                state.max_steps,
-                logs["loss"],
-                speed,
-            )
+        speed = self._job.of_step * self._job.args.seqlen / total
+        self._bar.set_postfix(
+            loss=f"{logs['loss']:.3f}", tokens_per_s=f"{speed:.0f}", refresh=False
+        )
+        self._bar.update(state.global_step - self._bar.n)
 
     def _check(self, name: str, error: float) -> None:
         args = self._job.args
@@ -295,7 +291,7 @@ def arguments_of(args: argparse.Namespace) -> TrainingArguments:
         "seed": args.seed, "use_cpu": args.device == "cpu", "bf16": args.dtype == "bfloat16",
         "logging_steps": 1, "logging_nan_inf_filter": False, "remove_unused_columns": False,
         "prediction_loss_only": True, "restore_callback_states_from_checkpoint": False,
-        "log_level": "error", "disable_tqdm": args.quiet or not sys.stderr.isatty(),
+        "log_level": "error", "disable_tqdm": True,
         **({} if args.folder else {"save_strategy": "no"}),
     }  # fmt: skip
     if both := given.keys() & fixed.keys():
