@@ -160,17 +160,29 @@ def enter(module: torch.nn.Module, owner: Callable[[], ContextParallel | None]) 
         inner = lambda module, *args, **kwargs: own(*args, **kwargs)  # noqa: E731
     names = [*inspect.signature(module.forward).parameters]
 
-    @torch.compiler.disable(recursive=False)  # the model itself is compiled
-    @wraps(inner)
-    def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    @torch.compiler.disable
+    def begun(module: torch.nn.Module, given: dict[str, Any]) -> _Call | None:
         cp = owner()
         if cp is None or module not in cp._entries or cp._freed:
             give_back(module)  # a copy is a model as any other
-            return inner(module, *args, **kwargs)
+            return None
+        inside = cp._running.resting or cp._running.get() is not None
+        return (
+            None if inside or not _enters(cp, module, given) else _Call(cp, module, names, given)
+        )
+
+    @torch.compiler.disable(recursive=False)  # the model itself is compiled
+    @wraps(inner)
+    def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args)) | kwargs
-        if cp._running.resting or cp._running.get() is not None or not _enters(cp, module, given):
+        call = begun(module, given)
+        if call is None:
             return inner(module, *args, **kwargs)
-        return compute(cp, module, inner, names, given)
+        try:
+            output = inner(module, **call.own)
+        finally:
+            call.end()
+        return output if call.rows is None else call.whole(output)
 
     ENTERED[forward] = own
     module.forward = MethodType(forward, module)
@@ -204,41 +216,56 @@ def cache_of(given: dict[str, Any]) -> SpreadCache | None:
     return next((x for x in caches if hasattr(x, "kept")), None)
 
 
-def compute(
-    cp: ContextParallel, module: torch.nn.Module, inner: Callable, names: list[str], given: dict
-) -> Any:
-    """Call a model with whole arguments; return whole results.  Collective."""
-    if (cache := cache_of(given)) is not None:
-        with cp._within(cp._generator.begin(cache, given)):
-            return inner(module, **given)
-    given = dict(given)
-    is_dict, kept = given.pop("return_dict", True), given.pop("logits_to_keep", 0)
-    batch, rows = _begin(cp, module, given, kept)
-    own = _own_part(given, names, batch, rows)
-    count, mask = given.get("num_items_in_batch"), given.get("attention_mask")
-    if batch.targets is not None and count is None:
-        count = int((batch.targets != IGNORED).sum())
-    if given.get("fused_lm_head"):
-        own |= {"shift_labels": own.get("labels"), "num_items_in_batch": count}
-    with ExitStack() as stack:
-        stack.enter_context(cp._within(rows.plans.number))
-        stack.enter_context(_own_loss(cp, module))
-        stack.enter_context(_own_numbers(cp, module))
-        stack.enter_context(_whole_aux(cp, rows, mask))
-        output = inner(module, **own)
+class _Call:
+    """A call of a model over ranks.  The compiler sees nothing of it but the model itself."""
+
+    @torch.compiler.disable
+    def __init__(
+        self, cp: ContextParallel, module: torch.nn.Module, names: list[str], given: dict[str, Any]
+    ) -> None:
+        """Begin the call: `own` has this rank's share of its arguments.  Collective."""
+        self.cp, self.module, self._stack, self.own = cp, module, ExitStack(), given
+        if (cache := cache_of(given)) is not None:  # all ranks compute a step of generation
+            self.rows = None
+            self._stack.enter_context(cp._within(cp._generator.begin(cache, given)))
+            return
+        self.given = given = dict(given)
+        self._is_dict, self._kept = given.pop("return_dict", True), given.pop("logits_to_keep", 0)
+        batch, self.rows = _begin(cp, module, given, self._kept)
+        self.own, self._count = _own_part(given, names, batch, self.rows), given.get(ITEMS)
+        if batch.targets is not None and self._count is None:
+            self._count = int((batch.targets != IGNORED).sum())
+        if given.get("fused_lm_head"):
+            self.own |= {"shift_labels": self.own.get("labels"), ITEMS: self._count}
+        self._stack.enter_context(cp._within(self.rows.plans.number))
+        self._stack.enter_context(_own_loss(cp, module))
+        self._stack.enter_context(_own_numbers(cp, module))
+        self._stack.enter_context(_whole_aux(cp, self.rows, given.get("attention_mask")))
+
+    @torch.compiler.disable
+    def end(self) -> None:
+        """End the call, also after an error."""
+        self._stack.close()
+
+    @torch.compiler.disable
+    def whole(self, output: Any) -> Any:
+        """Return the whole output, of this rank's."""
+        cp, rows, given = self.cp, self.rows, self.given
         loss, cp._running.loss = cp._running.loss, None
-    if isinstance(output, tuple):
-        raise ValueError(f"{type(module).__name__} must have return_dict=True in its config")
-    output = _joined(output, cp, module, rows, mask)
-    if given.get("fused_lm_head"):
-        _join_fused(output, cp, rows, given)
-    elif loss is not None:
-        whole = _loss(cp, module, rows, loss, own["labels"], count, given)
-        output["loss"] = output["loss"] + whole  # which may have a balance loss already
-    if not isinstance(kept, int) or kept:
-        columns = kept if isinstance(kept, torch.Tensor) else slice(-kept, None)
-        output["logits"] = output["logits"][:, columns]
-    return output if is_dict in (True, None) else output.to_tuple()
+        if isinstance(output, tuple):
+            kind = type(self.module).__name__
+            raise ValueError(f"{kind} must have return_dict=True in its config")
+        output = _joined(output, cp, self.module, rows, given.get("attention_mask"))
+        if given.get("fused_lm_head"):
+            _join_fused(output, cp, rows, given)
+        elif loss is not None:
+            whole = _loss(cp, self.module, rows, loss, self.own["labels"], self._count, given)
+            output["loss"] = output["loss"] + whole  # which may have a balance loss already
+        if not isinstance(self._kept, int) or self._kept:
+            columns = self._kept
+            columns = columns if isinstance(columns, torch.Tensor) else slice(-columns, None)
+            output["logits"] = output["logits"][:, columns]
+        return output if self._is_dict in (True, None) else output.to_tuple()
 
 
 def _begin(

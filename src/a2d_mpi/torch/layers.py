@@ -492,7 +492,11 @@ def attention_of(model: torch.nn.Module, name: str) -> Iterator[None]:
     before = model.config._attn_implementation
     cached = getattr(model.config, "use_cache", None)
     trained = [x for x in model.modules() if x.training]
+    # accelerate puts autocast around the model's own `forward`.
+    cast, original = vars(model).get("forward"), vars(model).get("_original_forward")
     try:
+        if original is not None:
+            model.forward = original
         model.set_attn_implementation(name)
         if model.config._attn_implementation != name:
             kind = type(model).__name__
@@ -504,6 +508,8 @@ def attention_of(model: torch.nn.Module, name: str) -> Iterator[None]:
                 model.config.use_cache = False
             yield
     finally:
+        if original is not None:
+            model.forward = cast
         if cached:
             model.config.use_cache = True
         model.set_attn_implementation(before)
