@@ -24,9 +24,6 @@ from a2d_mpi.experiments.hdf5 import read_file
 from a2d_mpi.experiments.plan import read_summaries
 from a2d_mpi.experiments.results import (
     BENCHMARK_SCHEMA,
-    DECODING_SCHEMA,
-    STEPS_SCHEMA,
-    step_seconds,
     summarise,
 )
 from a2d_mpi.planning.profile import read_machine
@@ -301,40 +298,6 @@ def slopes(path):
             yield [f"{SHORT.get(method, method)}, {per_node} per node",
                    *("" if x is None else one_decimal(x, 1000) for x in cells),
                    f"**{fit:+.2f}**"]  # fmt: skip
-
-
-def training_steps(path):
-    """Seconds of a training step and of its parts, and MB that the busiest rank sends for it."""
-    runs = read_file(ROOT / path, STEPS_SCHEMA)["runs"].values()
-    for run in sorted(runs, key=lambda x: step_seconds(x)["step"]):
-        name = "{method} {rows}x{cols}x{heads}".format(**run) + " (pick)" * bool(run["picked"])
-        seconds = (f"{x:.2f}" for x in step_seconds(run).values())
-        yield [name, *seconds, f"{run['sent'].max() / 1e6:.2f}"]
-
-
-def decoding(path):
-    """Milliseconds of a token over ranks and by one process, tokens/s, and bytes of a token."""
-    runs = read_file(ROOT / path, DECODING_SCHEMA)["runs"].values()
-    for run in sorted(runs, key=lambda x: (x["ranks"], x["context"])):
-        token, alone = (float(np.median(run[x])) for x in ("seconds", "alone"))
-        yield [f"{run['context']}", f"{1e3 * token:.1f}", f"{1e3 * alone:.1f}",
-               f"{1 / token:.1f}", f"{run['sent_bytes']}"]  # fmt: skip
-
-
-# docs/linear.md
-
-
-def linear(path, lengths=(2048, 4096, 8192, 16384)):
-    """Seconds forward and backward of three plans by tokens, and MB sent."""
-    with h5py.File(ROOT / path) as file:
-        for tokens in lengths:
-            times, sent = [], []
-            for plan in (x for x in ("lasp2", "lasp", "attention2d") if x in file["runs"]):
-                run = file[f"runs/{plan}/{tokens}"]
-                times += np.median(run["seconds"][()].max(axis=1), axis=0).tolist()
-                sent.append(run["sent"][()].sum(axis=1).max() / 1e6)
-            moved = [f"{x:.2f}" if x < 1 else f"{x:.1f}" for x in sent]
-            yield [f"{tokens}", *(f"{x:.2f}" for x in times), ", ".join(moved)]
 
 
 # docs/wire.md

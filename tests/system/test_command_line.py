@@ -34,7 +34,6 @@ PARSERS = [(name, x) for name in PROGRAMS for x in parsers_of(f"drivers/{name}")
 SMALL = {
     "attention.py": "--seqlen 70 --trials 1",
     "bench.py attention": "--seqlens=70 --nheads=4 --headdim=8 --trials=1 --plans=ring",
-    "bench.py linear": "--seqlens 70 --headdim 8 --trials 1",
     "bench.py kernels": "--shapes 70x2x8",
     "plan.py rank": "--ranks 4 --seqlen 2K",
     "plot.py results": "--what scaling --format svg",
@@ -45,8 +44,7 @@ SMALL = {
     "plot.py scale": "",
 }
 # These take long, or need SimGrid or PyTorch.  Tests of their own run them.
-NOT_RUN = {"calibrate.py", "plan.py simulate", "train.py", "generate.py", "bench.py train",
-           "bench.py decode"}  # fmt: skip
+NOT_RUN = {"calibrate.py", "plan.py simulate", "train.py", "generate.py"}  # fmt: skip
 
 
 def examples(text):

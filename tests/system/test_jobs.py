@@ -50,7 +50,7 @@ RUN = {
     "study": {
         "out": 19, "out 16x1": 6, "out 64x1": 6, "out 16x4": 6, "out ratio": 4, "out scaling": 5,
         "out crossover": 16, "out triangle": 14, "out nodes": 5,
-        "out masks": 10, "out train": 4, "out decode": 3,
+        "out masks": 10, "out train": 5, "out decode": 5,
     },
     "scale": {
         "out": 21, "out 64": 4, "out 256": 4, "out 1024": 5, "out 4096": 5, "out gathers": 4,

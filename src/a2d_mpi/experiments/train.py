@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -181,7 +182,8 @@ class Job:
             if was.get(name) != now:
                 what = f"{name} was {was.get(name)}, now {now}"
                 raise ValueError(f"the run in {args.folder} has other options: {what}")
-        log.info("resumes from %s", path)
+        if not args.quiet:  # after a loss another rank may say it
+            print(f"train.py: resumes from {path}", file=sys.stderr, flush=True)
         return path
 
 
