@@ -39,7 +39,7 @@ from a2d_mpi.experiments.text import Text, read_documents
 from a2d_mpi.torch import ContextParallel, latest_checkpoint
 from a2d_mpi.torch.trainers import STATE, hide_launcher
 
-PARTS = ("attention", "wait", "optimizer", "other")  # of a step's seconds
+CURVES = "loss", "learning_rate", "grad_norm"  # by step
 # Options that must be the same when a run is resumed.
 SAME = ("model", "seqlen", "steps", "dtype", "seed", "separator", "validate", "set")
 # Of TrainingArguments, where they are not transformers' own.
@@ -145,18 +145,18 @@ class Job:
         finally:
             cp.free()
         steps = [x for x in trainer.state.log_history if "loss" in x]
-        sent, origin = comm.gather(notes.sent) or [], origin_of(comm, device)
+        sent, rows = comm.gather(notes.sent) or [], lambda x: np.array([*x])
         options = {x: y if isinstance(y, (int, float)) else str(y) for x, y in vars(args).items()}
         options |= {"accumulate": self.of_step, "parameters": model.num_parameters()}
         tree = {
-            **origin,
+            **origin_of(comm, device),
             "config": options | grid.layout.attributes,
             "text": {"name": ", ".join(x.name for x in args.text), "sha256": self.run["text"],
                      **self._text.sizes()},
             "held_out": {} if held is None else {"loss": held, **self._held.sizes()},
-            "seconds": {x: np.array([y["seconds"][x] for y in steps]) for x in (*PARTS, "total")},
-            "traffic": {x: np.array([y[x] for y in sent]) for x in notes.sent},
-            **{x: np.array([y[x] for y in steps]) for x in ("loss", "learning_rate", "grad_norm")},
+            "seconds": {x: rows(y["seconds"][x] for y in steps) for x in steps[0]["seconds"]},
+            "traffic": {x: rows(y.get(x, 0) for y in sent) for x in notes.sent},
+            **{x: rows(y.get(x, np.nan) for y in steps) for x in CURVES},
             **attributes_of(notes.checks),
         }  # fmt: skip
         if args.output:
@@ -199,14 +199,15 @@ class Notes(TrainerCallback, ExportableState):
     ----------
     checks : dict of str to Check
         Of the first step, if this job has made it.
-    sent : Counter
+    sent : dict of str to int
         Bytes that the plans of this rank have sent in the latest step, by "phase/communicator".
     """
 
     def __init__(self, job: Job, comm: MPI.Intracomm) -> None:
         self._job, self._comm = job, comm
         self.checks: dict[str, Check] = {}
-        self.sent, self._spent = Counter(), Counter()  # bytes, and seconds of plans
+        self.sent: dict[str, int] = {}
+        self._spent: Counter[str] = Counter()  # seconds and bytes of plans
 
     def state(self) -> dict[str, dict]:
         """Return what a checkpoint keeps."""
@@ -222,7 +223,7 @@ class Notes(TrainerCallback, ExportableState):
                 plan.traffic.clear()
                 results = method(plan, *tensors, **given)
                 self._spent.update({x: plan.timings[f"{phase}/{x}"] for x in ("total", "wait")})
-                self.sent.update({"/".join(x): y[0] for x, y in plan.traffic.bytes.items()})
+                self._spent.update({"/".join(x): y[0] for x, y in plan.traffic.bytes.items()})
                 return results
 
             return call
@@ -240,7 +241,6 @@ class Notes(TrainerCallback, ExportableState):
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._spent.clear()
-        self.sent.clear()
         self._begin = time.perf_counter()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, **given: Any) -> None:
@@ -258,13 +258,13 @@ class Notes(TrainerCallback, ExportableState):
         if "loss" not in logs:
             return
         for name in ("loss", "grad_norm"):
-            if not math.isfinite(logs[name]):
-                raise FloatingPointError(f"step {state.global_step}: {name} is {logs[name]}")
+            if not math.isfinite(found := logs.get(name, 0.0)):
+                raise FloatingPointError(f"step {state.global_step}: {name} is {found}")
         if self.checks and state.global_step == 1:
             self._check("loss", abs(logs["loss"] / self._loss - 1))
-        total, wait = time.perf_counter() - self._begin, self._spent["wait"]
-        seconds = {"attention": self._spent["total"] - wait, "wait": wait}
-        seconds["optimizer"] = self._updated - self._updates
+        total, wait = time.perf_counter() - self._begin, self._spent.pop("wait", 0.0)
+        seconds = {"attention": self._spent.pop("total", 0.0) - wait, "wait": wait}
+        self.sent, seconds["optimizer"] = dict(self._spent), self._updated - self._updates
         seconds |= {"other": total - sum(seconds.values()), "total": total}
         state.log_history[-1]["seconds"] = seconds
         speed = self._job.of_step * self._job.args.seqlen / total
