@@ -167,9 +167,9 @@ def enter(module: torch.nn.Module, owner: Callable[[], ContextParallel | None]) 
             give_back(module)  # a copy is a model as any other
             return None
         inside = cp._running.resting or cp._running.get() is not None
-        return (
-            None if inside or not _enters(cp, module, given) else _Call(cp, module, names, given)
-        )
+        if inside or not _enters(cp, module, given):
+            return None
+        return _Call(cp, module, names, given)
 
     @torch.compiler.disable(recursive=False)  # the model itself is compiled
     @wraps(inner)
@@ -225,6 +225,7 @@ class _Call:
     ) -> None:
         """Begin the call: `own` has this rank's share of its arguments.  Collective."""
         self.cp, self.module, self._stack, self.own = cp, module, ExitStack(), given
+        cp._running.loss = None
         if (cache := cache_of(given)) is not None:  # all ranks compute a step of generation
             self.rows = None
             self._stack.enter_context(cp._within(cp._generator.begin(cache, given)))
@@ -251,7 +252,7 @@ class _Call:
     def whole(self, output: Any) -> Any:
         """Return the whole output, of this rank's."""
         cp, rows, given = self.cp, self.rows, self.given
-        loss, cp._running.loss = cp._running.loss, None
+        loss = cp._running.loss
         if isinstance(output, tuple):
             kind = type(self.module).__name__
             raise ValueError(f"{kind} must have return_dict=True in its config")
