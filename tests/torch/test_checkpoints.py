@@ -4,6 +4,7 @@ Needs the extra `torch`: `bash jobs/test.sh torch`.
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -225,7 +226,9 @@ def test_attached_trainer(comm, grid, tmp_path):
     """Rank 0 alone writes; the best model, early stopping and errors are those of all ranks."""
     folder = Path(comm.bcast(str(tmp_path)))
     trainer, alone = small(folder / "ranks"), small(folder / "alone" / str(comm.rank))
+    os.environ["PMI_SIZE"] = "2"
     cp = ContextParallel(grid, trainer.model)
+    assert_all(comm, "PMI_SIZE" not in os.environ, "use_cpu=True would be refused")
     cp.attach(trainer)
     small(folder / "other")  # its arguments reset accelerate's state
     trainer.train()
