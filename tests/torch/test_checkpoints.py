@@ -149,7 +149,7 @@ def die():
     os.kill(os.getpid(), 9)
 def begin(self, *_, real=Notes.on_step_begin, **__):
     global timer
-    if {seed} % 2 and rank == draw.randrange(2) and "timer" not in globals():
+    if not {saving} and rank == draw.randrange({ranks}) and "timer" not in globals():
         timer = threading.Timer(draw.uniform(0, {seconds}), die)
         timer.start()
     real(self)
@@ -170,7 +170,7 @@ def counted(real):
         die()
     return call
 torch_save, Notes.on_step_begin = torch.save, begin
-if {seed} % 2 == 0 and rank == 0:
+if {saving} and rank == 0:
     trainers._save_whole = save
     for owner, name in ((os, "mkdir"), (os, "fsync"), (os, "rename"), (shutil, "rmtree"),
                         (torch, "save"), (transformers.PreTrainedModel, "save_pretrained")):
@@ -180,26 +180,32 @@ if {seed} % 2 == 0 and rank == 0:
 
 @pytest.mark.launches
 @pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.thorough)])
-def test_killed(tmp_path, kills):
-    """Whenever ranks are killed, checkpoints are complete, and the run ends with the same bits."""
+def test_killed(tmp_path, kills, ranks=2):
+    """Whenever ranks are killed, checkpoints are complete, and the run ends with the same bits.
+
+    Every other kill is while a checkpoint is written.
+    """
     train = [*TRAIN, 40, "--set", "save_steps=4", "--set", "save_total_limit=2", "--resume"]
-    drive("train.py", 2, *train, "--folder", tmp_path / "whole", timeout=LONG)
-    expected, killed, number, code = bits(tmp_path / "whole" / "checkpoint-40"), [], 0, 1
-    while len(killed) < kills or code:  # the last run ends
-        folder = tmp_path / f"{number}"
-        sabotage = KILLED.format(seed=len(killed), seconds=4) if len(killed) < kills else ""
-        done = drive("train.py", 2, *train, "--folder", folder, sabotage=sabotage, timeout=LONG,
-                     code=None)  # fmt: skip
-        code, found = done.returncode, [*folder.glob("checkpoint-*")]
-        killed += [code] * (code != 0)
+    drive("train.py", ranks, *train, "--folder", tmp_path / "whole", timeout=LONG)
+    expected, code = bits(tmp_path / "whole" / "checkpoint-40"), 1
+    killed = ended = launched = 0
+    while killed < kills or code:
+        folder, sabotage = tmp_path / f"{ended}", ""
+        if killed < kills:
+            saving = killed % 2 == 0
+            sabotage = KILLED.format(seed=launched, saving=saving, ranks=ranks, seconds=4)
+        done = drive("train.py", ranks, *train, "--folder", folder, sabotage=sabotage,
+                     timeout=LONG, code=None)  # fmt: skip
+        code, launched = done.returncode, launched + 1
         assert "Traceback" not in done.stderr and (code == 0 or sabotage), done.stderr
-        for path in found:
+        for path in folder.glob("checkpoint-*"):
             bits(path)
-        if code == 0:  # one folder after the other
-            assert bits(folder / "checkpoint-40") == expected, f"after {len(killed)} kills"
-            assert len(names(folder)) == 2
-            number += 1
-    print(f"{len(killed)} kills, {number} runs to the end")
+        killed += code != 0
+        if code == 0:  # and then another folder
+            assert bits(folder / "checkpoint-40") == expected, f"after {killed} kills"
+            assert len(names(folder)) == 2, names(folder)
+            ended += 1
+    print(f"{killed} kills, {ended} runs to the end")
 
 
 def small(folder, **options):
