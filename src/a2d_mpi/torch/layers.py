@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain, count
 from types import FunctionType
@@ -502,7 +502,8 @@ def attention_of(model: torch.nn.Module, name: str) -> Iterator[None]:
             kind = type(model).__name__
             raise ValueError(f"{kind} does not use transformers' attention functions")
         exact = torch.autocast(model.device.type, enabled=False)
-        with torch.no_grad(), torch.random.fork_rng(), exact:
+        eager = getattr(torch.compiler, "set_stance", lambda _: nullcontext())("force_eager")
+        with torch.no_grad(), torch.random.fork_rng(), exact, eager:
             model.eval()
             if cached:
                 model.config.use_cache = False
