@@ -33,7 +33,7 @@ from a2d_mpi.experiments.hdf5 import check_output, write_file
 from a2d_mpi.experiments.measure import open_device, origin_of
 from a2d_mpi.experiments.models import Tokenizer, checkpoint_of, open_model, workload_of
 from a2d_mpi.experiments.options import FAILED_CHECK, log, progress
-from a2d_mpi.experiments.ranks import check_room, check_survive, surviving
+from a2d_mpi.experiments.ranks import check_survive, surviving
 from a2d_mpi.experiments.results import TRAINING_SCHEMA as SCHEMA
 from a2d_mpi.experiments.text import Text, read_documents
 from a2d_mpi.torch import ContextParallel, latest_checkpoint
@@ -57,8 +57,6 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     args.model = comm.bcast(together(comm, lambda: checkpoint_of(args.model), on=0))
     job = together(comm, lambda: Job(args))
     agree(comm, None, {f"{x} of the run": y for x, y in job.run.items()})
-    what, weights, row = f"weights and activations of {args.seqlen} tokens (--seqlen)", *job.nbytes
-    check_room(comm, what, weights + row * args.seqlen // comm.size)
     grid, work = open_grid(comm, args, job.workload), partial(job.work, device)
     return surviving("train.py", grid, work, args.survive, args.method) or 0
 
@@ -73,8 +71,6 @@ class Job:
         What must be the same when the run is resumed.
     workload : Workload
         What attention in the first layer computes.
-    nbytes : (int, int)
-        Of weights with gradients and moments, and of the activations of a token.
     of_step : int
         Sequences of a step.
     """
@@ -91,15 +87,10 @@ class Job:
         self._text = Text(rest, args.seqlen, number, args.seed, separated)
         self._held = Text(held, args.seqlen) if held else None
         if held and not len(self._held):
-            raise ValueError(
-                f"--validate {args.validate} holds out {len(self._held.tokens)} tokens, but "
-                f"--seqlen {args.seqlen} needs more"
-            )
+            n = len(self._held.tokens)
+            raise ValueError(f"--validate holds out {n} tokens, but --seqlen needs {args.seqlen}")
         self._longest = max(x.longest for x in (self._text, self._held) if x)
         self.workload = workload_of(model, args.seqlen, self._longest, args.dtype)
-        config, size = model.config.get_text_config(), model.dtype.itemsize
-        row = 3 * config.vocab_size + 24 * config.num_hidden_layers * config.hidden_size
-        self.nbytes = 5 * size * model.num_parameters(), size * row
         self.run = {x: str(getattr(args, x)) for x in SAME} | {"text": sha256}
 
     def open(self, dtype: str | None = None) -> tuple[torch.nn.Module, Tokenizer]:
@@ -172,10 +163,7 @@ class Job:
         if args.folder is None or (path := latest_checkpoint(args.folder)) is None:
             return None
         if not (args.resume or self._begun):
-            raise ValueError(
-                f"{args.folder} has checkpoints; --resume continues from the latest, "
-                "another --folder begins anew"
-            )
+            raise ValueError(f"{args.folder} has checkpoints; --resume continues from the latest")
         was = json.loads(Path(path, STATE).read_text())["stateful_callbacks"]
         was = was.get(Notes.__name__, {}).get("args", {})
         for name, now in self.run.items():
