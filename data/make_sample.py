@@ -34,9 +34,8 @@ from typing import Any
 
 import numpy as np
 
-from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.experiments.files import INPUT_SCHEMA
-from a2d_mpi.experiments.hdf5 import new_file
+from a2d_mpi.experiments.hdf5 import check_output, new_file
 from a2d_mpi.experiments.options import Parser, progress, tokens, whole
 from a2d_mpi.experiments.origin import sha256
 from a2d_mpi.experiments.subcommands import run_serial
@@ -117,7 +116,7 @@ def build_parser() -> Parser:
 
 def main(args: argparse.Namespace) -> int:
     """Make the sample that the command line asks for; returns the exit code."""
-    check_writable(args.output)
+    check_output(args.output, INPUT_SCHEMA)
     model, tokenizer, about_model = load_model(args.model)
     text, about_text = read_text(args.text)
     layers, window = model.config.num_hidden_layers, model.config.max_position_embeddings

@@ -1,12 +1,10 @@
 """Run a benchmark or a tool: python jobs/run.py [--dry-run] JOB [ARGUMENT...]
 
-  fuzz [MPI] SECONDS [RANKS [FIRST]]    random configurations against a dense float64 computation
-  fuzz [MPI] --case SEED RANKS [WIRE]   one of them again, with its errors; MPI: mpich or openmpi
+  random [RANKS [SEED]]       random plans against a dense float64 computation, by Hypothesis
   net COMMIT                  differences to another commit in bits of results, bytes and messages
   speed COMMIT PLACE          seconds of calls with another commit and with the files here
   study FOLDER [PART...]      grids and rings on emulated clusters, side by side (docs/study.md)
-  scale FOLDER [PART...]      64 to 4096 ranks of three machines, by SimGrid (docs/study.md)
-  simulate OPTION...          plans on networks, by SimGrid; options of drivers/plan.py simulate
+  scale FOLDER [PART...]      64 to 4096 ranks of three machines, simulated (docs/study.md)
   wire FOLDER errors|seconds  errors of narrow formats, or seconds on 16 emulated nodes
   train [FOLDER [OPTION...]]  a Llama on the New Testament, and a text of it; options of train.py
   figures FOLDER              all figures of the documentation; the committed are data/figures
@@ -20,10 +18,8 @@ MPI of your own (A2D_MPI_ENV=active).  Paths are relative to the repository's ro
 
 The study takes 80 minutes on two cores.  Its parts crossover (40 minutes), masks, triangle, nodes,
 train and decode run only if they are named.  Each cluster has a profile, which is measured first.
-The study at scale takes four hours on one core.  What a file holds already is not run again.
-SimGrid needs apt-get install g++ libsimgrid-dev (Debian, Ubuntu).  Places of speed are
-local, and the emulated clusters 16x1, 64x1 and 16x4.  LAUNCHES=7 is its number of launches of each
-commit.
+What a file holds already is not run again.  Places of speed are local, and the emulated clusters
+16x1, 64x1 and 16x4.  LAUNCHES=7 is its number of launches of each commit.
 """
 
 import inspect
@@ -49,12 +45,10 @@ SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 # stands for a row with the first of each, a row with the second of each, and so on.  A row begins
 # with the job, or with its part.  Words in braces are of NAMES, or the folder, or the options.
 COMMANDS = """
-simulate use_env any "" numba
-simulate python drivers/plan.py simulate {options}
 docs use_env any docs docs .venv-docs
 docs python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
 
-train use_env any plot,torch plot,torch .venv-torch
+train use_env any torch torch .venv-torch
 train mkdir -p {folder}
 train run_mpi 4 3600 python drivers/train.py llama-tiny data/new_testament.txt
     --seqlen 1024 --steps 1000 --validate 0.05 --set learning_rate=4e-3 --set warmup_steps=50
@@ -64,8 +58,6 @@ train run_mpi 4 3600 python drivers/train.py llama-tiny data/new_testament.txt
     {options}
 train run_mpi 4 600 python drivers/generate.py {folder}/checkpoints --rows 2 --cols 2 --tokens 300
     --temperature 0.5 --prompt "And Jesus said unto them, "
-train python drivers/plot.py results {folder}/training.h5 --what training --output {folder}
-    --format png
 """
 
 GPU = """
@@ -102,7 +94,7 @@ seconds bash jobs/emulate.sh 16 1 10mbit -- python drivers/bench.py --output {fo
 
 FIGURES = """
 use_env any plot numba,plot
-mkdir -p {folder}/{{partitions,scale}}
+mkdir -p {folder}/partitions
 python drivers/plot.py grid {folder}/grid.png --rows 2 --cols 3
 python drivers/plot.py masks {folder}/masks.png --distribution balanced
 {plot_schedule}/schedules.png --plans attention2d:4x4,ring,double_ring:4x4
@@ -117,13 +109,10 @@ python drivers/plot.py masks {folder}/masks.png --distribution balanced
 {plot_schedule}/partitions/heads.png --plans attention2d:1x1x12,attention2d:4x3@cru
     --profile {one_nic} --ranks 12 --seqlen 24K --nheads 24 --mask full
 {plot_results}/tiles.h5 --output {folder} --what kernels
-{plot_results}/trace.json --output {folder} --what trace
-{plot_results}/scale/scale.h5 --output {folder}/scale --what winners
-{plot_results}/scale/links.h5 --output {folder}/scale --what slopes
 {plot_results}/crossover --output {folder} --what crossover
 """
 
-# Where to start @, "python tests/tools/speed.py FILE", and its sizes, trials and plans.
+# Where to start @, "python jobs/measure.py calls FILE", and its sizes, trials and plans.
 SPEED = """
 local run_mpi 4 300 @ 1536,12,32 9 attention2d:2x2x1 ring:4x1x1
 local run_mpi 2 300 @ 24,2,8 500 attention2d:2x1x1
@@ -203,9 +192,9 @@ SCALE = """
 4096 {scale} 4096 --profile {one_nic} --seqlens 1M,4M|1M --plans ring:128x1x32@cur,
     attention2d:8x16x32@cur|double_ring:64x2x32@urc,double_ring:32x4x32@ruc
 # Exact to six in a thousand, because they take long.
-gathers {scale} 64 --seqlens 64K,256K,1M,4M --nheads-kv 32 {three} --coarse 1e-3
+gathers {scale} 64 --seqlens 64K,256K,1M,4M --nheads-kv 32 {three}
     --plans attention2d:64x1,attention2d:1x64,attention2d:8x1x8
-gathers {scale} 256 --seqlens 64K,1M --nheads-kv 32 {three} --coarse 1e-3
+gathers {scale} 256 --seqlens 64K,1M --nheads-kv 32 {three}
     --plans attention2d:256x1,attention2d:1x256,attention2d:32x1x8
 # The planner's pick of each method.
 picks {scale} 64|256|1024 --seqlens 64K,256K,1M,4M --nheads-kv 8,32|8,32|32 {three}
@@ -260,11 +249,11 @@ with h5py.File(sys.argv[1]) as given, h5py.File(sys.argv[2], "w") as to:
     "ring:4x1x16@urc,double_ring:16x4,double_ring:2x2x16@urc",
     "tokens": "64K,256K,1M,4M,16M",
     "three": "--profile {a100},{one_nic},{h100}",
-    "replay": "python drivers/plan.py simulate --resume --backward --nheads 32 --output {folder}",
-    "scale": "{replay}/scale.h5 --ranks",
-    "networks": "{replay}/networks.h5 --ranks 256 --seqlens 64K,1M --profile {a100},{h100} --plans"
+    "nets": "python drivers/plan.py simulate --resume --backward --nheads 32 --output {folder}",
+    "scale": "{nets}/scale.h5 --ranks",
+    "networks": "{nets}/networks.h5 --ranks 256 --seqlens 64K,1M --profile {a100},{h100} --plans"
     " ring,ring:32x1x8,double_ring:64x4,attention2d:16x16,attention2d:4x8x8,node_aware:16x16",
-    "links": "{replay}/links.h5 --seqlens 1M --links-alone",
+    "links": "{nets}/links.h5 --seqlens 1M --links-alone",
 }
 
 
@@ -297,18 +286,11 @@ def parts_of(table, parts=(), folder="", options=()):
     return [line for part in parts or known for name, line in lines if name == part]
 
 
-def fuzz(*words):
-    """Yield the commands of a search, or of one case."""
-    form = r"(mpich |openmpi )?(?:(--case \d+) ([1-8])( \w+)?|([1-9]\d*)(?: ([1-8])( \d+)?)?)"
-    match = re.fullmatch(form, " ".join(words))
-    if not match:
-        raise Refused
-    mpi, case, ranks, wire, seconds, ranks_of_search, first = match.groups()
-    options = (case or f"--seconds {seconds}") + (f" --wire{wire}" if wire else "")
-    options += f" --first{first}" if first else ""
-    most = int(seconds or 60) + 120
-    yield f"use_env {mpi or 'any '}pytest test"
-    yield f"run_mpi {ranks or ranks_of_search or 4} {most} python tests/tools/fuzz.py {options}"
+def random(ranks="4", seed="0"):
+    """Yield the commands of a search; all ranks draw the same cases from the seed."""
+    yield "use_env any pytest test"
+    options = f"--with-mpi --hypothesis-seed {quote(seed)} -k float64"
+    yield f"run_mpi {quote(ranks)} 900 python -m pytest -q tests/ranks/test_random.py {options}"
 
 
 def compare(commit, program, lines, launches=1):
@@ -323,7 +305,7 @@ def compare(commit, program, lines, launches=1):
             for j, line in enumerate(lines):
                 run_program = f"python {program} {folder}/{name}.{i}.{j}.json"
                 yield f"{path} {line.replace('@', run_program)}"
-        yield f"python {program} --compare {folder}"
+        yield f"python {program.split()[0]} --compare {folder}"
     finally:
         if os.path.exists(trees["then"]):
             remove = "git", "worktree", "remove", "--force", trees["then"]
@@ -361,15 +343,14 @@ def study(folder, *parts):
 
 
 JOBS = {
-    "fuzz": fuzz,
+    "random": random,
     "net": lambda commit: compare(commit, "tests/tools/net.py", ["run_mpi 6 300 @"]),
     "speed": lambda commit, place: compare(
-        commit, "tests/tools/speed.py", parts_of(SPEED, [place]),
+        commit, "jobs/measure.py calls", parts_of(SPEED, [place]),
         int(os.environ.get("LAUNCHES", 7))),
     "study": study,
     "scale": lambda folder, *parts: [
         'use_env any "" numba', f"mkdir -p {quote(folder)}", *parts_of(SCALE, parts, folder)],
-    "simulate": lambda *options: parts_of(COMMANDS, ["simulate"], options=options),
     "wire": lambda folder, what: parts_of(WIRE, [what], folder),
     "train": lambda folder="results/training", *options: parts_of(
         COMMANDS, ["train"], folder, options),

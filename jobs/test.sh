@@ -8,7 +8,7 @@
 #   bash jobs/test.sh openmpi -k causal     one MPI only; pytest gets the other options.  Also after `all`
 #   bash jobs/test.sh gpu                   the tests for GPUs, on real GPUs, in about ten minutes
 #   bash jobs/test.sh torch                 the tests of a2d_mpi.torch, which `all` runs, too
-#   bash jobs/test.sh cudnn                 cuDNN's graphs, built without a GPU; needs 1.3 GB of packages
+#   bash jobs/test.sh cudnn                 graphs of two versions of cuDNN, built without a GPU; needs 2.6 GB of packages
 #
 # With A2D_MPI_ENV=active the job uses the active MPI only.  `all` then uses PyTorch if it is installed.
 set -euo pipefail
@@ -159,11 +159,13 @@ fi
 
 # cuDNN is large, too, and takes minutes: only this mode runs these tests.
 if [[ $cudnn ]]; then
-  use_env any test,cudnn test,cudnn .venv-cudnn
   export A2D_TEST_GPU=1 # what is not installed is a failure
-  # -s prints the seconds of each graph.
-  record "cudnn" limited "$most" \
-    python -m pytest tests/gpu/test_deviceless.py -q -s --color=no "$@"
+  for extra in cudnn cudnn-early; do
+    use_env any "test,$extra" "test,$extra" ".venv-$extra"
+    # -s prints the seconds of each graph.
+    record "$extra" limited "$most" \
+      python -m pytest tests/gpu/test_deviceless.py -q -s --color=no "$@"
+  done
 fi
 
 echo

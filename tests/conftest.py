@@ -136,7 +136,7 @@ def _import_cupy(kind):
 def pytest_configure(config):
     files = [path for path in HERE.rglob("test_*.py") if not _is_of_no_rank(path, config)]
     if any("hypothesis" in path.read_text() for path in files):
-        _same_examples()
+        _same_examples(config.getoption("--hypothesis-seed"))
     path = os.environ.pop("A2D_TEST_RECORD", None)  # other runs, which tests start, have none
     if path and MPI.COMM_WORLD.rank == 0:
         config.pluginmanager.register(Record(path))
@@ -150,14 +150,16 @@ def pytest_configure(config):
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-def _same_examples():
-    """Let Hypothesis draw the same examples on every rank and in every run, without deadlines."""
+def _same_examples(seed):
+    """Let Hypothesis draw the same examples on every rank, without a seed in every run."""
     from hypothesis import HealthCheck, settings
 
     settings.register_profile(
         "same everywhere",
-        derandomize=True,
+        derandomize=seed is None,
+        database=None,
         deadline=None,
+        report_multiple_bugs=False,
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("same everywhere")

@@ -87,8 +87,9 @@ limit_cores() {
 if [[ -n $EMULATE_CORES ]]; then
   cluster=$RANDOM$RANDOM
   for name in "${names[@]}"; do limit_cores "$name"; done
-  export A2D_MPI_NODE_CORES=$EMULATE_CORES # ranks cannot read it from /sys, which each node mounts anew
 fi
+# Ranks cannot read it: each node mounts /sys anew, and sees all cores of the host.
+export A2D_MPI_NODE_CORES=${EMULATE_CORES:-$(awk -v n="$nodes" -v cores="$(nproc)" 'BEGIN { print cores / n }')}
 
 # count: print the bytes sent and received so far, a line for each node.
 count() {

@@ -42,7 +42,7 @@ def forward(
     out : (n, H, D)
     lse : (n, H)
     """
-    # attention2d.lines: only rows that another rank requires travel, in chunks, posted early.
+    # Line.of_row: only rows that another rank requires travel, in chunks, posted early.
     Queries, Q = (gathered(row, x) for x in (queries, q))  # (C n,), (C n, H, D)
     Keys, K, V = (gathered(col, x) for x in (keys, k, v))  # (R m,), (R m, Hkv, D)
     # p.attend in `forward`: rows are computed as they arrive, in blocks.
@@ -63,7 +63,7 @@ def backward(
     Parameters are those of `forward`, and `dout`, the gradient of out.
     """
     delta = (dout * out).sum(axis=-1)  # (n, H)
-    # attention2d.lines: out does not travel; lse and delta travel with dout and q.
+    # Line.of_row: out does not travel; lse and delta travel with dout and q.
     Queries, dO, Q, L, D = (gathered(row, x) for x in (queries, dout, q, lse, delta))
     Keys, K, V = (gathered(col, x) for x in (keys, k, v))
     # p.differentiate in `backward`: the side with more bytes is finished owner by owner.

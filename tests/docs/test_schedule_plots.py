@@ -11,6 +11,7 @@ from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.figures import schedule_plots
 from a2d_mpi.figures.mask_plots import deepest, tiling
+from a2d_mpi.masks.compiled import compile_mask
 from a2d_mpi.masks.patterns import PATTERNS, make_mask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.model import predict
@@ -93,7 +94,7 @@ def test_tiles_are_those_of_owners(text):
         args = SimpleNamespace(seqlen=60, rows=2, cols=3, distribution=name)
         distribution, found, areas = tiling(text, args)
         assert distribution == name if name else distribution in CHOICES
-        shards = distribute(distribution, mask, 60, 2, 3)
+        shards = distribute(distribution, 60, 2, 3, seen=compile_mask(mask, 60, 60))
         for rank in range(6):
             owner[shards.tokens(rank)] = rank
         ranks = (owner // 3)[:, None] * 3 + (owner % 3)[None, :]

@@ -22,12 +22,25 @@ A100 = {
     "maxThreadsPerBlock": 1024, "maxThreadsPerSM": 2048, "pciDeviceId": 0, "isTccDriver": 0,
     "supportCoopLaunch": 1, "smClockRateKHz": 1410000, "memClockRateKHz": 1593000,
     "l2CacheSize": 40 << 20, "deviceName": "NVIDIA A100-SXM4-80GB",
+    "smCountOrigin": 0, "oversizedSharedMemoryPerBlock": 0, "memoryBusWidth": 5120,
 }  # fmt: skip
 H100 = A100 | {
     "deviceVer": 900, "multiProcessorCount": 132, "maxSharedMemoryPerBlockOptin": 227 << 10,
     "smClockRateKHz": 1980000, "memClockRateKHz": 2619000, "l2CacheSize": 50 << 20,
     "deviceName": "NVIDIA H100 80GB HBM3",
 }  # fmt: skip
+B200 = H100 | {
+    "deviceVer": 1000, "multiProcessorCount": 148, "totalGlobalMem": 190 * 10**9,
+    "smClockRateKHz": 1965000, "memClockRateKHz": 3996000, "l2CacheSize": 126 << 20,
+    "memoryBusWidth": 8192, "deviceName": "NVIDIA B200",
+}  # fmt: skip
+RTX = A100 | {
+    "deviceVer": 1200, "multiProcessorCount": 188, "maxSharedMemoryPerBlockOptin": 99 << 10,
+    "maxCtasPerSM": 24, "maxThreadsPerSM": 1536, "smClockRateKHz": 2430000,
+    "memClockRateKHz": 14001000, "l2CacheSize": 128 << 20, "memoryBusWidth": 512,
+    "deviceName": "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+}  # fmt: skip
+GPUS = {80: A100, 90: H100, 100: B200, 120: RTX}
 
 
 class Deviceless:
@@ -35,7 +48,7 @@ class Deviceless:
 
     def __init__(self, cudnn, sm):
         self._cudnn, self._sm = cudnn, sm
-        self._gpu = {80: A100, 90: H100}[sm]
+        self._gpu = GPUS[sm]
         self._properties = cudnn.create_device_properties(json.dumps(self._gpu))
 
     def __getattr__(self, name):

@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from blocks import WAYS, Block, gpu_failures, in_parts, plain_kernel, random_intervals
+from blocks import WAYS, Block, gpu_failures, in_parts, random_intervals
 from cases import METHODS, OTHERS, label
 from dense import wrong_with
 from helpers import DEEPER, assert_all, deeper, distance
@@ -16,6 +16,7 @@ from oracles import sinks
 from a2d_mpi import Documents, SlidingWindow
 from a2d_mpi.core import reference
 from a2d_mpi.kernels import make_kernel, shapes
+from a2d_mpi.masks.intervals import Intervals
 from a2d_mpi.masks.mask import Causal
 
 CALLS = "a2d_mpi.kernels.cudnn_calls"  # imported with the CuPy of a test
@@ -71,10 +72,11 @@ def cudnn_kernel(cupy, block, **options):
 
         options["graphs"] = HostGraphs(options.pop("refuse", ()))
     else:
-        found = graphs_of(Cuda.current().index, options.get("deterministic", False))
+        found = graphs_of(Cuda.current().index)
         options["graphs"] = Recorded(found, bool(block.visible.any()))
         made.append(options["graphs"])
-    return CudnnKernel(plain_kernel(cupy, block), **options)
+    given = block.dtype, block.scale, Cuda.current()
+    return CudnnKernel(*given, logit_softcap=block.cap, **options)
 
 
 MASKS = {  # shapes of their runs
@@ -119,11 +121,19 @@ def small(monkeypatch, cupy):
     monkeypatch.setattr(shapes, "LONGEST", 70)
 
 
-@pytest.fixture(params=["ragged", "dense"])
-def launches(request, monkeypatch, cupy):
-    """Let sizes that are not multiples of cuDNN's tiles have ragged or dense launches."""
-    if request.param == "dense":
-        monkeypatch.setattr(f"{CALLS}.is_ragged", lambda batch: False)
+@pytest.fixture
+def padded(monkeypatch):
+    """Let blocks be of masks that vary, and let small launches have different sizes."""
+    monkeypatch.setattr(Intervals, "varying", True)
+    monkeypatch.setattr(shapes, "SIZES", (40, 90))
+    monkeypatch.setattr(shapes, "PAIRS", 128 * 128)
+
+
+@pytest.fixture(params=["padded", "exact"])
+def launches(request):
+    """Let launches be padded, or have the sizes of their runs."""
+    if request.param == "padded":
+        request.getfixturevalue("padded")
     return request.param
 
 
@@ -142,9 +152,9 @@ FRESH = [(False, True)]  # results that are not wide, and are not added to
 def test_cudnn(cupy, mask, launches):
     """Out and gradients of every run of a block are right in both dtypes of the caller.
 
-    Each mask has one dtype with ragged launches, and the other one with dense launches.
+    Each mask has one dtype with padded launches, and the other one with exact launches.
     """
-    first = (launches == "dense") == (list(MASKS).index(mask) % 2)
+    first = (launches == "exact") == (list(MASKS).index(mask) % 2)
     dtype, heads = ("float16", (1, 1)) if first else ("bfloat16", (4, 2))
     block, bad = block_of(mask, 200, 240, heads, dtype=dtype), []
     kernel = cudnn_kernel(cupy, block)
@@ -152,15 +162,15 @@ def test_cudnn(cupy, mask, launches):
         bad += gpu_failures(cupy, kernel, block, ways=[way])
         launched = kernel._calls.graphs.launched
         assert {x.shape for x in launched} == MASKS[mask]
-        single = len(block.intervals) == 1 and "general" not in MASKS[mask]
-        assert {x.batch > 0 for x in launched} <= {launches == "ragged" and single}
+        own = launches == "padded"
+        assert all(x.padded == (own and x.shape != "general") for x in launched)
     assert not bad
 
 
 # Heads, KV heads, headdim and headdim_v; a soft-cap.
 WIDTHS = {
     "cap": ((8, 2, 32, 32), 5.0),
-    "narrow": ((8, 2, 24, 16), None),  # without ragged gradients
+    "narrow": ((8, 2, 24, 16), None),
     "narrow, cap": ((8, 2, 24, 16), 5.0),
     "latent": ((8, 2, 192, 128), None),
     "latent, cap": ((8, 2, 192, 128), 5.0),
@@ -255,40 +265,26 @@ def packed(rng, n, skip, single):
     return begin, end, int(keys[-1]) + 10
 
 
+@pytest.mark.usefixtures("padded")
 @pytest.mark.parametrize("heads", deeper([(2, 2), (4, 2)], [(4, 2)]))
 @pytest.mark.parametrize("wide, fresh", [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("kind", ["documents", "single", "general"])
-def test_documents_are_batched(cupy, heads, wide, fresh, kind, monkeypatch):
-    """A launch takes several documents, with gaps between keys, masked queries and NaN in them."""
-    general, skip = kind == "general", {"emulated": 10, "real": 70}[cupy.kind]
-    monkeypatch.setattr(f"{CALLS}.SHORTEST", 8 if general else 1)
+def test_documents(cupy, heads, wide, fresh, kind, monkeypatch):
+    """Documents of any lengths need few sizes, with gaps between keys and NaN in masked rows."""
+    skip = {"emulated": 10, "real": 70}[cupy.kind]
+    monkeypatch.setattr(f"{CALLS}.SHORTEST", 8 if kind == "general" else 1)
     begin, end, nk = packed(np.random.default_rng(1), 9, skip, kind == "single")
-    if general:  # the last but one, between two batches; keys in the other order
-        monkeypatch.setattr(f"{CALLS}.KEYS", 8)
+    if kind == "general":  # the last but one; keys in the other order
         rows = np.flatnonzero(begin == np.unique(begin)[-2])
         end[rows[1::2]] -= 1
         after = np.array([end[begin == x].max() for x in begin])
         begin, end = np.where(end, nk - after, 0), np.where(end, nk - after + end - begin, 0)
     block = block_of(((begin, end),), len(begin), nk, heads, 16)
     kernel = cudnn_kernel(cupy, block)
-    kernel._calls.graphs.rows = len(begin), nk
     assert not gpu_failures(cupy, kernel, block, poisoned=True, ways=[(wide, fresh)])
-    if cupy.kind == "emulated":
-        launched = [x.batch for x in kernel._calls.graphs.launched]
-        # Three documents, a hidden one, five; those of one token have another shape.
-        batches = {"documents": [2, 1, 4, 1], "general": [1, 1, 1, 1, 1, 1, 0, 1]}
-        assert launched == batches.get(kind, [1] * 8) * 2
-
-
-@pytest.mark.parametrize("mask", ["full", "causal", "window", "one", "half a tile"])
-def test_deterministic_gradients(cupy, mask):
-    """The same bits twice, and the right ones."""
-    name, nk = ("full", 192) if mask == "half a tile" else (mask, 240)
-    block = block_of(name, 180, nk, (4, 2), 64, scale=0.125)
-    kernel = cudnn_kernel(cupy, block, deterministic=True)
-    first, again = (block.run(kernel, None, cupy, False, True) for _ in range(2))
-    assert all(first[x].tobytes() == again[x].tobytes() for x in first)
-    assert not block.wrong(first)
+    launched = kernel._calls.graphs.launched
+    assert any(x.shape == "general" for x in launched) == (kind == "general")
+    assert {(x.nq, x.nk) for x in launched if x.padded} <= {(n, n) for n in (40, 90, 180, 270)}
 
 
 @pytest.mark.parametrize("headdim", deeper([8, 64, 128, 192, 256], [64, 256]))
@@ -325,33 +321,19 @@ def test_very_negative_logits(cupy, mask, nk):
 
 
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("major", [8, 9])
-def test_half_a_tile_beyond_the_last_key(cupy, monkeypatch, deterministic, major):
-    """On Hopper the launch is ragged or general, and hides what lies beyond the last key."""
+def test_half_a_tile_beyond_the_last_key(cupy, monkeypatch, launches, major):
+    """On Hopper the launch is padded or general, and hides what lies beyond the last key."""
     from a2d_mpi.devices.cuda import Cuda
 
     monkeypatch.setattr(Cuda.current(), "capability", (major, 0))
     block = block_of("full", 128, 192, (2, 2))
-    kernel = cudnn_kernel(cupy, block, deterministic=deterministic)
+    kernel = cudnn_kernel(cupy, block)
     assert not gpu_failures(cupy, kernel, block, ways=FRESH)
-    assert kernel.deterministic is deterministic
     backward = kernel._calls.graphs.launched[-1]
-    hidden = ("general", 0) if deterministic else ("full", 1)
-    assert (backward.shape, backward.batch) == (hidden if major == 9 else ("full", 0))
-
-
-@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
-@pytest.mark.parametrize("mask", deeper(["full", "causal", "window", "two"], ["window"]))
-def test_scores_that_deterministic_gradients_keep(cupy, monkeypatch, mask):
-    """Launches are cut so that the scores of a long block fit in memory."""
-    monkeypatch.setattr(f"{CALLS}.SCORES", 2 * 256 * 600)
-    block = block_of(mask, 700, 720, (2, 2))
-    kernel = cudnn_kernel(cupy, block, deterministic=True)
-    assert not gpu_failures(cupy, kernel, block)
-    calls = kernel._calls.get(block.intervals, *block.inputs[:3:2], 2, True).calls
-    blocks = [x.launch.block for x in calls]
-    assert len(blocks) >= 3 and all(x.nq * x.nk <= 256 * 600 for x in blocks)
+    general = launches == "exact" and major == 9
+    assert backward.shape == ("general" if general else "full")
+    assert backward.padded == (launches == "padded")
 
 
 @pytest.mark.parametrize("nq, nk", [(0, 90), (80, 0), (0, 0)])
@@ -402,7 +384,7 @@ def test_plans(comm, grid_of, cupy, method, distribution, monkeypatch):
     bind_gpu(comm)
     cudnn = import_module("a2d_mpi.kernels.cudnn")  # not one that was imported with another CuPy
     graphs, grid = HostGraphs(), grid_of(*method[1])
-    monkeypatch.setattr(cudnn, "graphs_of", lambda index, deterministic: graphs)
+    monkeypatch.setattr(cudnn, "graphs_of", lambda index: graphs)
     monkeypatch.setattr(f"{CALLS}.SHORTEST", 6)
     sizes, bad = {"seqlen": 150, "nheads": 4, "nheads_kv": 2, "headdim": 8}, []
     packed = Documents([0, 11, 90, 150], Causal())

@@ -230,7 +230,7 @@ if MPI.COMM_WORLD.rank == 1:
 """
     options = [SAMPLE, "--seqlen", 50, "--device", "gpu", "--transfers", transfers]
     done = drive_on_gpu(monkeypatch, "attention.py", 4, *options, sabotage=sabotage, code=None)
-    assert done.returncode != 0 and done.seconds < helpers.SECONDS
+    assert done.returncode != 0
     assert "attention.py: rank 1 failed" in done.stderr
     assert "CUDARuntimeError: cudaErrorIllegalAddress" in done.stderr
 

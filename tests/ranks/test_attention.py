@@ -18,7 +18,7 @@ from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning.planner import best_candidate
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules import attention2d
+from a2d_mpi.schedules import line
 from a2d_mpi.sharding import distribution as distributions
 
 pytestmark = pytest.mark.mpi
@@ -79,7 +79,7 @@ def test_results(comm, grid_of, monkeypatch, name, group):
     """
     kind, shape, nodes = (PLANS | MORE)[name]
     if group == "cut":
-        monkeypatch.setattr(attention2d, "GRAIN", 4)
+        monkeypatch.setattr(line, "GRAIN", 4)
     grid, bad = grid_of(*shape, nodes=nodes), []
     for number, case in enumerate(CASES[group]):
         mask, seqlen, nheads_kv, headdim, dtype, distribution = case

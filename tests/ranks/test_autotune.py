@@ -3,11 +3,13 @@
 import pytest
 from helpers import ROOT, assert_all
 from refused import assert_raises
+from threadpoolctl import threadpool_info
 
 from a2d_mpi import Causal, Documents, autotune
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.experiments import autotune as module
+from a2d_mpi.experiments.bench_parts import plan_of
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.workload import Workload
 
@@ -42,7 +44,7 @@ def test_same_on_all_ranks(comm, mask):
     seconds = [x.seconds for x in tuned.table]
     assert_all(comm, seconds == sorted(seconds) and seconds[0] > 0, f"{tuned}")
     plan = make_plan(tuned.method, tuned.grid, mask, **work().arguments)
-    chosen = tuned.table[0].layout
+    chosen = tuned.table[0].choice.layout
     assert_all(comm, chosen.distribution in (None, plan.distribution.name), f"{chosen}")
     tuned.grid.free()
 
@@ -52,6 +54,21 @@ def test_without_a_profile(comm, monkeypatch):
     monkeypatch.setattr(module, "CALIBRATION", 0.1)
     tuned = autotune(comm, work(), top=1, trials=1)
     assert_all(comm, len(tuned.table) == 1, f"{tuned}")
+    tuned.grid.free()
+
+
+def test_the_machine_is_measured_with_the_threads_of_the_plans(comm, monkeypatch):
+    """With one thread the kernels of plans with two would be predicted to be too slow."""
+    used, kernels = [], module._kernels
+
+    def recorded(*args):
+        used.extend(x["num_threads"] for x in threadpool_info() if x["user_api"] == "blas")
+        return kernels(*args)
+
+    monkeypatch.setattr(module, "CALIBRATION", 0.1)
+    monkeypatch.setattr(module, "_kernels", recorded)
+    tuned = autotune(comm, work(), top=1, trials=1, threads=2)
+    assert_all(comm, set(used) == {2}, f"{used}")
     tuned.grid.free()
 
 
@@ -65,13 +82,13 @@ def test_the_fastest_is_taken(comm, timed):
 def test_a_plan_that_fails_is_left_out(comm, timed, monkeypatch):
     made = []
 
-    def failing(method, *args, **options):
-        made.append(method)
+    def failing(comm, choice, *args, **options):
+        made.append(choice)
         if len(made) == 1:
             raise CollectiveError("the first one fails")
-        return make_plan(method, *args, **options)
+        return plan_of(comm, choice, *args, **options)
 
-    monkeypatch.setattr(module, "make_plan", failing)
+    monkeypatch.setattr(module, "plan_of", failing)
     if comm.size == 1:  # there is one plan only
         return
     tuned = autotune(comm, work(), MACHINE)

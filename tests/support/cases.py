@@ -2,6 +2,7 @@
 
 from dense import problem_for, results_of, wrong_in
 from mpi4py import MPI
+from oracles import messages_of
 
 from a2d_mpi import (
     Attention2D,
@@ -11,7 +12,6 @@ from a2d_mpi import (
     TriangleAttention,
 )
 from a2d_mpi.masks.mask import Causal
-from a2d_mpi.planning import cost
 from a2d_mpi.planning.memory import buffers
 
 SIZE = MPI.COMM_WORLD.size
@@ -81,7 +81,7 @@ def accounts(plan, backward, calls=1):
     phases = ("forward", "backward") if backward else ("forward",)
     for what, counted, expected in (
         ("bytes", plan.traffic.bytes, plan.predicted_traffic()),
-        ("messages", plan.traffic.messages, cost.messages(*sizes)),
+        ("messages", plan.traffic.messages, messages_of(*sizes)),
     ):
         expected = {
             key: [calls * x for x in both] for key, both in expected.items() if key[0] in phases

@@ -1,6 +1,6 @@
-"""What runs inside the ranks of jobs in which ranks die or raise errors; `faults.py` starts them.
+"""What runs inside the ranks of jobs in which ranks die; `killing.py` starts them.
 
-`arm` and `raise_in` are called before a driver runs.  As a program:
+`arm` is called before a driver runs.  As a program:
 
     mpiexec --with-ft ulfm -n 6 python tests/support/dying.py lose FOLDER STAGES [METHOD [HEADS]]
     mpiexec -n 5 python tests/support/dying.py whole METHOD HEADS
@@ -12,7 +12,6 @@ the others, in "shrink" all but the first while the grid shrinks.  Each survivor
 on its new grid.  `whole` prints the hashes of grids of 1 to 5 ranks that were made so from the
 start."""
 
-import atexit
 import faulthandler
 import hashlib
 import json
@@ -36,8 +35,6 @@ from a2d_mpi.comm import failures
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.core.sizes import squarest
 from a2d_mpi.schedules.method import METHODS
-
-ERRORS = {x.__name__: x for x in (MemoryError, KeyboardInterrupt, ValueError, RuntimeError)}
 
 
 def note(folder, event):
@@ -132,28 +129,6 @@ def arm(folder, stages):
             setattr(owner, name, watched(getattr(owner, name), phase))
     for x in (job, generate):
         x.ContextParallel = noted(x.ContextParallel)
-
-
-def raise_in(folder, victim, name, call, error):
-    """Raise an error on one rank in a call of a function, counted from 1; "": list all calls."""
-    calls, rank = Counter(), MPI.COMM_WORLD.rank
-    if not name:
-        atexit.register(lambda: Path(folder, str(rank)).write_text(json.dumps(calls)))
-    elif rank != victim:
-        return
-
-    def called(frame, event, _):
-        code = frame.f_code
-        if event == "call" and "/a2d_mpi/" in code.co_filename:
-            name_of_code = getattr(code, "co_qualname", code.co_name)  # Python 3.11 and newer
-            place = f"{code.co_filename.rpartition('/a2d_mpi/')[2]}:{name_of_code}"
-            calls[place] += 1
-            if place == name and calls[place] == call:
-                sys.setprofile(None)
-                Path(folder, "raised").touch()
-                raise ERRORS[error]("injected")
-
-    sys.setprofile(called)
 
 
 def hash_of(*arrays):

@@ -3,6 +3,10 @@
 import numpy as np
 
 from a2d_mpi import IntervalMask, Mask
+from a2d_mpi.core.config import PHASES
+from a2d_mpi.core.sizes import MAX_MESSAGE
+from a2d_mpi.schedules.steps import Message, Send
+from a2d_mpi.schedules.writing import write
 
 
 class Intervals(Mask):
@@ -38,6 +42,19 @@ def documents(lengths, causal=True):
     ends = np.cumsum(lengths)
     first, last = np.repeat(ends - lengths, lengths), np.repeat(ends, lengths)
     return IntervalMask(first, np.arange(ends[-1]) + 1 if causal else last)
+
+
+def messages_of(method, layout, problem, rank):
+    """Count the MPI messages [sent, received] of a rank; large tensors travel in pieces."""
+    counted = {}
+    for phase in PHASES:
+        for program in write(method, phase, layout, problem, rank):
+            for step in (x for x in program.steps if isinstance(x, Message)):
+                sizes = program.group.row_bytes(program.arrays[step.rows.array])
+                both = counted.setdefault((phase, step.channel), [0, 0])
+                pieces = sum(-(-step.rows.count * x // MAX_MESSAGE) for x in sizes)
+                both[not isinstance(step, Send)] += pieces
+    return counted
 
 
 def owners_of(shards, seqlen):

@@ -20,12 +20,6 @@ def blocks(page, language):
     return [x[1] for x in found(page, language)]
 
 
-def table(page, first):
-    """Return the rows of the table whose first column has this heading."""
-    rows = re.search(rf"^\| {first} \|.*\n\|[-|]+\n((?:\|.*\n)+)", read(page), re.MULTILINE)[1]
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()]
-
-
 def run(command, folder=ROOT):
     """Return what a command of a page prints."""
     words = shlex.split(command.replace("$A2D", str(ROOT)).replace("\\\n", " "))

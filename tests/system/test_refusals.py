@@ -16,8 +16,6 @@ from helpers import DRIVERS, ROOT, SAMPLE, assert_each_refused, assert_refused, 
 from pages import blocks
 
 from a2d_mpi import Distribution
-from a2d_mpi.experiments.hdf5 import write_file
-from a2d_mpi.experiments.results import TRAINING_SCHEMA
 
 # Driver, options, in brackets more options on rank 1, and the text.  {names} are of `places`.
 ON_RANKS = r"""
@@ -39,10 +37,9 @@ attention.py {sample} [--help] | ranks disagree on --help: False on rank 0, True
 attention.py {tmp}/missing.h5 | No such file
 attention.py {tmp}/nan.h5 | k has 2 elements that are NaN or infinite: nothing can be checked
 attention.py {tmp}/good.h5 --output {tmp}/none/run.h5 | cannot write {tmp}/none/run.h5:
-attention.py {tmp}/good.h5 --output {tmp}/folder/../good.h5 | it is the input
+attention.py {tmp}/good.h5 --output {tmp}/folder/../good.h5 | good.h5, another kind of file
 attention.py {sample} --trace {tmp}/a.txt | a.txt must end with .json
 attention.py {sample} --trace {tmp}/other.json | other.json, another kind of file
-attention.py {sample} --output {new} --trace {new} | it is the output
 attention.py {tmp}/pipe | cannot read {tmp}/pipe as HDF5: it is not a regular
 attention.py {sample} --rank-block 2 | --rank-block must be ROWSxCOLUMNS, got '2'
 attention.py {sample} --rank-block 3x1 | 3x1 blocks do not divide a grid of 1 x 2
@@ -66,7 +63,6 @@ attention.py {forty} [--import={tmp}/none.py] | none.py: No such file or
 attention.py {forty} --output {text} | another kind of file
 attention.py {forty} --output {other} | another kind of file
 attention.py {forty} --output {tmp}/binary | another kind of file
-attention.py {forty} --profile {profile} --output {profile} | it is the input
 attention.py {forty} --profile {text} | text
 attention.py {forty} --profile {wide} | float32
 calibrate.py --output {text} | another kind of file
@@ -121,10 +117,7 @@ plot.py results {bench} --output {tmp}/folder --workload mine | no workload 'min
 plot.py results {bench} --output {tmp}/folder --ranks 3 | was not run on 3 ranks
 plot.py results {bench} --output /proc/none | /proc/none
 plot.py results {sample} --output {tmp}/folder | --what scaling needs what bench writes
-plot.py results {sample} --output {tmp}/folder --what training | needs what train writes
-plot.py results {sample} --output {tmp}/folder --what trace | is not a file of --trace
-plot.py results {empty} --output {tmp}/folder | schema_version must be
-plot.py results {empty} --output {tmp}/folder --what training | the run has no step
+plot.py results {tmp}/folder --output {tmp}/folder --what crossover | has no file */*.h5
 plot.py schedule {tmp}/a.gif {drawn} --ranks 4 | a.gif must end with .png, .svg, .pdf
 plot.py schedule /nowhere/a.png {drawn} --ranks 4 | cannot write /nowhere/a.png
 plot.py schedule {png} {drawn} --ranks 65 | --ranks must be a whole number from 1 to 64, got '65'
@@ -135,8 +128,7 @@ plot.py study {tmp}/none.h5 | none.h5
 ../data/make_sample.py {new} --dtype int8 | invalid choice
 ../data/make_sample.py /nowhere/sample.h5 | cannot write /nowhere/sample.h5
 ../data/make_sample.py {tmp}/folder | it is not a regular file
-../data/make_sample.py {text} --text {text} --model {tmp} | it is the input
-../data/make_sample.py {tmp}/config.json --model {tmp} | it is the input
+../data/make_sample.py {text} --text {text} --model {tmp} | text, another kind of file
 ../data/make_sample.py {new} --model {tmp} | make_sample.py: error:
 ../data/make_text.py /nowhere/text | cannot write /nowhere/text
 """
@@ -178,14 +170,13 @@ def places(tmp_path_factory):
     wide = (tmp / "machine.toml").read_text().replace("float32", "bfloat16")
     (tmp / "wide.toml").write_text(wide)
     (tmp / "alone.toml").write_text(re.sub(r"\[link[^[]*", "", H100.read_text()))
-    write_file(tmp / "empty.h5", TRAINING_SCHEMA, {"loss": np.zeros(0)})
     sizes = "--nheads 4 --headdim 8 --trials 2"
     bench = ["--output", tmp / "bench.h5", *sizes.split(), "--seqlens", 64, "--plans", "ring"]
     drive("bench.py", 2, *bench)
     named = {"tmp": tmp, "sample": SAMPLE, "new": tmp / "new", "png": tmp / "a.png",
              "bench": tmp / "bench.h5", "sizes": sizes, "h100": H100,
              "profile": tmp / "machine.toml", "wide": tmp / "wide.toml",
-             "text": tmp / "text", "empty": tmp / "empty.h5",
+             "text": tmp / "text",
              "other": tmp / "other.h5", "forty": f"{SAMPLE} --seqlen 40",
              "plan": f"--profile {H100} --ranks 64 --seqlen 64K --nheads 96",
              "drawn": f"--profile {H100} --seqlen 1000 --nheads 4"}  # fmt: skip

@@ -1,19 +1,15 @@
 """Timelines of all ranks: the format, every message and its bytes."""
 
 import json
-import sys
-from contextlib import contextmanager
-from copy import deepcopy
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from cases import PLANS
 from dense import problem_for, results_of
-from helpers import ROOT, SAMPLE, assert_all, drive
+from helpers import SAMPLE, assert_all, drive
 
 from a2d_mpi import Attention2D, Causal
-from a2d_mpi.experiments.trace import Trace, read_trace
+from a2d_mpi.experiments.trace import Trace
 
 SIZES = {"seqlen": 61, "nheads": 12, "nheads_kv": 2, "headdim": 8}
 
@@ -24,58 +20,19 @@ def slices(events, category=None):
 
 
 def wrong(events, ranks):
-    """Describe what is wrong with the events of a trace."""
-    bad = []
-    for x in events:
-        ints = [x.get(name) for name in ("pid", "tid")]
-        if x.get("ph") not in ("X", "M", "s", "f") or not all(type(y) is int for y in ints):
-            bad.append(f"ph, pid or tid: {x}")
-        elif not (isinstance(x.get("ts"), int | float) and x["ts"] >= 0 and "name" in x):
-            bad.append(f"ts or name: {x}")
-        elif x["ph"] == "X" and not x.get("dur", -1) >= 0:
-            bad.append(f"dur: {x}")
-    if bad:
-        return bad
+    """Describe what viewers would not draw, and arrows whose two ends do not fit."""
+    bad = [x for x in events if x["ph"] not in "XMsf" or x["ts"] < 0 or x.get("dur", 0) < 0]
     if {x["pid"] for x in slices(events)} != set(range(ranks)):
         bad.append("ranks are missing")
-    threads = {}
-    for x in events:
-        threads.setdefault(x["tid"], set()).add(x["pid"])
-    bad += [f"thread {tid} of ranks {x}" for tid, x in threads.items() if len(x) > 1]
-    for tid in threads:
-        mine = [x for x in slices(events) if x["tid"] == tid]
-        # In nanoseconds, so that sums are exact.
-        spans = [(round(1e3 * x["ts"]), round(1e3 * x["dur"])) for x in mine]
-        begin, length = np.array(spans, int).reshape(-1, 2).T
-        inside = (begin[:, None] < begin) & (begin < (begin + length)[:, None])
-        if (inside & ((begin + length)[:, None] < begin + length)).any():
-            bad.append(f"thread {tid}: spans overlap")
-    return bad + wrong_flows(events)
-
-
-def wrong_flows(events):
-    """Describe arrows without one begin and one end inside a slice."""
-    begins, ends = ([x for x in events if x["ph"] == ph] for ph in "sf")
-    bad = []
-    for what, these in (("begins", begins), ("ends", ends)):
-        if len({x["id"] for x in these}) != len(these):
-            bad.append(f"an arrow {what} twice")
-    if {x["id"] for x in begins} != {x["id"] for x in ends}:
-        bad.append("an arrow has one end only")
-    other = {x["id"]: x for x in ends}
-    for x in begins:
-        y = other.get(x["id"], x)
-        same = x["name"] == y["name"] and x["cat"] == y["cat"]
+    begins, ends = ({x["id"]: x for x in events if x["ph"] == ph} for ph in "sf")
+    bad += ["an arrow has one end only"] * (begins.keys() != ends.keys())
+    bad += ["arrows share an id"] * (2 * len(begins) != sum(x["ph"] in "sf" for x in events))
+    for x, y in ((x, ends[key]) for key, x in begins.items() if key in ends):
         # A channel may have other names on the two ranks.
-        if not same or x["args"] | {"channel": ""} != y["args"] | {"channel": ""}:
-            bad.append(f"the ends of arrow {x['id']} differ: {x}, {y}")
+        if x["name"] != y["name"] or x["args"] | {"channel": ""} != y["args"] | {"channel": ""}:
+            bad.append(f"the ends of an arrow differ: {x}, {y}")
         if (x["pid"], y["pid"]) != (x["args"]["from"], x["args"]["to"]):
-            bad.append(f"arrow {x['id']} is of other ranks")
-    for x in begins + ends:
-        around = [y for y in slices(events) if y["tid"] == x["tid"]
-                  and y["ts"] - 0.002 <= x["ts"] <= y["ts"] + y["dur"] + 0.002]  # fmt: skip
-        if not around:
-            bad.append(f"no slice around {x}")
+            bad.append(f"an arrow of other ranks: {x}")
     return bad
 
 
@@ -101,7 +58,7 @@ def traced(comm, plan, path, device=(np.asarray, np.asarray)):
         trace.write({"hostnames": ["here"]})
         assert json.loads(path.read_text())["otherData"] == {"hostnames": ["here"]}
     same = all(before[name].tobytes() == after[name].tobytes() for name in before)
-    return same, read_trace(path) if comm.rank == 0 else None
+    return same, json.loads(path.read_text())["traceEvents"] if comm.rank == 0 else None
 
 
 @pytest.mark.mpi
@@ -128,44 +85,14 @@ def test_measured(comm, grid_of, tmp_path, name):
     assert_all(comm, not bad, "; ".join(bad))
 
 
-def test_wrong_traces():
-    """The checks of this file pass the committed trace, and find wrong ones."""
-    events = read_trace(ROOT / "data" / "results" / "trace.json")
-    assert wrong(events, 4) == []
-    begins, ends = ([i for i, x in enumerate(events) if x["ph"] == y] for y in "sf")
-    waits = [i for i, x in enumerate(events) if x.get("cat") == "wait"]
-    call = next(i for i, x in enumerate(events) if x.get("cat") == "compute")
-    for name, change in {
-        "no end": lambda x: x.pop(ends[0]),
-        "two ends": lambda x: x.append(x[ends[0]]),
-        "other bytes": lambda x: x[begins[0]]["args"].update(bytes=1),
-        "other rank": lambda x: x[begins[0]].update(pid=x[begins[0]]["args"]["to"]),
-        "no time": lambda x: x[waits[0]].pop("ts"),
-        "negative": lambda x: x[waits[0]].update(dur=-1.0),
-        "overlap": lambda x: x.append({**x[call], "ts": x[call]["ts"] + 0.01}),
-        "no rank": lambda x: x.__setitem__(slice(None), [y for y in x if y["pid"]]),
-    }.items():
-        change(copy := deepcopy(events))
-        assert wrong(copy, 4), name
-    assert flow_bytes(copy, 0) != flow_bytes(events, 0)
-
-
 @pytest.mark.mpi
 @pytest.mark.grids
 @pytest.mark.one_mpi
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
-def test_on_a_gpu(comm, grid_of, cupy, tmp_path, monkeypatch):
-    """A GPU gives the same trace, with NVTX ranges if nvtx is installed."""
+def test_on_a_gpu(comm, grid_of, cupy, tmp_path):
+    """A GPU gives the same trace."""
     from a2d_mpi.comm.gpus import bind_gpu
 
-    ranges = []
-
-    @contextmanager
-    def annotate(name):
-        ranges.append(name)
-        yield
-
-    monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=annotate))
     bind_gpu(comm)
     grid = grid_of(1, comm.size)
     plan = Attention2D(grid, Causal(), **SIZES)
@@ -175,15 +102,14 @@ def test_on_a_gpu(comm, grid_of, cupy, tmp_path, monkeypatch):
     if events:
         found = [flow_bytes(events, rank) for rank in range(comm.size)]
         bad += [] if found == counted else [f"{found}, {counted}"]
-    named = {"forward compute", "backward compute"} <= set(ranges)
-    assert_all(comm, same and not bad and named, f"{same}, {bad}, {set(ranges)}")
+    assert_all(comm, same and not bad, f"{same}, {bad}")
 
 
 def test_driver(tmp_path):
     path = tmp_path / "a.json"
     options = ["--seqlen", 61, "--trials", 1, "--rows", 2, "--cols", 2, "--trace", path]
     drive("attention.py", 4, SAMPLE, "--backward", *options)
-    events = read_trace(path)
-    assert wrong(events, 4) == []
+    events = json.loads(path.read_text())["traceEvents"]
     calls = [x["name"] for x in slices(events, "total") if x["pid"] == 3]
     assert calls == ["attention2d forward", "attention2d backward"]
+    assert wrong(events, 4) == []

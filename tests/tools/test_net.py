@@ -8,6 +8,7 @@ import json
 import net
 import pytest
 from helpers import ROOT
+from oracles import messages_of
 
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.layout import Layout
@@ -25,7 +26,7 @@ def test_traffic():
         layout = Layout(*shape, nodes=nodes)
         config = AttentionConfig(seqlen, net.NHEADS, net.HEADDIM, nheads_kv, dtype=dtype)
         problem = problem_of(method, layout, config, net.make_mask(mask, seqlen))
-        for kind, count in (("bytes", cost.traffic), ("messages", cost.messages)):
+        for kind, count in (("bytes", cost.traffic), ("messages", messages_of)):
             ranks = [count(method, layout, problem, rank) for rank in range(layout.size)]
             found = [{"/".join(key): list(both) for key, both in x.items()} for x in ranks]
             assert found == known[name][kind], f"{kind} of {name}"

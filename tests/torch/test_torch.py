@@ -8,7 +8,7 @@ from refused import assert_raises, message_of
 from torch.utils.checkpoint import checkpoint
 
 from a2d_mpi import Attention2D, Causal, Documents, ProcessGrid
-from a2d_mpi.comm.agreement import PlanCall
+from a2d_mpi.comm.calls import PlanCall
 from a2d_mpi.torch import (
     GradientHooks,
     attend,

@@ -7,11 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import Intervals, owners_of, tile_areas
 
+from a2d_mpi.masks.compiled import compile_mask
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.masks.patterns import PATTERNS, make_mask
-from a2d_mpi.sharding.balance import balanced, visible_pairs
+from a2d_mpi.sharding.balance import balanced
 
 N = 16384
+
+
+def deal(mask, seqlen, *shape):
+    """Return the runs of every rank of the balanced distribution."""
+    return balanced(compile_mask(mask, seqlen, seqlen), *shape)
 
 
 def uneven(mask, shards, rows, cols, heads=1):
@@ -27,15 +33,15 @@ def uneven(mask, shards, rows, cols, heads=1):
 @pytest.mark.parametrize("name", PATTERNS)
 def test_tiles_are_even(name, shape):
     mask = make_mask(name, N)
-    found = uneven(mask, balanced(mask, N, *shape), *shape)
+    found = uneven(mask, deal(mask, N, *shape), *shape)
     assert found <= 1.05, f"{name} on {shape}: {found:.3f}"
 
 
 def test_plain_masks_keep_their_distributions():
-    assert balanced(Full(), 64, 2, 2) == tuple((range(16 * p, 16 * p + 16),) for p in range(4))
+    assert deal(Full(), 64, 2, 2) == tuple((range(16 * p, 16 * p + 16),) for p in range(4))
     zigzag = tuple((range(8 * p, 8 * p + 8), range(56 - 8 * p, 64 - 8 * p)) for p in range(3))
-    assert balanced(Causal(), 64, 2, 2)[:3] == zigzag
-    assert balanced(Causal(), 64, 2, 2)[3] == (range(24, 40),)
+    assert deal(Causal(), 64, 2, 2)[:3] == zigzag
+    assert deal(Causal(), 64, 2, 2)[3] == (range(24, 40),)
 
 
 @settings(deadline=None, max_examples=60)
@@ -43,9 +49,9 @@ def test_plain_masks_keep_their_distributions():
 def test_every_token_has_one_owner(data, seqlen, rows, cols, heads):
     ends = st.lists(st.integers(-3, 95), min_size=2 * seqlen, max_size=2 * seqlen)
     mask = Intervals(*np.array(data.draw(ends), np.int64).reshape(1, 2, seqlen))
-    shards = balanced(mask, seqlen, rows, cols, heads)
+    shards = deal(mask, seqlen, rows, cols, heads)
     owners_of(shards, seqlen)
-    assert shards == balanced(mask, seqlen, rows, cols, heads)
+    assert shards == deal(mask, seqlen, rows, cols, heads)
     assert len(shards) == rows * cols * heads
     for runs in shards:
         assert all(len(x) for x in runs)
@@ -58,8 +64,8 @@ def test_every_token_has_one_owner(data, seqlen, rows, cols, heads):
 @pytest.mark.parametrize("heads", [2, 3])
 def test_heads_share_the_runs_of_a_position(heads):
     mask = make_mask("causal_document", N)
-    alone = owners_of(balanced(mask, N, 2, 3), N)
-    shared = balanced(mask, N, 2, 3, heads)
+    alone = owners_of(deal(mask, N, 2, 3), N)
+    shared = deal(mask, N, 2, 3, heads)
     assert (owners_of(shared, N) // heads == alone).all()
     counts = [sum(map(len, runs)) for runs in shared]
     assert max(counts) - min(counts) <= 4
@@ -77,7 +83,7 @@ def test_visible_pairs(data, seqlen):
     )
     bounds = data.draw(cuts)
     seen = mask.dense(np.arange(seqlen), np.arange(seqlen))
-    found = visible_pairs(mask, bounds)
+    found = compile_mask(mask, seqlen, seqlen).pairs(bounds)
     for i, q in enumerate(map(slice, bounds[:-1], bounds[1:])):
         for j, k in enumerate(map(slice, bounds[:-1], bounds[1:])):
             assert found[i, j] == seen[q, k].sum()

@@ -33,8 +33,8 @@ def test_extremes(text, side):
                 moved[x][int(move.sent), rank] += move.nbytes
             areas[rank] = cost.pairs("attention2d", layout, problem, rank)
         moved[x], uneven[x] = moved[x].max(), areas.max() / areas.mean()
-    slow_links, _ = choose(mask, n, side, side, 2, speed=1e9)
-    fast_links, why = choose(mask, n, side, side, 2, speed=1e-3)
+    slow_links, _ = choose(work.seen, side, side, 2, speed=1e9)
+    fast_links, why = choose(work.seen, side, side, 2, speed=1e-3)
     # Bytes are estimated in whole runs.
     assert moved[slow_links] <= 1.15 * min(moved.values())
     assert uneven[fast_links] <= 1.03 * min(uneven.values())

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import messages_of
 
 from a2d_mpi import Causal, Full, IntervalMask
 from a2d_mpi.comm import transport
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.core.sizes import MAX_MESSAGE, flops, misfit
+from a2d_mpi.masks.compiled import compile_mask
 from a2d_mpi.planning import cost
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.writing import problem_of
@@ -26,7 +28,8 @@ def with_counts(counts, nheads=H, nheads_kv=HKV, dtype="float32", headdim=D, mas
     ends = np.cumsum([0, *counts]).tolist()
     runs = tuple((range(a, b),) for a, b in zip(ends, ends[1:]))
     shards = Distribution("balanced", sum(counts), len(counts), listed=runs)
-    return Problem(AttentionConfig(*sizes, dtype=dtype), shards, shards, mask or Full())
+    seen = compile_mask(mask or Full(), sizes[0], sizes[0])
+    return Problem(AttentionConfig(*sizes, dtype=dtype), shards, shards, seen)
 
 
 def test_config():
@@ -237,7 +240,7 @@ def test_lower_bound_of_all_choices(mask, nheads_kv, backward):
 def test_messages():
     """Tensors of more bytes than MPI counts are cut."""
     large = with_counts((1 << 20,) * 2, 1, 1, headdim=512)  # 2 GiB a tensor
-    assert cost.messages("ring", Layout(2, 1), large, 0)["forward", "ring"] == [4, 4]
+    assert messages_of("ring", Layout(2, 1), large, 0)["forward", "ring"] == [4, 4]
     assert MAX_MESSAGE == transport.MAX_MESSAGE
 
 

@@ -67,7 +67,7 @@ except ImportError:
 
 # What few runs need, and what other drivers share.
 UNUSED = """
-bench_parts check_wire ranks results subcommands sweep user_files
+bench_parts ranks results subcommands sweep user_files
 """
 
 

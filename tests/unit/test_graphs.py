@@ -15,7 +15,7 @@ from a2d_mpi.kernels.graphs import Block, Graphs, NotSupported, supported
 BLOCK = Block("bfloat16", 16, 16, 128, 128, nq=512, nk=1024, shape="full", scale=0.1)
 
 
-FORWARD, FIXED = {"backward": False}, {"deterministic": True}
+FORWARD = {"backward": False}
 
 
 @pytest.mark.parametrize("major, options, change, reason", [
@@ -32,16 +32,14 @@ FORWARD, FIXED = {"backward": False}, {"deterministic": True}
     (9, {}, {"nq": 1, "nk": 1}, "one query"), (9, {}, {"nq": 1}, "one query"),
     (9, {}, {"nk": 192}, "192 keys may be NaN"), (9, {}, {"nk": 256}, None),
     (9, {}, {"nk": 192, "shape": "causal", "nq": 192}, None), (8, {}, {"nk": 192}, None),
-    (9, {}, {"nk": 192, "batch": 1}, None), (9, FORWARD, {"nk": 192}, None),
-    (9, {}, {"nheads_kv": 2}, None), (9, {}, {"batch": 4}, None), (8, FORWARD, {"batch": 4}, None),
-    (9, FORWARD, {"batch": 4, "headdim": 40}, None),
-    *[(x, {}, {"batch": 4}, "ragged gradients") for x in (8, 12)],
-    (9, FIXED, {"batch": 4}, "ragged"), (9, {}, {"batch": 4, "headdim_v": 40}, "multiples of 16"),
-    (9, {}, {"batch": 4, "nq": 1, "nk": 1}, None), (9, {}, {"softcap": 30.0}, None),
+    (9, {}, {"nk": 192, "padded": True}, None), (9, FORWARD, {"nk": 192}, None),
+    (9, {}, {"nheads_kv": 2}, None), (8, {}, {"padded": True}, None),
+    (9, FORWARD, {"padded": True, "shape": "general"}, "beside a mask"),
+    (9, {}, {"softcap": 30.0}, None),
     (8, FORWARD, {"softcap": 30.0}, None), (8, {}, {"softcap": 30.0}, "soft-caps"),
     (9, {}, {"softcap": 30.0, "shape": "general"}, None),
     (9, FORWARD, {"softcap": 30.0, "shape": "causal"}, "no soft-cap"),
-    (9, FORWARD, {"softcap": 30.0, "batch": 4}, "no soft-cap"),
+    (9, FORWARD, {"softcap": 30.0, "padded": True}, "no soft-cap"),
 ])  # fmt: skip
 def test_supported(major, options, change, reason):
     told = supported(dataclasses.replace(BLOCK, **change), (major, 0), **options)
@@ -127,18 +125,7 @@ def test_a_launch_reads_scalars_from_the_host(launched):
 
 
 def test_plans_share_the_graphs_of_a_device(launched):
-    assert graphs.graphs_of(3, False) is graphs.graphs_of(3, False)
-    assert graphs.graphs_of(3, True) is not graphs.graphs_of(3, False)
-    assert graphs.graphs_of(3, True).deterministic
-
-
-def test_ragged_graphs_of_newer_frontends(launched, monkeypatch):
-    found, _ = launched
-    block = dataclasses.replace(BLOCK, batch=4)
-    monkeypatch.setattr(sys.modules["cudnn"], "__version__", "1.23.0")
-    with pytest.raises(NotSupported, match="without gaps"):
-        found.get(block, False)
-    assert found.get(BLOCK, False)
+    assert graphs.graphs_of(3) is graphs.graphs_of(3) is not graphs.graphs_of(4)
 
 
 @pytest.mark.parametrize("nq, words", [(13, r"no engine for$"), (14, "")])

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from a2d_mpi import Full, IntervalMask
 from a2d_mpi.comm.transport import Transport
 from a2d_mpi.core.dtypes import DTYPES
-from a2d_mpi.core.kernel_memory import BLOCK_K, BLOCK_Q
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.kernels import KERNELS as ENTRIES
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.kernels.blocks import Blocker
-from a2d_mpi.kernels.numpy import NumpyKernel
+from a2d_mpi.kernels.numpy import BLOCK_K, BLOCK_Q, NumpyKernel
 
 CAP = {"logit_softcap": 30.0}
 KERNELS = [("numpy", "float32"), ("numba", "float32"), ("numpy", "float64"), ("numba", "bfloat16")]

@@ -5,7 +5,7 @@ import pytest
 from a2d_mpi import Causal, Full
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.schedules import passes
+from a2d_mpi.schedules import options, passes
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import (
     PARTIALS,
@@ -80,7 +80,7 @@ def test_in_turn(plan, phase, mask):
     if plan == TRIANGLE and mask != Causal():
         return
     for p in written(plan, phase, mask):
-        q = passes.in_turn(p)
+        q = options.in_turn(p)
         assert sorted(map(str, p.steps)) == sorted(map(str, q.steps))
         travelling, calls = set(), sum(isinstance(x, KernelCall) for x in p.steps)
         for step in q.steps:

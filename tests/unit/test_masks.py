@@ -10,9 +10,9 @@ from a2d_mpi import Documents, PrefixLM, SlidingWindow, check_mask, make_mask
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.arrays import IntervalMask
+from a2d_mpi.masks.compiled import compile_mask, visible_keys
 from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.masks.patterns import PATTERNS
-from a2d_mpi.masks.stairs import stairs_of
 from a2d_mpi.schedules.writing import problem_of
 
 
@@ -36,13 +36,16 @@ def masks(draw):
 
 
 def test_digest_tells_what_a_mask_shows():
+    def digest(mask, n):
+        return compile_mask(mask, n, n).digest
+
     a, b = IntervalMask(np.arange(3), np.arange(3)), IntervalMask(np.arange(3), np.arange(1, 4))
-    assert a.digest(3) != b.digest(3)
-    assert a.digest(3) == IntervalMask(np.arange(3), np.arange(3)).digest(3)
-    assert Full().digest(9) != Causal().digest(9)
+    assert digest(a, 3) != digest(b, 3)
+    assert digest(a, 3) == digest(IntervalMask(np.arange(3), np.arange(3)), 3)
+    assert digest(Full(), 9) != digest(Causal(), 9)
     # What counts is what they see, not how they were made.
     tokens = np.arange(70_000)
-    assert IntervalMask(0 * tokens, tokens + 1).digest(70_000) == Causal().digest(70_000)
+    assert digest(IntervalMask(0 * tokens, tokens + 1), 70_000) == digest(Causal(), 70_000)
 
 
 def test_interval_masks_of_any_arrays():
@@ -85,7 +88,8 @@ def test_several_intervals_a_query(case):
         assert pairs[: len(shown)] == shown  # empty ones come last
     assert len(found) == 1 or any(b < e for b, e in zip(*found[-1]))
     # Visible keys count, not the number of intervals.
-    assert mask.digest(nq, nk) == IntervalMask(begin[::-1], end[::-1]).digest(nq, nk)
+    turned = IntervalMask(begin[::-1], end[::-1])
+    assert compile_mask(mask, nq, nk).digest == compile_mask(turned, nq, nk).digest
     assert mask == IntervalMask(begin.tolist(), end) if nq else True
 
 
@@ -110,14 +114,18 @@ def test_stairs(case):
     q, k = np.arange(nq), np.arange(nk)
     seen = mask.dense(q, k)
     shown = np.zeros_like(seen)
-    for stairs in stairs_of(mask, nq, nk):
+    compiled = compile_mask(mask, nq, nk)
+    assert compiled.area == seen.sum()
+    for stairs in compiled.stairs:
         for first, last, begin, end, step_begin, step_end in zip(*stairs):
             assert first < last and begin < end
             for i in range(last - first):
                 shown[first + i, begin + i * step_begin : end + i * step_end] = True
     assert np.array_equal(shown, seen)
-    every = IntervalMask(*np.array(mask.checked(q, nk)))  # it has no corners
-    one, other = (np.concatenate(stairs_of(x, nq, nk), axis=1) for x in (mask, every))
+    every = IntervalMask(*zip(*visible_keys(compiled.mask, q, nk)))  # it has no corners
+    one, other = (
+        np.concatenate(x.stairs, axis=1) for x in (compiled, compile_mask(every, nq, nk))
+    )
     assert np.array_equal(one, other)
 
 
@@ -138,12 +146,12 @@ def test_corners_of_a_parent_do_not_count():
         def visible(self, q_tokens):
             return ((0 * q_tokens, np.where(q_tokens == 3, 2, 1)),)
 
-    (stairs,) = stairs_of(Late([0, 9]), 9, 9)
+    (stairs,) = compile_mask(Late([0, 9]), 9, 9).stairs
     assert stairs.first.tolist() == [0, 3, 4]
 
 
 def test_masks_of_a_users_own_are_not_mixed_up():
-    """Caches do not confuse masks of a subclass that has more state than its parent."""
+    """Masks of a subclass that has more state than its parent are compared by identity."""
 
     class Late(Causal):
         def __init__(self, by):
@@ -228,24 +236,27 @@ def test_masks_that_cannot_be_hashed():
             problem_of("attention2d", Layout(2, 2), AttentionConfig(9, 1, 8), mask)
 
 
-@pytest.mark.parametrize("others, text", [
-    ({"area": lambda self, q, k: len(q) * len(k)}, "Own.area for 40 queries and 40 keys is 1600"),
-    ({"dense": lambda self, q, k: k[None] < q[:, None]}, "Own.dense for 40 queries and"),
-    ({"dense": lambda self, q, k: k <= 0}, r"have shape \(40, 40\), got \(40,\)"),
-    ({"intervals": lambda self, q, k: ((0 * q, q + 1),)}, "Own.intervals .* some are not"),
-    ({"intervals": lambda self, q, k: self.twice(q, k)}, "0 2 times, but visible shows it 1"),
-    ({"default_distribution": "even"}, "must be one of contiguous, .*, got 'even'"),
-    ({"aligned": lambda self, n, nk: Full() if n != nk else self}, "Own.aligned.intervals for 39"),
-])  # fmt: skip
-def test_methods_that_contradict(others, text):
-    """`check_mask` compares all methods of a user's mask with `visible`."""
-
-    def twice(self, q, k):
-        return Mask.intervals(self, q, k) * 2
-
-    mask = own(Causal.visible, positional=True, twice=twice, **others)
-    with pytest.raises(ValueError, match=text):
+def test_distributions_that_masks_ask_for():
+    mask = own(Causal.visible, default_distribution="even")
+    with pytest.raises(ValueError, match=r"must be one of contiguous, .*, got 'even'"):
         check_mask(mask, 40)
+
+
+def test_a_mask_is_compiled_once():
+    """A problem is given a compiled mask, and asks for its visible keys no more."""
+    calls = []
+
+    def visible(self, q):
+        calls.append(len(q))
+        return ((0 * q, q + 1),)
+
+    seen, config = compile_mask(own(visible), 80, 80), AttentionConfig(80, 2, 8)
+    assert max(calls) == 80 and calls.count(80) == 1
+    calls.clear()
+    problem = problem_of("attention2d", Layout(2, 2), config, seen)
+    assert problem.seen is problem.cp_group(2).seen is seen and not calls
+    with pytest.raises(ValueError, match="compiled for 80 queries and 80 keys, got 9 and 9"):
+        problem_of("attention2d", Layout(2, 2), AttentionConfig(9, 2, 8), seen)
 
 
 def test_check_mask():

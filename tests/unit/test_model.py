@@ -8,22 +8,16 @@ import helpers
 import memory
 import numpy as np
 import pytest
-from blocks import BFLOAT16
 from helpers import DEEPER, deeper, drive, parser_of, read_runs, runs_on
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from machines import FAST, KERNEL, MACHINES, RESULTS, SLOW, machine, plan_of
 from mpi4py import MPI
 
-from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.kernel_memory import kernel_buffers
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.core.sizes import flops
-from a2d_mpi.devices.host import HOST
-from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.experiments import autotune
 from a2d_mpi.experiments.results import summarise
-from a2d_mpi.kernels import make_kernel
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.calibration import Sample, fit_kernel, fit_link, fit_steps, steadiness
@@ -168,33 +162,7 @@ def test_nics_are_shared():
     assert orders[0] < orders[1]
 
 
-@pytest.mark.parametrize("name, dtype", [("numpy", "float32"), (BFLOAT16, "bfloat16")])
-def test_memory_of_a_kernel_is_that_of_its_workspace(name, dtype):
-    for sizes in (
-        (700, 4, 64, 2, 64), (3000, 1, 32, 1, 32), (1024, 16, 16, 16, 16), (700, 4, 96, 2, 64),
-        (700, 4, 18, 1, 16), (1024, 2, 16, 2, 48),
-    ):  # fmt: skip
-        n, nheads, d, nheads_kv, e = sizes
-        config = AttentionConfig(n, nheads, d, nheads_kv, dtype=dtype, headdim_v=e)
-        rng, work = np.random.default_rng(0), Workspace()
-        kernel = make_kernel(name, HOST, config.dtype_of("q"), d**-0.5, work=work)
-        q, k, v, dout = (
-            rng.standard_normal((n, *config.shape(x))).astype(config.dtype_of("q"))
-            for x in ("q", "k", "v", "dout")
-        )
-        intervals = Full().intervals(np.arange(n), np.arange(n))
-        out, lse = np.empty_like(dout), np.empty(q.shape[:2], np.float32)
-        kernel.forward(q, k, v, intervals, out, lse)
-        expected = kernel_buffers(config, n, n, False, kernel=name)
-        assert work.nbytes("") == sum(expected.values())
-        gradients = (np.empty_like(x) for x in (q, k, v))
-        kernel.backward(dout, q, k, v, lse, lse, intervals, *gradients, fresh=True)
-        for buffer, size in kernel_buffers(config, n, n, True, kernel=name).items():
-            expected[buffer] = max(size, expected.get(buffer, 0))
-        assert work.nbytes("") == sum(expected.values())
-
-
-@pytest.mark.parametrize("number", deeper([1, 13], [1]))
+@pytest.mark.parametrize("number", deeper([1, 10], [1]))
 def test_memory_is_what_processes_grow_by(number):
     predicted, measured = memory.one(helpers.launch, number)
     assert predicted == pytest.approx(measured, rel=memory.TOLERANCE), memory.CASES[number]

@@ -9,6 +9,8 @@ from helpers import SAMPLE, drive_each, read_runs
 from machines import A100, RESULTS, machine
 
 from a2d_mpi import Causal, Full
+from a2d_mpi.attention.tags import mpi_tag
+from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments.results import summarise
 from a2d_mpi.planning.layouts import layouts
@@ -19,7 +21,8 @@ from a2d_mpi.planning.planner import best_candidate
 from a2d_mpi.planning.profile import read_machine, write_machine
 from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules.method import METHODS
-from a2d_mpi.schedules.writing import problem_of
+from a2d_mpi.schedules.steps import Receive, Send
+from a2d_mpi.schedules.writing import problem_of, write
 
 
 def on_nodes(layout, ranks_per_node):
@@ -115,3 +118,25 @@ def test_drivers(tmp_path):
         assert summarise(result).shape == "2x2x1@rcu/2x1"
         inside = name.startswith("node") and {"row node", "col node"}
         assert not inside or inside <= result["traffic"]["forward"].keys()
+
+
+@pytest.mark.parametrize("sizes", [(8,), (3, 5)], ids=str)
+@pytest.mark.parametrize("phase", PHASES)
+def test_owners_that_share_a_tag(phase, sizes):
+    """Tags repeat after 264 owners; both ranks post messages with one tag in the same order."""
+    nodes = [node for node, size in enumerate(sizes * 40) for _ in range(size)][:280]
+    layout = Layout(1, len(nodes)).on_nodes(nodes)
+    work = Workload(2 * len(nodes), 1, 8, mask=Full())
+    problem, posted, repeated = problem_of("node aware", layout, work, work.mask), {}, 0
+    for rank in range(8):  # of the first nodes
+        (program,) = write("node aware", phase, layout, problem, rank)
+        for x in program.steps:
+            if isinstance(x, Send | Receive) and x.peer < 8:
+                kind, sends = program.arrays[x.rows.array].kind, isinstance(x, Send)
+                ends = (rank, x.peer) if sends else (x.peer, rank)
+                key = *ends, x.channel, mpi_tag(kind, x.tag, x.turn, 0)
+                posted.setdefault(key, ([], []))[sends].append((x.tag, x.turn, x.rows.count))
+    for received, sent in posted.values():
+        assert received == sent
+        repeated += len(sent) > 1
+    assert repeated

@@ -1,6 +1,6 @@
 """Every mask against its definition, written again as conditions on i and j."""
 
-import time
+import sys
 from functools import partial
 
 import numpy as np
@@ -27,7 +27,6 @@ from a2d_mpi.masks.arrays import IntervalMask
 from a2d_mpi.masks.intervals import keys_per_query, queries_per_key
 from a2d_mpi.masks.longca import documents, long_documents
 from a2d_mpi.masks.patterns import PATTERNS, parse_mask, split_masks
-from a2d_mpi.sharding.balance import balanced
 from a2d_mpi.sharding.distribution import Distribution
 
 sizes = st.integers(0, 12)
@@ -276,14 +275,6 @@ def test_equal_masks_are_equal_keys():
         same[0].cu_seqlens[1] = 7
 
 
-class HashOfNothing(Causal):
-    def __eq__(self, other):
-        return isinstance(other, HashOfNothing)
-
-    def __hash__(self):
-        return id(self)
-
-
 def overlapping():
     begin = np.tile([[4], [1], [9]], 70_003)
     end = begin + 2
@@ -304,8 +295,6 @@ BAD = [  # what is called, with what, and what is said
     (THREE.check, (5,), OF_THREE + "5"),
     (IntervalMask(EMPTY, EMPTY).aligned, (2, 5), OF_THREE + "2"),
     (check_mask, (THREE, 5), OF_THREE + "5"),
-    (balanced, (THREE, 5, 2, 2), OF_THREE + "5"),
-    (check_mask, (HashOfNothing(), 9), "a copy is equal to the mask, but its hash"),
     (check_mask, ("causal", 9), "mask must be a Mask, got 'causal'"),
     (check_mask, (Causal(), 0), "takes 1 to 4096 tokens, got 0 queries and 0 keys"),
     (Distribution, ("no such", 4, 2), "no such"),
@@ -364,10 +353,14 @@ def test_lists_of_texts():
     assert split_masks(" , ") == []
 
 
-def test_a_million_queries_are_fast():
+def test_a_million_queries_take_few_calls():
+    """No pattern has a Python loop over the queries."""
     tokens = np.arange(10**6)
     for name in PATTERNS:
-        mask = make_mask(name, len(tokens))
-        start = time.process_time()
-        mask.visible(tokens)
-        assert time.process_time() - start < 1, name  # seen: 0.06 s at most
+        mask, calls = make_mask(name, len(tokens)), []
+        sys.setprofile(lambda *event, calls=calls: calls.append(event[1]))
+        try:
+            mask.visible(tokens)
+        finally:
+            sys.setprofile(None)
+        assert len(calls) < 1000, name  # seen: 225 at most

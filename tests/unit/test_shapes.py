@@ -1,7 +1,4 @@
-"""Mask shapes: runs of queries, their batches, and what launches are told."""
-
-import math
-from unittest.mock import patch
+"""Mask shapes: runs of queries, and the sizes of launches."""
 
 import numpy as np
 import pytest
@@ -11,10 +8,7 @@ from hypothesis import strategies as st
 
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.kernels import shapes
-from a2d_mpi.kernels.graphs import Block
-from a2d_mpi.kernels.ragged import LONG, TILE, batches, is_ragged, room, sequences, size_class
-from a2d_mpi.kernels.shapes import runs
+from a2d_mpi.kernels.shapes import LONGEST, PAIRS, TILE, Run, launch_size, runs
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.schedules.steps import Attend
 from a2d_mpi.schedules.writing import problem_of, write
@@ -82,11 +76,7 @@ def test_runs_paint_the_mask(nq, nk, seed, shortest):
         begin[nq // 2 :] = end[nq // 2 :]
     interval = begin, np.maximum(begin, end)
     painted, next_row = np.zeros((nq, nk), bool), 0
-    most = 60 if seed % 2 else None
-    with patch.object(shapes, "CUT", 4):
-        found = runs(interval, shortest, most)
-    for x in found:
-        assert most is None or x.size[0] <= 4 or math.prod(x.size) <= most
+    for x in runs(interval, shortest):
         assert x.rows.start == next_row < x.rows.stop
         next_row = x.rows.stop
         i = np.arange(x.rows.stop - x.rows.start)[:, None]
@@ -127,88 +117,27 @@ def test_runs_of_a_window():
     assert (found[1].window, found[2].keys) == (81, slice(20, 100))
 
 
-# Batches of runs.
+def test_sizes_of_launches():
+    """They are few, and a general launch adds few hidden pairs."""
+    rng = np.random.default_rng(0)
+    found = {"causal": set(), "general": set()}
+    for shape, sizes in found.items():
+        for n in rng.integers(1, LONGEST if shape == "general" else 16384, 500).tolist():
+            i = np.arange(n)
+            keys = slice(0, n if shape == "causal" else int(n + rng.integers(0, 4096)))
+            run = Run(slice(0, n), shape, keys, 0, 0 * i, i + 1)
+            size = launch_size(run)
+            assert all(x <= y for x, y in zip(run.size, size))
+            if shape == "general":
+                added = size[0] * (size[1] - run.size[1])
+                assert added < PAIRS and size[0] < max(2 * n, TILE + 1)
+            sizes.add(size)
+    assert sorted(found["causal"]) == [(n, n) for n in (1024, 4096, 8192, 16384)]
+    assert len(found["general"]) < 25
 
 
-def documents(*lengths):
-    ends = np.cumsum(lengths)
-    return np.repeat(ends - lengths, lengths), np.arange(ends[-1]) + 1
-
-
-def shapes_of(interval, shortest=1):
-    return [[run.shape for run in batch] for batch in batches(runs(interval, shortest))]
-
-
-def test_documents_are_batched_by_powers_of_two():
-    found = batches(runs(documents(*[20] * 13)))
-    assert [len(batch) for batch in found] == [8, 4, 1]
-    assert [run.rows.start for batch in found for run in batch] == list(range(0, 260, 20))
-
-
-def test_what_is_never_together():
-    """Runs of other shapes or windows, or with common keys, are not in one batch."""
+def test_a_short_band_is_general():
+    """Its window may be any number, and each would be another graph."""
     i = np.arange(40)
-    full = np.where(i < 20, 0, 10), np.where(i < 20, 20, 30)
-    assert shapes_of(full) == [["full"], ["full"]]  # both see keys 10 to 20
-    apart = np.where(i < 20, 0, 20), np.where(i < 20, 20, 30)
-    assert shapes_of(apart) == [["full", "full"]]
-    back = np.where(i < 20, 20, 0), np.where(i < 20, 30, 20)
-    assert shapes_of(back) == [["full"], ["full"]]
-    bands = np.where(i < 20, i, i + 20), np.where(i < 20, i + 4, i + 25)
-    assert shapes_of(bands) == [["band"], ["band"]]
-    same = np.where(i < 20, i, i + 20), np.where(i < 20, i + 4, i + 24)
-    assert shapes_of(same) == [["band", "band"]]
-    empty = np.where(i < 20, 0, 10), np.where(i < 20, 0, 30)
-    assert shapes_of(empty) == [["empty"], ["full"]]
-    general = 3 * i // 2, 3 * i // 2 + 70
-    assert shapes_of(general, shortest=60) == [["general"]]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_batches_hold_all_runs_and_no_key_twice(seed):
-    tokens = np.arange(4096)
-    mask = make_mask(f"causal_document:seed={seed}", 4096)
-    queries, keys = tokens[1000:3000], tokens[::2]
-    for interval in mask.intervals(queries, keys):
-        found = runs(interval, 8)
-        made = batches(found)
-        assert [run for batch in made for run in batch] == found
-        for batch in made:
-            assert len(batch).bit_count() == 1
-            for a, b in zip(batch, batch[1:]):
-                assert a.rows.stop == b.rows.start and a.keys.stop <= b.keys.start
-
-
-def test_which_launches_are_ragged():
-    """A single run is ragged if its size is no multiple of a tile, unless it is long."""
-
-    def ragged(interval):
-        return [is_ragged(batch) for batch in batches(runs(interval, TILE))]
-
-    assert ragged(documents(2 * TILE)) == [False]
-    assert ragged(documents(2 * TILE + 1)) == ragged(documents(2 * TILE, TILE)) == [True]
-    assert ragged(documents(LONG - 1)) == [True] and ragged(documents(LONG + 1)) == [False]
-    i = np.arange(TILE)
-    assert ragged((0 * i, 0 * i + TILE)) == [False] and ragged((0 * i, 0 * i + 9)) == [True]
-    assert ragged((0 * i, 0 * i)) == ragged((2 * i, 2 * i + 9)) == [False]
-
-
-def test_sizes():
-    assert [size_class(n) for n in (1, 128, 129, 1024, 1025)] == [128, 128, 256, 1024, 2048]
-    n = np.arange(1, 10000)
-    for of, most in ((size_class, 2), (room, 1.25)):
-        found = np.array([of(int(x)) for x in n])
-        assert (found >= n).all() and (np.diff(found) >= 0).all()
-        assert (found <= np.maximum(n * most, n + TILE)).all()
-    assert len({room(int(x)) for x in n}) < 30
-
-
-def test_what_a_launch_reads():
-    batch = runs((np.repeat([2, 9], [3, 4]), np.r_[3:6, 10:14]))
-    block = Block("float16", 2, 1, headdim=24, headdim_v=16, nq=4, nk=4, shape="full", scale=1.0)
-    found = sequences(batch, block, align=4)
-    assert found.dtype == np.int64 and found.shape == (7, 4)
-    assert found[0].view(np.int32)[:2].tolist() == [3, 4] == found[1].view(np.int32)[:2].tolist()
-    rows, keys = np.array([0, 3, 7]), np.array([2, 9, 13])
-    expected = rows * 2 * 24, keys * 24, rows * 2 * 16, keys * 16, rows * 2
-    assert np.array_equal(found[2:, :3], expected)
+    assert [x.shape for x in runs((i, i + 7), shortest=40)] == ["band"]
+    assert [x.shape for x in runs((i, i + 7), shortest=41)] == ["general"]

@@ -1,7 +1,4 @@
-"""What a simulator gets: programs of all ranks, links and routes of networks, files of the driver.
-
-Without SimGrid; with it: tests/tools/simgrid_replay.py.
-"""
+"""What the simulator gets: programs of all ranks, links and routes of networks; its files."""
 
 import re
 from dataclasses import replace
@@ -14,12 +11,11 @@ from machines import machine
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments import plan as job
 from a2d_mpi.experiments.results import print_study
-from a2d_mpi.figures.plots import AT_SCALE, plot, read_scale
 from a2d_mpi.masks.mask import Causal
-from a2d_mpi.planning import cost, simgrid
+from a2d_mpi.planning import cost
 from a2d_mpi.planning.machine import Link
-from a2d_mpi.planning.model import Phase, predict
-from a2d_mpi.planning.network import PORTS, Cables, Network, parse_network
+from a2d_mpi.planning.model import Phase, predict, slowest_seconds
+from a2d_mpi.planning.network import PORTS, SWITCH, Cables, Network, parse_network
 from a2d_mpi.planning.profile import write_machine
 from a2d_mpi.planning.simulator import POST, WAIT
 from a2d_mpi.planning.survey import survey_of
@@ -124,28 +120,31 @@ def test_no_such_network(name):
         parse_network(name)
 
 
-def test_without_simgrid(monkeypatch):
-    simgrid.replayer.cache_clear()
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ValueError, match=r"apt-get install g\+\+ libsimgrid-dev"):
-        simgrid.replayer()
+@pytest.mark.parametrize("factor", [1, 2, 4])
+def test_oversubscription_takes_longer(factor):
+    """Each Ulysses group has two ranks, under different leaf switches: all messages cross."""
+    layout, tree = Layout(2, 1, PORTS), Network("fat tree", factor)
+    work = Workload(4096, PORTS, 8, dtype="float32")
+    plan = machine(Link(1e6, latency=1e-3, overhead=1e-5)), "ring", layout, work
+    whole, over = (slowest_seconds(predict(*plan, network=x)) for x in (SWITCH, tree))
+    hop = 2 * (work.seqlen // 2) * 8 * 4 / 1e6  # keys and values of a shard and a head
+    assert over - whole == pytest.approx((factor - 1) * hop, rel=0.05, abs=1e-3)
 
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Replace the simulator by one that doubles predictions and counts its runs."""
+    """Replace the simulator by one that takes twice as long on a network; count its runs."""
     ran = []
 
-    def run(machine, method, layout, work, network, coarse):
+    def run(machine, method, layout, work, network=SWITCH):
         ran.append((method, layout.size, network.name))
-        phases = predict(machine, method, layout, work)
+        times = 1 if network == SWITCH else 2
         return {
-            name: Phase(*(2 * getattr(x, part) for part in ("compute", "merge", "wait", "other")))
-            for name, x in phases.items()
+            name: Phase(*(times * x for x in vars(phase).values()))
+            for name, phase in predict(machine, method, layout, work).items()
         }
 
-    monkeypatch.setattr(job, "simulate", run)
-    monkeypatch.setattr(job, "replayer", lambda: None)
+    monkeypatch.setattr(job, "predict", run)
     return ran
 
 
@@ -169,17 +168,18 @@ def test_driver(fake, simulated, capsys):
     options = ["--ranks", "4,6", "--seqlens", 96, "--plans", "ring", "--networks",
                "switch,fat tree:2"]  # fmt: skip
     output = simulated(*options)
-    assert len(fake) == 4
+    assert len(fake) == 6  # on a switch once, on a network and on a switch
     with pytest.raises(ValueError, match="--resume"):
         simulated(*options)
     simulated(*options, "--resume")
-    assert len(fake) == 4
+    assert len(fake) == 6
     found = job.read_simulations(output)
     assert {(x["ranks"], x["network"]) for x in found.values()} == {
         (ranks, name) for ranks in (4, 6) for name in ("switch", "fat tree:2")
     }
     for x in found.values():
-        np.testing.assert_allclose(job.seconds(x, "simulated"), 2 * job.seconds(x, "predicted"))
+        times = 1 if x["network"] == "switch" else 2
+        assert job.seconds(x, "simulated") == times * job.seconds(x, "predicted") > 0
     assert "simulated" in capsys.readouterr().out
 
 
@@ -197,26 +197,8 @@ def test_what_is_done_is_kept(simulated, tmp_path):
     assert [x["ranks"] for x in found.values()] == [4]
 
 
-def test_plots(simulated, tmp_path):
-    options = ["--seqlens", "96,192", "--plans", "ring,attention2d"]
-    output = simulated(*options, "--ranks", "4,6")
-    args = parser_of("drivers/plot.py").parse_args(["results", f"{output}"])
-    ((panel, best),) = read_scale(output).plans.items()
-    assert panel == "test, switch" and set(best) == {"ring", "attention2d"}
-    assert set(best["ring"]) == {(4, 96), (4, 192), (6, 96), (6, 192)}
-    args.workload, args.folder, args.format = "n96-", f"{tmp_path}", ["svg"]
-    assert read_scale(output, "n96-").seqlen == 96
-    args.what = list(AT_SCALE)
-    assert plot(args) == 0
-    for name in AT_SCALE:
-        text = (tmp_path / f"{name}.svg").read_text()
-        assert "</svg>" in text and "nan" not in text.lower()
-    with pytest.raises(ValueError, match="no workload 'n97-'"):
-        read_scale(output, "n97-")
-
-
 def test_tables(fake, simulated, capsys):
-    """With doubled predictions the model is off by half, and all picks are right."""
+    """Where a network takes twice as long the model is off by half; all picks are right."""
     options = ["--seqlens", "96,192", "--ranks", "4,6,8", "--resume", "--plans"]
     for more in (["ring,attention2d"], ["ring", "--networks", "fat tree:2"], ["auto:each"]):
         output = simulated(*options, *more)
@@ -225,9 +207,19 @@ def test_tables(fake, simulated, capsys):
     capsys.readouterr()
     assert print_study([output], job.read_summaries) == 0
     text = capsys.readouterr().out
-    assert "model: off by 50.0 % (median), 50.0 % (worst of " in text
+    assert "model: off by 0.0 % (median), 50.0 % (worst of " in text
     assert "picks within 10 % of the fastest: 6 of 6" in text
     assert re.search(r"-n192-.*-fat tree:2-test, 8 ranks\n.*\n  ring 8x1x1@rcu +forward +\d", text)
+
+
+def test_plans_of_one_workload_are_one_group(simulated):
+    """The planner chose a distribution for one plan, and its name has one part more."""
+    mask = "full_document:0,30,96"
+    options = ["--masks", mask, "--seqlens", 96, "--ranks", 4, "--plans", "attention2d:2x2,auto"]
+    found = job.read_summaries(simulated(*options))
+    assert len({x.name.count("-") for x in found}) == len(found) == 2
+    (workload,) = {x.workload for x in found}
+    assert workload == f"{mask}-n96-h4-kv4-d8-float32-forward-switch-test"
 
 
 def test_links_alone():

@@ -1,26 +1,15 @@
-"""The simulator against times by hand, against SimGrid's, and with its loops compiled."""
-
-import json
+"""The simulator against times by hand, also with its loops compiled."""
 
 import numpy as np
 import pytest
-from helpers import ROOT
-from machines import A100, machine
+from machines import machine
 
-from a2d_mpi.core.layout import Layout
-from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning import simulator
 from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.network import Cables, Network
 from a2d_mpi.planning.simulator import PARTS, POST, WAIT, Messages, Operations, simulate
-from a2d_mpi.planning.survey import survey_of
-from a2d_mpi.planning.workload import Workload
-from a2d_mpi.schedules.writing import problem_of
 
 MB = 10**6
-# Plans on 16 ranks of four A100 a node, seconds of each phase by SimGrid 3.32:
-# python tests/tools/simgrid_replay.py writes them.
-REPLAYED = json.loads((ROOT / "tests" / "support" / "replayed.json").read_text())
 
 
 @pytest.fixture(params=["plain", "compiled"], autouse=True)
@@ -44,13 +33,13 @@ def columns_of(programs):
     )
 
 
-def ended(programs, messages, per_node=1, in_order=True, **link):
+def ended(programs, messages, per_node=1, **link):
     """Return the end of each rank, at 1 MB/s between nodes and 1000 inside, and all spans."""
     there = machine(Link(MB, **link), Link(1000 * MB), ranks_per_node=per_node)
     size, spans = len(programs), [[] for _ in programs]
-    columns = Messages(*np.array(messages, np.int64).T)
+    columns = Messages(*np.array([(*x, 1) for x in messages], np.int64).T)
     cables, place = Cables(Network(), there, size), np.arange(size)
-    parts = simulate(columns_of(programs), columns, cables, place, spans, in_order=in_order)
+    parts = simulate(columns_of(programs), columns, cables, place, spans)
     found = sum(parts.values())
     spans = [[x[:3] for x in mine] for mine in spans]  # without the messages
     for rank, x in enumerate(spans):
@@ -111,7 +100,6 @@ def test_messages_of_two_ranks_are_in_order():
         [("post", [0, 1]), ("wait", [0], 0.0), ("spend", "compute", 1.0), ("wait", [1], 0.0)],
     ]
     assert ended(programs, messages)[0] == pytest.approx([2, 2])
-    assert ended(programs, messages, in_order=False)[0] == pytest.approx([2, 3])
 
 
 def test_latency():
@@ -149,15 +137,3 @@ def test_ranks_that_wait_for_ever():
     messages = [(0, 1, MB)]
     with pytest.raises(ValueError, match=r"1 of 2 ranks wait forever: rank 1 .* 0 to 1"):
         ended([[], [("post", [0]), ("wait", [0], 0.0)]], messages)
-
-
-@pytest.mark.parametrize("plan", REPLAYED, ids=lambda x: f"{x['method']}-{x['seqlen']}")
-def test_as_simgrid(plan):
-    layout = Layout(*plan["layout"])
-    work = Workload(plan["seqlen"], 32, 128, 8, mask=Causal(), backward=True)
-    problem = problem_of(plan["method"], layout, work, work.mask)
-    cables = Cables(Network(), A100, layout.size)
-    for phase, seconds in plan["seconds"].items():
-        programs = survey_of(A100, plan["method"], layout, work, problem, phase)[:2]
-        parts = simulate(*programs, cables, layout.world_ranks(), in_order=False)
-        assert sum(parts.values()).max() == pytest.approx(seconds, rel=0.02)

@@ -13,6 +13,7 @@ from a2d_mpi import Causal, Full
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.arrays import IntervalMask
+from a2d_mpi.masks.compiled import compile_mask
 from a2d_mpi.masks.intervals import size
 from a2d_mpi.masks.patterns import PATTERNS, make_mask
 from a2d_mpi.schedules.method import METHODS
@@ -119,7 +120,7 @@ def test_required_rows_are_the_definition(data):
     config = AttentionConfig(n, 1, 1)
     name = data.draw(st.sampled_from(NAMES))
     shards = problem_of("attention2d", Layout(1, ranks), config, mask, name).queries
-    found = Visibility(mask, shards, shards)
+    found = Visibility(compile_mask(mask, n, n), shards, shards)
     tokens = [shards.tokens(p) for p in range(ranks)]
     visible = mask.dense(np.arange(n), np.arange(n))
     others = tuple(sorted(data.draw(st.sets(st.integers(0, ranks - 1), min_size=1))))

@@ -22,6 +22,7 @@ from a2d_mpi.schedules.steps import KINDS, Rows, TokenArray
 
 Channels = Mapping[str, Channel]  # by the names of the programs
 Tensors = dict[str, Array]  # by name
+Run = Callable[["Executor"], None]  # a compiled step
 
 
 class Options(NamedTuple):
@@ -68,8 +69,8 @@ class CompiledPhase:
         self._slices = 1 + max(p.slice for p in programs)
         executors: dict[tuple[int, int], Executor] = {}
         # Each part: executor, compiled steps, and whether its program begins and ends with it.
-        self._parts: list[tuple[Executor, list[tuple], bool, bool]] = []
-        compiled: dict[int, tuple] = {}  # slices have the same steps
+        self._parts: list[tuple[Executor, list[Run], bool, bool]] = []
+        compiled: dict[int, Run] = {}  # slices have the same steps
         last = {(p.slice, p.stage): i for i, p in enumerate(programs)}
         for i, p in enumerate(programs):
             key = p.slice, p.stage
@@ -77,7 +78,7 @@ class CompiledPhase:
                 executors[key] = Executor(p, self._slices)
             for step in p.steps:
                 if id(step) not in compiled:
-                    compiled[id(step)] = _COMPILED[type(step)](step, p)
+                    compiled[id(step)] = _COMPILE[type(step)](step, p)
             ready = [compiled[id(step)] for step in p.steps]
             self._parts.append((executors[key], ready, begins, last[key] == i))
         self._last, self._in_buffers = programs[-1].stage, bool(programs[-1].copied)
@@ -101,13 +102,18 @@ class CompiledPhase:
         Tensors
             This rank's shard of the results, in new arrays of the caller's dtypes.
         """
-        if len(self._parts) > 1:
-            results = self._run_slices(state, channels, given, options)
-        else:  # neither a head axis nor slices
-            ((executor, ready, _, _),) = self._parts
-            executor.begin(state, channels, given, options, {})
+        tensors: dict[int, Tensors] = {}  # of each slice
+        whole: dict[str, Tensors] = {}  # arrays of results, to which all slices write
+        for executor, ready, begins, ends in self._parts:  # one, without head axis and slices
+            i = executor.slice
+            if begins:
+                read = tensors.pop(i, given)
+                new = whole if executor.stage == self._last else {}
+                executor.begin(state, channels, read, options.of_slice(i, self._slices), new)
             executor.run(ready)
-            results = executor.end()
+            if ends:
+                tensors[i] = executor.end()
+        results = {name: x for of_slice in tensors.values() for name, x in of_slice.items()}
         for name, x in results.items():
             dtype = self._config.dtype_of(name)
             if x.dtype != dtype or self._in_buffers:
@@ -115,25 +121,6 @@ class CompiledPhase:
                 with state.clocks.span("merge"):
                     state.device.put(results[name], x)
         return results
-
-    def _run_slices(
-        self, state: DeviceState, channels: Channels, given: Tensors, options: Options
-    ) -> Tensors:
-        """Run programs that take heads, attend and put heads, of all slices."""
-        tensors: dict[int, Tensors] = {}  # of each slice
-        whole: dict[str, Tensors] = {}  # arrays of results, to which all slices write
-        keys: Tensors = {}  # of the KV heads that were taken last
-        for executor, ready, begins, ends in self._parts:
-            i = executor.slice
-            if begins:
-                read = keys | tensors.pop(i, given)
-                new = whole if executor.stage == self._last else {}
-                executor.begin(state, channels, read, options.of_slice(i, self._slices), new)
-            executor.run(ready)
-            if ends:
-                tensors[i] = executor.end()
-                keys |= {x: y for x, y in tensors[i].items() if x in ("k", "v")}
-        return {name: x for of_slice in tensors.values() for name, x in of_slice.items()}
 
 
 class Executor:
@@ -149,11 +136,11 @@ class Executor:
     """
 
     def __init__(self, program: Program, slices: int) -> None:
-        self.slice, self.stage, self._slices = program.slice, program.stage, slices
+        self.slice, self.stage, self.slices = program.slice, program.stage, slices
         self._arrays, self._results = program.arrays, program.results
         # Sizes with all heads of the problem, and with the heads that this rank computes.
         self._whole, self._local = program.group.problem.config, program.group.config
-        self._pending: list[list[Any]] = [[]] * program.messages  # requests of each message
+        self.pending: list[list[Any]] = [[]] * program.messages  # requests of each message
         self._work: Workspace | None = None
 
     def begin(
@@ -165,7 +152,7 @@ class Executor:
         new: dict[str, Tensors],
     ) -> None:
         """Begin a call with the caller's arrays; results are made in `new`, unless it has them."""
-        self._state, self._channels, self._options = state, channels, options
+        self.state, self.channels, self.options = state, channels, options
         self._given, self._new = given, new
         self._sink = options.sink if self.stage == ATTEND else None
         if self._work is not state.work:
@@ -175,29 +162,25 @@ class Executor:
             if array.role == "result" and name not in new:
                 new[name] = self._result(array, wide=self._sink is not None)
 
-    def run(self, ready: list[tuple]) -> None:
+    def run(self, ready: list[Run]) -> None:
         """Run compiled steps."""
-        for do, *operands in self._state.clocks.noted(ready):
-            do(self, *operands)
+        for do in self.state.clocks.noted(ready):
+            do(self)
 
     def end(self) -> Tensors:
         """End the call, drop the caller's arrays, and return the results by name."""
         results = {
             name: x
             for rows in self._results.values()
-            for name, x in zip(KINDS[self._kind(rows)], self._tensors(rows))
+            for name, x in zip(KINDS[self._arrays[rows.array].kind], self.tensors(rows))
         }
         if self._sink is not None:
-            with self._state.clocks.span("merge"):
-                self._state.device.add_sink(sink=self._sink, **results)
+            with self.state.clocks.span("merge"):
+                self.state.device.add_sink(sink=self._sink, **results)
         self._given, self._new = {}, {}
         return results
 
-    def _kind(self, rows: Rows) -> str:
-        """Return the kind of rows, one of `KINDS`."""
-        return self._arrays[rows.array].kind
-
-    def _tensors(self, rows: Rows) -> list[Array]:
+    def tensors(self, rows: Rows) -> list[Array]:
         """Return rows of each tensor of an array, (tokens, heads, ...); the rows are one run."""
         if rows in self._views:
             return self._views[rows]
@@ -216,20 +199,20 @@ class Executor:
 
     def _buffers(self, array: TokenArray) -> list[Array]:
         """Return all rows of each tensor of a buffer."""
-        as_computed = array.as_computed and getattr(self._state.kernel, "rounds_partials", False)
+        as_computed = array.as_computed and getattr(self.state.kernel, "rounds_partials", False)
         shapes = _shapes(array, self._local, () if as_computed else array.accumulated)
-        work = self._state.work
+        work = self.state.work
         if array.parcel:
             return work.parcel((array.memory, 0), shapes)
         return [work.get((array.memory, i), *x) for i, x in enumerate(shapes)]
 
-    def _travelling(self, rows: Rows) -> list[Array]:
+    def travelling(self, rows: Rows) -> list[Array]:
         """Return the arrays that MPI sends for rows; of a parcel, all of its bytes."""
-        tensors, array = self._tensors(rows), self._arrays[rows.array]
+        tensors, array = self.tensors(rows), self._arrays[rows.array]
         if not array.parcel:
             return tensors
         nbytes = sum(x.nbytes for x in tensors)
-        return [self._state.work.get((array.memory, 0), (nbytes,), np.uint8)]
+        return [self.state.work.get((array.memory, 0), (nbytes,), np.uint8)]
 
     def _result(self, array: TokenArray, wide: bool) -> Tensors:
         """Make new arrays for results: (tokens, heads, headdim), of lse (tokens, heads).
@@ -238,128 +221,13 @@ class Executor:
         """
         config, names = self._whole if array.all_heads else self._local, KINDS[array.kind]
         tensors = _shapes(array, config, names if wide else array.accumulated)
-        return {name: self._state.device.empty(*x) for name, x in zip(names, tensors)}
+        return {name: self.state.device.empty(*x) for name, x in zip(names, tensors)}
 
-    def _post(self, message: steps.Message, peer: int) -> None:
-        channel, rows = self._channels[message.channel], message.rows
-        start = channel.isend if isinstance(message, steps.Send) else channel.irecv
-        tag = mpi_tag(self._kind(rows), message.tag, message.turn, self.slice)
-        self._pending[message.index] = start(self._travelling(rows), peer, tag)
-
-    def _wait(self, step: steps.Wait) -> None:
-        if requests := [x for index in step.messages for x in self._pending[index]]:
-            self._channels[step.channel].wait(requests)
-
-    def _clear(self, rows: Rows) -> None:
-        for x in self._tensors(rows):
-            self._state.device.zero(x)
-
-    def _attend(self, step: steps.Attend, intervals: Intervals) -> None:
-        tensors, kernel, options = self._tensors, self._state.kernel, self._options
-        (q,) = tensors(step.queries)  # (queries, nheads, headdim)
-        k, v = tensors(step.keys)  # (keys, nheads_kv, headdim)
-        given = q, k, v, intervals, *tensors(step.target)
-        self._state.blocks["forward"] += 1
-        with self._state.clocks.span("compute"):
-            kernel.forward(*given, careful=options.careful, largest=options.largest)
-
-    def _differentiate(self, step: steps.Differentiate, intervals: Intervals) -> None:
-        tensors, kernel, options = self._tensors, self._state.kernel, self._options
-        dout, q, lse, delta = tensors(step.queries)  # q: (queries, nheads, headdim)
-        k, v = tensors(step.keys)  # (keys, nheads_kv, headdim)
-        given = dout, q, k, v, lse, delta, intervals, *tensors(step.dq), *tensors(step.dkv)
-        careful, any_delta = options.careful, options.any_delta
-        self._state.blocks["backward"] += 1
-        with self._state.clocks.span("compute"):
-            kernel.backward(*given, fresh=step.fresh, careful=careful, any_delta=any_delta)
-
-    def _merge(self, parts: list[tuple[Rows, Rows, Rows]]) -> None:
-        tensors = self._tensors
-        with self._state.clocks.span("merge"):
-            for source, target, compensation in parts:
-                merged = *tensors(target), *tensors(compensation)
-                self._state.device.merge(*merged, *tensors(source))
-
-    def _pairs(self, parts: Iterable[tuple[Rows, Rows]]) -> Iterator[tuple[Array, Array]]:
+    def pairs(self, parts: Iterable[tuple[Rows, Rows]]) -> Iterator[tuple[Array, Array]]:
         """Yield the tensors of sources and targets; what is done meanwhile is merging."""
-        with self._state.clocks.span("merge"):
+        with self.state.clocks.span("merge"):
             for source, target in parts:
-                yield from zip(self._tensors(source), self._tensors(target))
-
-    def _put(self, parts: list[tuple[Rows, Rows]], add: bool) -> None:
-        for x, y in self._pairs(parts):
-            self._state.device.put(y, x, add)
-
-    def _by_index(self, how: str, source: Rows, target: Rows, index_on: Callable) -> None:
-        device = self._state.device
-        move, index = getattr(device, how), index_on(device)
-        for x, y in self._pairs([(source, target)]):
-            move(y, x, index)
-
-    def _code(self, how: str, parts: list[tuple[Rows, Rows]]) -> None:
-        device = self._state.device
-        for x, y in self._pairs(parts):
-            if x.shape == y.shape and x.dtype == y.dtype:  # it travels as it is
-                device.put(y, x)
-            else:
-                getattr(device, how)(y, x, self._local.wire)
-
-    def _move_heads(self, step: steps.TakeHeads | steps.PutHeads, whole: Rows) -> None:
-        """Take heads from rows of all heads, or put them there."""
-        first = (step.head * self._slices + self.slice) * self._local.nheads
-        tensors = self._tensors(step.source), self._tensors(step.target)
-        with self._state.clocks.span("merge"):
-            for name, x, y in zip(KINDS[self._kind(whole)], *map(_with_elements, tensors)):
-                head = first * self._whole.shape(name)[0] // self._whole.nheads
-                if whole is step.source:
-                    self._state.device.take_heads(y, x, head)
-                else:
-                    self._state.device.put_heads(y, x, head, name in step.sums)
-
-
-def _posted(step: steps.Message, program: Program) -> tuple:
-    return Executor._post, step, program.channels[step.channel].index(step.peer)
-
-
-def _merging(step: steps.Merge, program: Program) -> tuple:
-    both = (common_rows(step.source, x) for x in (step.target, step.compensation))
-    return Executor._merge, [(*pair, compensation) for pair, (_, compensation) in zip(*both)]
-
-
-def _moved(step: steps.Copy | steps.Add, program: Program) -> tuple:
-    """Move rows run by run; between an order by piece and an order by token, by index."""
-    (source, target), add = step, isinstance(step, steps.Add)
-    by_token, into_by_token = (program.arrays[x.array].by_token for x in step)
-    if by_token == into_by_token:
-        return Executor._put, common_rows(source, target), add
-    index = np.empty(source.count, np.int64)
-    if add:
-        how, index[index_of(source)] = "add_at", index_of(target)
-    elif by_token:
-        how, index[:] = "take", index_of(source)
-    elif target.count < program.arrays[target.array].length:
-        how, index[:] = "put_at", index_of(target)
-    else:
-        how, index[index_of(target)] = "take", index_of(source)
-    on = cache(lambda device: device.upload(index))  # once for each device
-    return Executor._by_index, how, *(program.rows(x.array) for x in step), on
-
-
-def _called(step: steps.KernelCall, program: Program) -> tuple:
-    """Find the visible keys of a kernel call; refuse rows that a kernel cannot take."""
-    for rows in (x for x in step if isinstance(x, Rows)):
-        if len(rows.runs) > 1:
-            raise ValueError(
-                f"a kernel call takes one run of rows, got {len(rows.runs)} runs of {rows.array!r}"
-            )
-    queries, keys = program.tokens(step.queries), program.tokens(step.keys)
-    if (keys[1:] < keys[:-1]).any():
-        raise ValueError(
-            f"a kernel call takes keys in the order of tokens, got rows of {step.keys.array!r} "
-            "in another order"
-        )
-    do = Executor._attend if isinstance(step, steps.Attend) else Executor._differentiate
-    return do, step, program.mask.intervals(queries, keys)
+                yield from zip(self.tensors(source), self.tensors(target))
 
 
 def _shapes(
@@ -375,21 +243,175 @@ def _with_elements(tensors: list[Array]) -> list[Array]:
     return [x if x.ndim == 3 else x.reshape(*x.shape, 1) for x in tensors]
 
 
-# Functions that compile a step to a function of the executor with its operands.  They are plain
-# functions, because bound methods would refer back to the executor.
-_COMPILED: dict[type, Callable[[Any, Program], tuple]] = {
-    steps.Send: _posted,
-    steps.Receive: _posted,
-    steps.Wait: lambda step, program: (Executor._wait, step),
-    steps.Drain: lambda step, program: (Executor._wait, step),
-    steps.Clear: lambda step, program: (Executor._clear, step.rows),
-    steps.Attend: _called,
-    steps.Differentiate: _called,
-    steps.Merge: _merging,
-    steps.Copy: _moved,
-    steps.Add: _moved,
-    steps.Encode: lambda step, program: (Executor._code, "encode", common_rows(*step)),
-    steps.Decode: lambda step, program: (Executor._code, "decode", common_rows(*step)),
-    steps.TakeHeads: lambda step, program: (Executor._move_heads, step, step.source),
-    steps.PutHeads: lambda step, program: (Executor._move_heads, step, step.target),
+# Each function below compiles a step of a program to a function, which the executors of all slices
+# run: what it finds must not depend on the slice.
+
+
+def _compile_message(step: steps.Message, program: Program) -> Run:
+    peer = program.channels[step.channel].index(step.peer)
+    kind, sends = program.arrays[step.rows.array].kind, isinstance(step, steps.Send)
+
+    def post(x: Executor) -> None:
+        start = x.channels[step.channel].isend if sends else x.channels[step.channel].irecv
+        tag = mpi_tag(kind, step.tag, step.turn, x.slice)
+        x.pending[step.index] = start(x.travelling(step.rows), peer, tag)
+
+    return post
+
+
+def _compile_wait(step: steps.Wait, program: Program) -> Run:
+    def wait(x: Executor) -> None:
+        if requests := [y for index in step.messages for y in x.pending[index]]:
+            x.channels[step.channel].wait(requests)
+
+    return wait
+
+
+def _compile_clear(step: steps.Clear, program: Program) -> Run:
+    def clear(x: Executor) -> None:
+        for tensor in x.tensors(step.rows):
+            x.state.device.zero(tensor)
+
+    return clear
+
+
+def _compile_attend(step: steps.Attend, program: Program) -> Run:
+    intervals = _intervals(step, program)
+
+    def attend(x: Executor) -> None:
+        (q,) = x.tensors(step.queries)  # (queries, nheads, headdim)
+        k, v = x.tensors(step.keys)  # (keys, nheads_kv, headdim)
+        given, options = (q, k, v, intervals, *x.tensors(step.target)), x.options
+        x.state.blocks["forward"] += 1
+        with x.state.clocks.span("compute"):
+            x.state.kernel.forward(*given, careful=options.careful, largest=options.largest)
+
+    return attend
+
+
+def _compile_differentiate(step: steps.Differentiate, program: Program) -> Run:
+    intervals = _intervals(step, program)
+
+    def differentiate(x: Executor) -> None:
+        dout, q, lse, delta = x.tensors(step.queries)  # q: (queries, nheads, headdim)
+        k, v = x.tensors(step.keys)  # (keys, nheads_kv, headdim)
+        given = dout, q, k, v, lse, delta, intervals, *x.tensors(step.dq), *x.tensors(step.dkv)
+        careful, any_delta = x.options.careful, x.options.any_delta
+        x.state.blocks["backward"] += 1
+        with x.state.clocks.span("compute"):
+            x.state.kernel.backward(*given, fresh=step.fresh, careful=careful, any_delta=any_delta)
+
+    return differentiate
+
+
+def _intervals(step: steps.KernelCall, program: Program) -> Intervals:
+    """Find the visible keys of a kernel call; refuse rows that a kernel cannot take."""
+    for rows in (x for x in step if isinstance(x, Rows)):
+        if len(rows.runs) > 1:
+            raise ValueError(
+                f"a kernel call takes one run of rows, got {len(rows.runs)} runs of {rows.array!r}"
+            )
+    queries, keys = program.tokens(step.queries), program.tokens(step.keys)
+    if (keys[1:] < keys[:-1]).any():
+        raise ValueError(
+            f"a kernel call takes keys in the order of tokens, got rows of {step.keys.array!r} "
+            "in another order"
+        )
+    return program.mask.intervals(queries, keys)
+
+
+def _compile_merge(step: steps.Merge, program: Program) -> Run:
+    both = (common_rows(step.source, x) for x in (step.target, step.compensation))
+    parts = [(*pair, compensation) for pair, (_, compensation) in zip(*both)]
+
+    def merge(x: Executor) -> None:
+        with x.state.clocks.span("merge"):
+            for source, target, compensation in parts:
+                merged = *x.tensors(target), *x.tensors(compensation)
+                x.state.device.merge(*merged, *x.tensors(source))
+
+    return merge
+
+
+def _compile_move(step: steps.Copy | steps.Add, program: Program) -> Run:
+    """Move rows run by run; between an order by piece and an order by token, by index."""
+    (source, target), add = step, isinstance(step, steps.Add)
+    by_token, into_by_token = (program.arrays[x.array].by_token for x in step)
+    if by_token == into_by_token:
+        parts = common_rows(source, target)
+
+        def put(x: Executor) -> None:
+            for one, other in x.pairs(parts):
+                x.state.device.put(other, one, add)
+
+        return put
+    index = np.empty(source.count, np.int64)
+    if add:
+        how, index[index_of(source)] = "add_at", index_of(target)
+    elif by_token:
+        how, index[:] = "take", index_of(source)
+    elif target.count < program.arrays[target.array].length:
+        how, index[:] = "put_at", index_of(target)
+    else:
+        how, index[index_of(target)] = "take", index_of(source)
+    index_on = cache(lambda device: device.upload(index))  # once for each device
+    whole = tuple(program.rows(x.array) for x in step)
+
+    def move(x: Executor) -> None:
+        move_rows, on_device = getattr(x.state.device, how), index_on(x.state.device)
+        for one, other in x.pairs([whole]):
+            move_rows(other, one, on_device)
+
+    return move
+
+
+def _compile_code(step: steps.Encode | steps.Decode, program: Program) -> Run:
+    how = "encode" if isinstance(step, steps.Encode) else "decode"
+    parts, wire = common_rows(*step), program.group.config.wire
+
+    def code(x: Executor) -> None:
+        for one, other in x.pairs(parts):
+            if one.shape == other.shape and one.dtype == other.dtype:  # it travels as it is
+                x.state.device.put(other, one)
+            else:
+                getattr(x.state.device, how)(other, one, wire)
+
+    return code
+
+
+def _compile_heads(step: steps.TakeHeads | steps.PutHeads, program: Program) -> Run:
+    """Take heads from rows of all heads, or put them there."""
+    takes, every = isinstance(step, steps.TakeHeads), program.group.problem.config
+    names = KINDS[program.arrays[(step.source if takes else step.target).array].kind]
+    own = program.group.config.nheads
+
+    def move_heads(x: Executor) -> None:
+        device, tensors = x.state.device, (x.tensors(step.source), x.tensors(step.target))
+        first = (step.head * x.slices + x.slice) * own
+        with x.state.clocks.span("merge"):
+            for name, one, other in zip(names, *map(_with_elements, tensors)):
+                head = first * every.shape(name)[0] // every.nheads
+                if takes:
+                    device.take_heads(other, one, head)
+                else:
+                    device.put_heads(other, one, head, name in step.sums)
+
+    return move_heads
+
+
+_COMPILE: dict[type, Callable[[Any, Program], Run]] = {
+    steps.Send: _compile_message,
+    steps.Receive: _compile_message,
+    steps.Wait: _compile_wait,
+    steps.Drain: _compile_wait,
+    steps.Clear: _compile_clear,
+    steps.Attend: _compile_attend,
+    steps.Differentiate: _compile_differentiate,
+    steps.Merge: _compile_merge,
+    steps.Copy: _compile_move,
+    steps.Add: _compile_move,
+    steps.Encode: _compile_code,
+    steps.Decode: _compile_code,
+    steps.TakeHeads: _compile_heads,
+    steps.PutHeads: _compile_heads,
 }

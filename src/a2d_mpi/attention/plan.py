@@ -15,7 +15,7 @@ from a2d_mpi.attention import around
 from a2d_mpi.attention.arguments import check_grid, check_problem, check_room, check_tensors
 from a2d_mpi.attention.device_state import DeviceState
 from a2d_mpi.attention.executor import CompiledPhase, Options
-from a2d_mpi.comm.agreement import Caller, Flags
+from a2d_mpi.comm.calls import Caller, Flags
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import PHASES, AttentionConfig
@@ -84,8 +84,8 @@ class AttentionPlan(Caller):
     slices : int or (int, int), optional
         Slices into which a rank cuts its heads, in both phases, or in the forward and in the
         backward pass; see `a2d_mpi.schedules.pipeline`.  Messages of a slice travel while other
-        slices compute, and buffers shrink.  Results are the same bit for bit, but for dk and dv if
-        slices share KV heads.  Default: the planner's number, and without a planner the number of
+        slices compute, and buffers shrink.  A slice has whole KV heads.  Results are the same bit
+        for bit.  Default: the planner's number, and without a planner the number of
         `a2d_mpi.schedules.slices.default`; one for rings without a head axis and without overlap.
     transfers : {"auto", "device", "host"}
         Path of device arrays to MPI: directly, or through the host; see
@@ -228,11 +228,10 @@ class AttentionPlan(Caller):
                 if "cupy" not in sys.modules:  # a GPU's memory is not the node's
                     check_room(programs["forward"], problem, self.grid.comm.rank, self.grid)
                 self._phases = {x: CompiledPhase(y) for x, y in programs.items()}
-                digest = problem.mask.digest(config.seqlen, config.seqlen_kv)
                 arguments = {
                     "method": type(self).__name__,
                     **config.arguments,
-                    "mask": f"{type(mask).__name__} (digest {digest})",
+                    "mask": f"{type(mask).__name__} (digest {problem.seen.digest})",
                     "distribution": self.distribution.name,
                     "distribution of the keys": self.problem.keys.name,
                     **self._compared,
@@ -537,7 +536,7 @@ class AttentionPlan(Caller):
         """
         from a2d_mpi.planning import memory
 
-        kernel = self.kernel if self.kernel in memory.LIBRARIES else None
+        kernel = self.kernel if self.kernel in memory.KERNELS else None
         return memory.peak_memory(*self._work_of(rank), backward, kernel)
 
     def area(self, rank: int | None = None) -> int:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
 
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.comm.agreement import Call, Caller, CollectiveError, PlanCall
+from a2d_mpi.comm.agreement import Call, CollectiveError
+from a2d_mpi.comm.calls import Caller, Calls, PlanCall
 from a2d_mpi.comm.survival import NoFailures, ranks_in, survives
 from a2d_mpi.comm.watch import Watch
 from a2d_mpi.core.layout import Layout
@@ -73,8 +73,6 @@ class ProcessGrid:
         Cores of the node per rank of the grid on this node, at least 1.
     watch : Watch
         Reports of ranks that wait for a long time.
-    plans : int
-        Number of plans made so far on this grid.
     failures : NoFailures or Failures
         Detection of ranks that died, if MPI continues without them.
 
@@ -130,7 +128,8 @@ class ProcessGrid:
                 call.agree({**arguments, "block": block, "nodes": nodes})
             self._split(comm, nodes)
         self.failures.comm, self.failures.numbers = self.comm, self.layout.world_ranks()
-        self.watch, self._lock, self.plans = Watch(self.comm), threading.Lock(), 0
+        self.watch = Watch(self.comm)
+        self._calls = Calls(self.comm, self.watch, self.failures)
 
     @classmethod
     def from_layout(
@@ -163,7 +162,8 @@ class ProcessGrid:
         """Return a grid of one row of the same ranks, in the order of grid ranks.  Local.
 
         It has the communicators of this grid, which frees them, and the same `failures`: a loss in
-        a call of one of the two ends all waits in calls of the other.
+        a call of one of the two ends all waits in calls of the other.  Their plans are counted
+        together.
         """
         grid, ranks, rank = copy(self), self.comm.size, self.comm.rank
         grid.layout = Layout(1, ranks, nodes=self.layout.nodes)
@@ -232,10 +232,9 @@ class ProcessGrid:
             self._channel_comms[ranks] = made
         return self._channel_comms[ranks]
 
-    @contextmanager
     def call(
         self, action: str, plan: Caller, settle: Callable[[], None] = lambda: None
-    ) -> Iterator[PlanCall]:
+    ) -> AbstractContextManager[PlanCall]:
         """Make a collective call of a plan, or make the plan, in a ``with`` statement::
 
             with grid.call("forward", plan) as call:
@@ -251,7 +250,7 @@ class ProcessGrid:
         Parameters
         ----------
         action : str
-            One of `a2d_mpi.comm.agreement.ACTIONS`.
+            One of `a2d_mpi.comm.calls.ACTIONS`.
         plan : Caller
         settle : callable
             Completes the messages under way, if a rank dies in the call.
@@ -267,18 +266,7 @@ class ProcessGrid:
         RanksLost
             On all surviving ranks, if a rank died and MPI continues.
         """
-        if self.comm == MPI.COMM_NULL:
-            raise CollectiveError("the grid was freed")
-        alone = self._lock.acquire(blocking=False)
-        if not alone:
-            self._lock.acquire()
-        try:
-            with self.failures.translated(settle):
-                call = PlanCall(self, action, plan, alone)
-                yield call
-                call.end()
-        finally:
-            self._lock.release()
+        return self._calls.call(action, plan, settle)
 
     def shrink(self, method: str = "attention2d") -> ProcessGrid | None:
         """Make a grid of the surviving ranks after `RanksLost`; afterwards free this grid.

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.comm.agreement import Caller
+from a2d_mpi.comm.calls import Caller
 from a2d_mpi.core.sizes import whole_number
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.host import HOST

@@ -27,7 +27,7 @@ from mpi4py import MPI
 SECONDS = 300.0
 NAP = 0.25  # seconds between two checks of all waits
 _PAUSE = 1.0  # seconds until the report: by then all waiting ranks have checked, too
-_TAG = 20
+_TAG = 32767  # the largest that MPI guarantees; tags of plans are smaller
 _ABORTED = 75  # exit code: "temporary failure" of sysexits.h
 
 
@@ -42,8 +42,8 @@ class Watch:
         The present call, whose text is reported.  The caller updates it.
     talks : bool
         Whether ranks send their reports to each other on `comm`, and one rank prints them.  Then
-        nothing else may send point-to-point messages on `comm`.  Otherwise each rank prints a
-        report of its own.
+        nothing else may send messages with the tag of reports on `comm`.  Otherwise each rank
+        prints a report of its own.
 
     Raises
     ------

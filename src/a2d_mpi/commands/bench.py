@@ -70,14 +70,12 @@ def kernels(parser: Parser) -> Callable:
     To compare with PyTorch: pip install -e '.[bench]'; on CPUs its build for CPUs is enough.
 
     All kernels run in turn, trial by trial.  On a CPU these are "numpy" and the fastest kernel for
-    the dtype, on one core, and the CPU's own product of matrices (in 16 bits oneDNN's).  On a GPU
-    it is the fastest kernel that is installed.  For the masks that torch has, its attention runs
-    too, by the backend that torch chooses or by those of --torch.  The backward pass is timed
-    against torch's autograd.
+    the dtype, on one core.  On a GPU it is the fastest kernel that is installed.  For the masks
+    that torch has, its attention runs too, by the backend that torch chooses or by those of
+    --torch.  The backward pass is timed against torch's autograd.
 
     The table has FLOP/s in the median over the trials: 4 operations per pair, head and element
-    forward, and 10 backward.  Masked pairs are not counted.  It also has the ratios to torch and
-    to the product.
+    forward, and 10 backward.  Masked pairs are not counted.  It also has the ratios to torch.
     --output adds the seconds of all trials to a benchmark file, with versions, the CPU or GPU,
     BLAS, and the CPU that BLAS takes this CPU for.  "plot results FILE --what kernels" draws
     the file.

@@ -1,4 +1,4 @@
-r"""Plans for a machine: the fastest methods and grids, by the model or by a network simulator.
+r"""Plans for a machine: the fastest methods and grids, also on other networks.
 
     python -m a2d_mpi plan --profile data/machines/h100-64x1.toml --ranks 64 --seqlen 1M \
         --nheads 96 --headdim 128 --mask causal --backward
@@ -7,13 +7,13 @@ r"""Plans for a machine: the fastest methods and grids, by the model or by a net
 
 Nothing is run, and no MPI is needed.
 
-Exit code 0: done.  2: bad input, or no plan fits, or no SimGrid.
+Exit code 0: done.  2: bad input, or no plan fits.
 """
 
 from collections.abc import Callable
 
 from a2d_mpi.experiments import plan
-from a2d_mpi.experiments.options import Parser, add_options, listed, path, real, whole
+from a2d_mpi.experiments.options import Parser, add_options, listed, path, whole
 from a2d_mpi.experiments.sweep import PLANNED, add_plans, add_workloads
 
 
@@ -26,7 +26,8 @@ def rank(parser: Parser) -> Callable:
             --model FOLDER
 
     --model FILE takes heads, layers, windows and dtype from the config.json of a model of
-    transformers, in place of --nheads, --nheads-kv, --headdim and --headdim-v.  Seconds and bytes
+    transformers, in place of --nheads, --nheads-kv, --headdim and --headdim-v, and needs PyTorch
+    and transformers: pip install -e '.[torch]'.  Seconds and bytes
     are then of the attention in all layers, which have one grid.  --mask is what layers without a
     window see; layers with a window see what is also inside the window.  --dtype replaces the
     dtype of the file.
@@ -54,7 +55,7 @@ def rank(parser: Parser) -> Callable:
 
 
 def simulate(parser: Parser) -> Callable:
-    r"""Replay plans x ranks x lengths x networks by SimGrid, beside the model's prediction.
+    r"""Simulate plans x ranks x lengths x networks, beside the same plans on one switch.
 
         python -m a2d_mpi plan simulate --output results/scale.h5 --ranks 4 --seqlens 4K \
             --profile data/machines/a100-16x4.toml --networks switch --plans ring,attention2d
@@ -62,16 +63,9 @@ def simulate(parser: Parser) -> Callable:
             --profile data/machines/a100-16x4.toml --networks "switch,fat tree:2,dragonfly" \
             --seqlens 1M --nheads-kv 32,8 --backward --plans "ring,auto:each" --resume
 
-    Every rank does what the model has it do, for as long.  Only the network is another: SimGrid
-    shares its links among all messages.  A network is "switch", "fat tree", "fat tree:4" (four
-    times oversubscribed) or "dragonfly".
+    A network is "switch", "fat tree", "fat tree:4" (four times oversubscribed) or "dragonfly".
     Every simulation is added to the file when it is done.  --resume continues where an earlier run
     ended.
-    All-gathers of many ranks take long: for each message that ends, SimGrid shares the links anew
-    among all others.  With --coarse 1e-3, messages that end close after each other end together.
-
-    It needs SimGrid and a compiler: apt-get install g++ libsimgrid-dev (Debian, Ubuntu).  Python
-    needs nothing of it.
     """
     group = parser.add_argument_group("machines")
     add = group.add_argument
@@ -85,11 +79,8 @@ def simulate(parser: Parser) -> Callable:
     add("--links-alone", action="store_true", help=text)
     add_workloads(parser)
     parser.set_defaults(seqlens="1M", nheads="32", headdim="128", dtypes="bfloat16")
-    group = parser.add_argument_group("plans and simulation")
-    add = group.add_argument
+    group = parser.add_argument_group("plans")
     add_plans(parser, group, default="auto:each")
-    text = "messages end together within this share of the predicted time"
-    add("--coarse", type=real(0, 1), metavar="X", default=0.0, help=text)
     group = parser.add_argument_group("output")
     add_options(group, "output", required=True)
     add_options(group, "resume")

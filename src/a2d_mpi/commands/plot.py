@@ -33,12 +33,8 @@ def results(parser: Parser) -> Callable:
 
     Figures of the files of other commands:
 
-    training     loss by tokens (train)
     kernels      speed of kernels and of PyTorch's (bench kernels)
-    slopes       time by number of ranks, with the power of the ranks that fits each method's times
-    winners      the fastest method by ranks and tokens (plan simulate)
     crossover    gain over the ring by computing over transfers (folder of run.py study crossover)
-    trace        what every rank did when, and all messages (attention --trace)
 
     Each figure is written as PNG and as SVG, at most 16 cm wide.  The fastest plan of a method at
     each number of ranks stands for the method (in bytes, the plan that receives least).  A marker
@@ -47,7 +43,7 @@ def results(parser: Parser) -> Callable:
     """
     from a2d_mpi.figures.plots import FIGURES, OTHERS, plot
 
-    text = "file of a driver, or of --trace, or a folder"
+    text = "file of a driver, or a folder"
     parser.add_argument("results", type=path, help=text)
     add = parser.add_argument_group("figures").add_argument
     add("--output", dest="folder", type=path, metavar="DIR", default="results/figures",

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, by one job at a time.
+"""Files that are written whole or not at all.
 
 Functions raise OSError with one line for the user, which names the file and the reason.
 """
@@ -6,17 +6,11 @@ Functions raise OSError with one line for the user, which names the file and the
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import re
 import secrets
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-
-# Errors of flock if another process holds the lock; some network file systems give EACCES.
-_HELD = (errno.EAGAIN, errno.EACCES)
 
 
 def check_writable(
@@ -72,14 +66,6 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
         return file.read()
 
 
-def same_file(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
-    """Return True if two paths name the same file, also by links and before the file exists."""
-    with suppress(OSError):  # one of the files does not exist
-        if os.path.samefile(one, other):
-            return True
-    return os.path.realpath(one) == os.path.realpath(other)
-
-
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
     """Give the real path of a file, and the path of a temporary file beside it.
@@ -108,7 +94,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
             os.unlink(temporary)
 
 
-def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+def write_whole(path: str | os.PathLike[str], data: bytes | memoryview) -> None:
     """Write a file; if writing fails, an existing file is left as it was.
 
     Raises
@@ -119,8 +105,7 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     with replacing(path) as (target, temporary):
         with open(temporary, "wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        _sync(temporary)
         os.replace(temporary, target)
 
 
@@ -180,71 +165,3 @@ def _sync(path: str) -> None:
         os.fsync(file)
     finally:
         os.close(file)
-
-
-@contextmanager
-def locked(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Keep other jobs from writing a file, or the files of a folder, until the context ends.
-
-    Temporary files that killed jobs have left there are removed.  The lock is a kernel lock
-    (flock), which NFS also shares between hosts.  The locked file says which job holds the lock.
-    A job that is killed leaves this file behind, but not the lock.  If the file system has no
-    locks, no job is kept from writing, and temporary files stay.
-
-    Raises
-    ------
-    OSError
-        If another job holds the lock (the message names its host and PID), or if no lock file can
-        be made.
-    """
-    target = os.path.realpath(path)
-    folder, name = (target, "") if os.path.isdir(target) else os.path.split(target)
-    lock = os.path.join(folder, f".{name}.lock" if name else ".lock")
-    try:
-        file, works = _locked(lock)
-    except OSError as error:
-        raise OSError(f"cannot write {path}: {error.strerror or error}") from error
-    try:
-        if works:
-            _remove_leftovers(folder, name)
-        yield
-    finally:
-        with suppress(OSError):
-            # Remove the name before the lock: the job that gets the lock next looks for the name.
-            os.unlink(lock)
-        os.close(file)
-
-
-def _locked(path: str) -> tuple[int, bool]:
-    """Lock a file; return it open, and True if its file system has locks."""
-    while True:
-        file, works = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), True
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _HELD:
-                who = os.pread(file, 1000, 0).decode(errors="replace") or "another job"
-                os.close(file)
-                raise OSError(f"{who} is writing it") from error
-            works = False
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file), os.stat(path)):
-                try:
-                    os.ftruncate(file, 0)
-                    os.pwrite(file, f"PID {os.getpid()} on {socket.gethostname()}".encode(), 0)
-                except OSError:  # the disk is full
-                    os.unlink(path)
-                    os.close(file)
-                    raise
-                return file, works
-        os.close(file)  # the previous job has just removed this file
-
-
-def _remove_leftovers(folder: str, name: str) -> None:
-    """Remove temporary files and folders of a file, or of all files of a folder."""
-    pattern = re.compile(rf"\.{re.escape(name) if name else '.+'}\.\d+(-[0-9a-f]+)?\.tmp")
-    with suppress(OSError):
-        for other in os.listdir(folder):
-            if pattern.fullmatch(other):
-                path = os.path.join(folder, other)
-                (shutil.rmtree if os.path.isdir(path) else os.unlink)(path)

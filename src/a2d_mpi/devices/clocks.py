@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from importlib import import_module
-from types import ModuleType
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
-
-_NOTHING = nullcontext()
 
 
 class Recorded(NamedTuple):
@@ -52,11 +48,8 @@ class Clocks:
 
     def use(self, device: Device) -> None:
         """Time the work of a device from now on."""
-        self._device, self._nvtx = device, None
+        self._device = device
         self._spans: dict[str, list[tuple[str, Any, Any]]] = {}
-        if device is not HOST:
-            with suppress(ImportError):  # names ranges for NVIDIA's profilers
-                self._nvtx: ModuleType | None = import_module("nvtx")
 
     def begin(self, phase: str) -> None:
         """Begin a call of a phase: forget the spans of the call before it."""
@@ -68,8 +61,7 @@ class Clocks:
     def span(self, part: str) -> Iterator[None]:
         """Time a span of the phase; `part` is "compute", "merge" or "total"."""
         start = self._device.mark()
-        with self._nvtx.annotate(f"{self._phase} {part}") if self._nvtx else _NOTHING:
-            yield
+        yield
         self._spans[self._phase].append((part, start, self._device.mark()))
 
     @contextmanager
@@ -93,11 +85,11 @@ class Clocks:
             spans = [(part, seconds(start), seconds(end)) for part, start, end in call.spans]
             calls[i] = call._replace(spans=spans)
 
-    def noted(self, steps: list[tuple]) -> Iterable[tuple]:
+    def noted(self, steps: list[Any]) -> Iterable[Any]:
         """Return the steps of a program; while calls are recorded, note when each begins."""
         return steps if self._recorded is None else self._noted(steps)
 
-    def _noted(self, steps: list[tuple]) -> Iterator[tuple]:
+    def _noted(self, steps: list[Any]) -> Iterator[Any]:
         _, _, spans, programs = self._recorded[-1]
         times: list[tuple[float, int]] = []
         programs.append(times)

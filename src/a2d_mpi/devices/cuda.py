@@ -189,10 +189,11 @@ class Cuda:
         self._rows("out_and_stats", dout.dtype, *given, dout.shape, pieces=True)
 
     def transpose(self, to: Array, x: Array) -> None:
-        """Set ``to = x.T`` for two-dimensional arrays of an accumulation dtype."""
-        turned = x.shape[0] < x.shape[1]
-        shape = x.shape[::-1] if turned else x.shape
-        self._rows("transpose", x.dtype, to, x, int(turned), shape, outer=1)
+        """Set ``to = x[:, :len(to)].T`` for two-dimensional arrays of an accumulation dtype."""
+        turned = to.shape[1] < to.shape[0]
+        shape = to.shape if turned else to.shape[::-1]
+        stride = np.int64(x.shape[1])
+        self._rows("transpose", x.dtype, to, x, int(turned), stride, shape, outer=1)
 
     def repeat_heads(self, to: Array, x: Array) -> None:
         """Copy each head of x (tokens, heads, headdim) to its group of heads of `to`."""

@@ -17,8 +17,7 @@ from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.sizes import check_memory, flops
-from a2d_mpi.devices.host import HOST
+from a2d_mpi.core.sizes import flops
 from a2d_mpi.experiments.cli import open_grid, together
 from a2d_mpi.experiments.files import InputInfo, inspect_input, read_shard
 from a2d_mpi.experiments.hdf5 import RESULT_SCHEMA, check_output, fill, new_file
@@ -59,10 +58,6 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     options = {name: x for name in names if (x := getattr(args, name)) is not None}
     options |= {**config.arguments, "overlap": args.overlap}
     plan = make_plan(args.method, grid, mask, **options)
-    if device is HOST:
-        what = f"{config.seqlen} tokens on {grid.layout.shape} ranks: arrays of one rank"
-        nbytes = plan.predicted_memory(args.backward)
-        together(comm, lambda: check_memory(what, nbytes, grid.sharing))
     tensors = together(comm, lambda: _read(args, info, plan))
     digests = together(comm, lambda: _digests(args), on=0) if args.output else None
     origin = origin_of(comm, device) | (digests or {})

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
-from threadpoolctl import threadpool_limits
 
-from a2d_mpi.attention.methods import Attention2D, RingAttention, make_plan
+from a2d_mpi.attention.methods import Attention2D, RingAttention
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import CollectiveError, agree
 from a2d_mpi.comm.grid import ProcessGrid
@@ -33,19 +32,19 @@ from a2d_mpi.core.merge import merge
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.bench_kernel import kernel_calls
-from a2d_mpi.experiments.bench_parts import in_turn, random_inputs, seconds_of
+from a2d_mpi.experiments.bench_parts import in_turn, plan_of, random_inputs, seconds_of
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.measure import Measurement, open_device
 from a2d_mpi.experiments.options import aligned, progress
 from a2d_mpi.experiments.origin import blas_name
-from a2d_mpi.experiments.ranks import machine_of_rank, sharing
 from a2d_mpi.kernels import make_kernel
+from a2d_mpi.kernels.threads import BlasThreads
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning.calibration import Sample, fit_kernel, fit_link, fit_steps, steadiness
 from a2d_mpi.planning.machine import KernelModel, Link, Machine
 from a2d_mpi.planning.planner import best_candidates, duration
 from a2d_mpi.planning.profile import read_machine, write_machine
-from a2d_mpi.planning.workload import Workload
+from a2d_mpi.planning.workload import Choice, Workload
 
 CALIBRATION = 5.0  # s to measure a machine of which there is no profile
 # Queries, keys, nheads, nheads_kv, headdim, mask: small and large values of each.
@@ -88,7 +87,11 @@ def calibrate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
 
 def measure(
-    comm: MPI.Intracomm, dtypes: list[str], seconds: float, name: str | None = None
+    comm: MPI.Intracomm,
+    dtypes: list[str],
+    seconds: float,
+    name: str | None = None,
+    threads: int | None = 1,
 ) -> tuple[Machine, list[str]]:
     """Measure the machine for some seconds, with the kernels of `dtypes` on the host.
 
@@ -101,6 +104,8 @@ def measure(
     seconds : float
     name : str, optional
         Name of the machine.  Default: the name of its first node.
+    threads : int or None
+        BLAS threads of a rank; None: as many as a plan takes by default.
 
     Returns
     -------
@@ -116,7 +121,9 @@ def measure(
     machine, hosts, partners = _here(comm, name)
     notes = [f"{comm.size} ranks on {len(hosts)} nodes: {', '.join(hosts[:8])}"]
     kernels, links = {}, {}
-    with threadpool_limits(1):
+    with BlasThreads(
+        threads, max(1, int(machine.cores_per_node) // machine.ranks_per_node)
+    ).limited():
         for dtype in progress(dtypes, comm.rank, desc="kernels"):
             kernels[dtype], new = _kernels(comm, machine, dtype, 0.5 * seconds / len(dtypes))
             notes += new
@@ -134,6 +141,7 @@ def measure(
         rate = between.bandwidth * machine.ranks_per_node
         links["between"] = replace(between, bandwidth=rate)
     made = (f"{x}: {make_kernel('auto', HOST, as_dtype(x), 1.0).name}" for x in dtypes)
+    used = "1 thread" if threads == 1 else f"threads: {threads or 'default'}"
     machine = replace(
         machine,
         **links,
@@ -141,7 +149,7 @@ def measure(
         start=start,
         copy=copy / machine.share,
         merge=merging / machine.share,
-        computed_by=f"{', '.join(made)}; {blas_name()[:100]}; 1 thread",
+        computed_by=f"{', '.join(made)}; {blas_name()[:100]}; {used}",
     )
     measured = {"step": (Attention2D.method, grid), "hop_overhead": (RingAttention.method, ring)}
     return fit_steps(machine, comm.size, work, measured), notes
@@ -156,19 +164,19 @@ def _here(
     nodes, one rank of each other node.  They are in the order of a ring, from the rank after this
     one on.
 
-    Emulated nodes on one host share its cores.  The environment variable ``A2D_MPI_NODE_CORES``
-    lowers the number, for nodes whose CPU time is limited (by a cgroup).
+    The environment variable ``A2D_MPI_NODE_CORES`` lowers the number of cores, for nodes whose CPU
+    time is limited (by a cgroup) and for emulated nodes, which share one host.
     """
-    own, host = socket.gethostname(), machine_of_rank()
+    own = socket.gethostname()
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else [0]
-    everyone = comm.allgather((own, [(host, core) for core in usable]))
+    everyone = comm.allgather((own, [(own, core) for core in usable]))
     names = list(dict.fromkeys(node for node, _ in everyone))
     nodes = [[r for r, x in enumerate(everyone) if x[0] == node] for node in names]
     uneven = len({len(ranks) for ranks in nodes}) > 1
     agree(comm, "calibrate needs the same number of ranks on every node" if uneven else None)
     cores = len({core for _, cores in everyone for core in cores}) / len(nodes)
     cores = min(cores, float(os.environ.get("A2D_MPI_NODE_CORES") or "inf"))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // sharing(comm)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(nodes[0])
     sizes = {"ranks_per_node": len(nodes[0]), "cores_per_node": cores, "memory": memory}
     name = names[0] if name is None else name
     machine = together(comm, lambda: Machine(name, None, None, {}, **sizes))
@@ -348,8 +356,7 @@ class Tried(NamedTuple):
 
     Attributes
     ----------
-    method : str
-    layout : Layout
+    choice : Choice
     predicted, seconds : float
         Of the slowest rank, all phases; `seconds` is the median of the trials, and inf if the plan
         failed.
@@ -357,8 +364,7 @@ class Tried(NamedTuple):
         Why it failed; empty if it did not.
     """
 
-    method: str
-    layout: Layout
+    choice: Choice
     predicted: float
     seconds: float
     problem: str = ""
@@ -384,9 +390,9 @@ class Tuned(NamedTuple):
     def __str__(self) -> str:
         rows = [("method", "grid", "order", "slices", "distribution", "predicted", "measured")]
         for x in self.table:
-            layout, shown = x.layout, x.problem or duration(x.seconds)
+            layout, shown = x.choice.layout, x.problem or duration(x.seconds)
             cells = layout.shape, layout.numbering, layout.sliced, layout.distribution or "default"
-            rows.append((x.method, *cells, duration(x.predicted), shown))
+            rows.append((x.choice.method, *cells, duration(x.predicted), shown))
         return aligned(rows, left=range(5))
 
 
@@ -432,44 +438,43 @@ def autotune(
         On all ranks, if no plan fits, all plans fail, or arguments differ between ranks.
     """
     wrong = f"top and trials must be at least 1, got {top} and {trials}"
-    lengths, name = (work.seqlen, work.seqlen_kv), machine and machine.name
-    given = {"mask": work.mask.aligned(*lengths).digest(*lengths), "backward": work.backward}
+    name = machine and machine.name
+    given = {"mask": work.seen.digest, "backward": work.backward}
     given |= {"overlap": work.overlap, "machine": name, "top": top, "trials": trials}
     given |= {"methods": methods, "device": device, **work.arguments, **options}
     agree(comm, wrong if min(top, trials) < 1 else None, given)
     used = open_device(comm, device)
-    machine = machine or measure(comm, [work.dtype], CALIBRATION)[0]
+    # With the threads of the plans: a profile of one core would make their kernels too slow.
+    threads = options.get("threads")
+    machine = machine or measure(comm, [work.dtype], CALIBRATION, threads=threads)[0]
     picks = together(
         comm, lambda: best_candidates(machine, comm.size, work, top, methods=methods), on=0
     )
     picks = comm.bcast(picks and [(x.method, x.layout, x.seconds) for x in picks])
-    table = [Tried(*x, *_tried(comm, *x[:2], work, trials, used, options)) for x in picks]
+    table = []
+    for method, layout, predicted in picks:
+        choice = Choice(method, layout, work)
+        table.append(Tried(choice, predicted, *_tried(comm, choice, trials, used, options)))
     table.sort(key=lambda x: x.seconds)
     if table[0].problem:
         raise CollectiveError(f"no plan runs; the first one fails: {table[0].problem}")
-    return Tuned(ProcessGrid.from_layout(comm, table[0].layout), table[0].method, table)
+    best = table[0].choice
+    return Tuned(ProcessGrid.from_layout(comm, best.layout), best.method, table)
 
 
 def _tried(
-    comm: MPI.Intracomm,
-    method: str,
-    layout: Layout,
-    work: Workload,
-    trials: int,
-    device: Device,
-    options: dict[str, object],
+    comm: MPI.Intracomm, choice: Choice, trials: int, device: Device, options: dict[str, object]
 ) -> tuple[float, str]:
     """Run a plan; return its seconds, or inf, and why it failed.  The same on all ranks."""
-    grid = ProcessGrid.from_layout(comm, layout)
+    grids: dict[Layout, ProcessGrid] = {}
     try:
-        plan = make_plan(
-            method, grid, work.mask, **work.arguments, overlap=work.overlap, **options
-        )
-        return _seconds(plan, work.backward, trials, device), ""
+        plan = plan_of(comm, choice, grids, **options)
+        return _seconds(plan, choice.work.backward, trials, device), ""
     except CollectiveError as error:
         return float("inf"), str(error)
     finally:
-        grid.free()
+        for grid in grids.values():
+            grid.free()
 
 
 def _seconds(plan: AttentionPlan, backward: bool, trials: int, device: Device) -> float:

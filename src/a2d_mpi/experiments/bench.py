@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
@@ -24,15 +25,22 @@ from a2d_mpi.experiments.results import (
     summarise,
     table,
 )
-from a2d_mpi.experiments.sweep import Configuration, cases_of, plans_for
+from a2d_mpi.experiments.sweep import expected, plans_for, workloads_of
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.profile import read_machine, to_toml
+from a2d_mpi.planning.workload import Choice, Workload, workload_name
 
 
 def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Run the configurations that a file lacks, workload by workload; return the exit code."""
-    prepared = comm.bcast(together(comm, lambda: _prepare(args, comm.size), on=0))
-    sweep, settings, machine, done = prepared
+    works = together(comm, lambda: _works(args, comm.size))
+    # Masks do not travel: those of a user may be of any class.
+    prepared = comm.bcast(together(comm, lambda: _prepare(args, works, comm.size), on=0))
+    found, settings, machine, done = prepared
+    sweep = [
+        [Choice(*x[:2], work, x[2]) for work, plans in zip(*block) for x in plans]
+        for block in zip(works, found)
+    ]
     grids: dict[Layout, ProcessGrid] = {}
     device = open_device(comm, args.device)
     skipped = [c for block in sweep for c in block if c.name in done]
@@ -63,34 +71,43 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     return 0 if right else FAILED_CHECK
 
 
-def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
-    """Return configurations by workload, settings, machine, and earlier results; on one rank."""
+def _works(args: argparse.Namespace, ranks: int) -> list[list[Workload]]:
+    """Return the workloads; those that differ in their overlap only stand together."""
+    works = workloads_of(args)
+    for work in works:  # before anything walks over all tokens
+        work.check_room(ranks)
+    return [[replace(x, overlap=overlap) for overlap in args.overlaps or [True]] for x in works]
+
+
+def _prepare(args: argparse.Namespace, works: list[list[Workload]], ranks: int) -> tuple:
+    """Return plans by workload, settings, machine, and earlier results; on one rank."""
     machine = read_machine(args.profile) if args.profile else None
-    cases = cases_of(args)
-    for c in cases:  # before anything walks over all tokens
-        c.work()
-        c.check_room(ranks)
-    overlaps = args.overlaps or [True]
-    sweep = [plans_for(x, args.plans, ranks, overlaps, machine) for x in cases]
+    found = [
+        [
+            [(x.method, x.layout, x.picked) for x in plans_for(work, args.plans, ranks, machine)]
+            for work in block
+        ]
+        for block in works
+    ]
     names = ("trials", "warmup", "seed", "device", "kernel", "transfers", "threads")
     settings = {name: getattr(args, name) for name in names}
     settings["machine"] = machine.name if machine else "none"
     # All predictions and picks of a file must come from the same profile, whatever its name.
     settings["profile"] = f"{crc32(to_toml(machine).encode()):08x}" if machine else "none"
     done = done_before(args.output, BENCHMARK_SCHEMA, args.resume, settings)
-    return sweep, settings, machine, done
+    return found, settings, machine, done
 
 
 def _checked(
     comm: MPI.Intracomm,
-    block: list[Configuration],
+    block: list[Choice],
     args: argparse.Namespace,
     device: Device,
     grids: dict[Layout, ProcessGrid],
-) -> dict[Configuration, Measurement]:
+) -> dict[Choice, Measurement]:
     """Make and check all plans of a workload."""
     inputs: dict[bytes, dict[str, np.ndarray]] = {}
-    runs: dict[Configuration, Measurement] = {}
+    runs: dict[Choice, Measurement] = {}
     options = {x: getattr(args, x) for x in ("kernel", "transfers", "threads")}
     for c in block:
         plan = plan_of(comm, c, grids, **options)
@@ -107,15 +124,17 @@ def _checked(
 
 
 def _result(
-    c: Configuration,
+    c: Choice,
     run: Measurement,
     args: argparse.Namespace,
     machine: Machine | None,
     origin: Mapping[str, object],
 ) -> dict[str, Any]:
     """Return what the file has of a timed plan on rank 0, an empty dict on other ranks."""
-    config = {"name": c.name, "workload": c.case.name, "mask": c.case.mask, "picked": c.picked}
+    named = {"name": c.name, "workload": workload_name(c.work.attributes)}
+    config = {**named, "mask": c.work.mask_text, "picked": c.picked}
     result = run.result(args, config, origin)
     if result:
-        result["predicted"] = c.expected(machine, run.plan.layout, run.plan.distribution.name)
+        made = replace(c, layout=run.plan.layout)
+        result["predicted"] = expected(made, machine, run.plan.distribution.name)
     return result

@@ -44,8 +44,7 @@ BACKENDS = {  # of torch's attention, by their names in torch
     "efficient": "EFFICIENT_ATTENTION",
     "math": "MATH",
 }
-COLUMNS = ("shape/mask", "phase", "kernel", "GFLOP/s", "of torch's", "of product's")
-BLOCK = 512  # rows and columns of the products that are timed
+COLUMNS = ("shape/mask", "phase", "kernel", "GFLOP/s", "of torch's")
 # Shapes, dtype and kernels by device.
 DEFAULTS = {
     "cpu": ([(4096, 4, 128), (8192, 2, 64)], "float32", ["numpy", "auto"]),
@@ -116,17 +115,11 @@ def _bench_kernel(ranks: int, args: argparse.Namespace) -> int:
                     except RuntimeError as error:
                         reason = str(error).partition("\n")[0]
                         log.info("torch's attention by %s does not run: %s", backend, reason)
-            if device is HOST and (multiply := _product(plan.dtype, plan.headdim)):
-                calls["product"] = multiply
             seconds = in_turn(calls, args.trials, device=device)
-            product_seconds = seconds.pop("product", None)
             times |= {f"{of}/{call}": x for call, x in seconds.items()}
             for phase in PHASES:
                 work = flops(plan.area(), plan.nheads, plan.headdim, phase == "backward")
                 times[f"tflop/{of}/{phase}"] = work / 1e12
-                if product_seconds is not None:  # of so many products that do the same work
-                    number = work / (2 * BLOCK**2 * plan.headdim)
-                    times[f"{of}/{phase}/product"] = product_seconds * number
     times["right"] = all(x.passed for of_run in checks.values() for x in of_run.values())
     if args.output:
         kind = "" if args.dtype == "float32" else f", {args.dtype}"
@@ -164,28 +157,6 @@ def kernel_calls(
         kernel.backward(dout, q, k, v, lse, delta, seen, dq, dk, dv, fresh=True)
 
     return {"forward": forward, "backward": backward}
-
-
-def _product(dtype: np.dtype, headdim: int) -> Callable[[], None] | None:
-    """Return a call of this CPU's product of (512, headdim) and (headdim, 512) in a dtype.
-
-    NumPy has none in 16 bits: there it is oneDNN's; None if it is missing.
-    """
-    a, b = np.random.default_rng(0).standard_normal((2, BLOCK, headdim)).astype(dtype)
-    if dtype.itemsize > 2:
-        out = np.empty((BLOCK, BLOCK), dtype)
-        return lambda: np.matmul(a, b.T, out=out)
-    try:
-        from a2d_mpi.kernels.onednn_calls import Product, check_products
-
-        check_products(dtype.name)
-    except (ImportError, ValueError):
-        return None
-    out = np.empty((BLOCK, BLOCK), np.float32)
-    multiply = Product(dtype.name, "mn = mk nk", {"m": BLOCK, "n": BLOCK, "k": headdim})
-    places = a.ctypes.data, b.ctypes.data, out.ctypes.data
-    # The arrays must live as long as the call.
-    return lambda kept=(a, b, out): multiply(*places)
 
 
 def _torch(device: Device) -> ModuleType | None:
@@ -252,5 +223,5 @@ def _speeds(times: dict[str, object]) -> Iterator[list[str]]:
     for group, here in kernel_speeds(times).items():
         shape, mask, phase = group.split("/")
         for name, speed in here.items():
-            shares = (f"{speed / here[x]:.3f}" if x in here else "" for x in ("torch", "product"))
-            yield [f"{shape}/{mask[:40]}", phase, name, f"{1e3 * speed:.4g}", *shares]
+            share = f"{speed / here['torch']:.3f}" if "torch" in here else ""
+            yield [f"{shape}/{mask[:40]}", phase, name, f"{1e3 * speed:.4g}", share]

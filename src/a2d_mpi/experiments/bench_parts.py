@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -19,9 +19,7 @@ from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.files import Check
 from a2d_mpi.experiments.measure import random_rows
 from a2d_mpi.experiments.options import FAILED_CHECK, aligned
-
-if TYPE_CHECKING:
-    from a2d_mpi.experiments.sweep import Configuration
+from a2d_mpi.planning.workload import Choice
 
 T = TypeVar("T")
 
@@ -112,16 +110,16 @@ def random_inputs(plan: AttentionPlan, backward: bool, seed: int = 0) -> dict[st
 
 def plan_of(
     comm: MPI.Intracomm,
-    configuration: Configuration,
+    choice: Choice,
     grids: dict[Layout, ProcessGrid],
     **options: object,
 ) -> AttentionPlan:
-    """Make the plan of a configuration; plans of one layout share a grid in `grids`.
+    """Make a plan; plans of one layout share a grid in `grids`.
 
     `options` are options of `a2d_mpi.attention.methods.make_plan`.
     """
-    layout, case = configuration.layout, configuration.case
+    layout, work = choice.layout, choice.work
     if layout not in grids:
         grids[layout] = ProcessGrid.from_layout(comm, layout)
-    options = {**case.arguments, "overlap": configuration.overlap, **options}
-    return make_plan(configuration.method, grids[layout], case.work().mask, **options)
+    options = {**work.arguments, "overlap": work.overlap, **options}
+    return make_plan(choice.method, grids[layout], work.mask, **options)

@@ -12,23 +12,20 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi import onepage
+from a2d_mpi.attention.around import ROUNDED
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.experiments.files import Check
-from a2d_mpi.onepage import gathered
-
-if TYPE_CHECKING:
-    from a2d_mpi.experiments.check_wire import WireErrors
 
 ROWS = 64  # rows that are checked together
+RESULTS = ("out", "dq", "dk", "dv")  # partial results of which travel in the format of `wire`
 
 
 @np.errstate(all="ignore")  # overflows show in the results and fail the check
@@ -69,27 +66,30 @@ def check_attention(
     A plan with `wire` is compared with exact values of tensors that were rounded to this format by
     `core.wire.rounded`, which shares no code with the plan.  Its gradients are compared with exact
     gradients at its own out.  So the bounds need no term for the rounding of q, k, v and dout.
-    The rounding of partial results widens the bounds: see `error_bounds`.
+    The rounding of partial results adds an a-priori term: see `error_bounds`.
     """
-    comm, local, narrow = plan.grid.comm, dict(tensors), None
+    comm, local, wire, merging = plan.grid.comm, dict(tensors), plan.config.wire, {}
     if "dsink" in local:
         local["dsink"] = _sum(comm, local["dsink"])
     as_given: dict[str, float] = {}
-    if plan.config.wire:
-        from a2d_mpi.experiments.check_wire import WireErrors
+    if wire:
+        from a2d_mpi.core.wire import FORMATS, rounded
 
         sampled = rows is not None and rows < plan.seqlen
         for name, where, value in _reference(plan, local, rows, seed):
             if not (sampled and name in ("dk", "dv")):
                 error = distance(local[name][where].astype(np.float64), value)
                 as_given[name] = max(error, as_given.get(name, 0.0))
-        narrow = WireErrors(plan)
-        local |= narrow.rounded(local)
-    exact = _reference(plan, local, rows, seed, narrow=narrow)
+        sent = [x for x in ROUNDED if x in local and plan.config.rounds(x)]
+        local |= {x: rounded(local[x], wire) for x in sent}
+        merges = plan.layout.positions - 1 + (plan.layout.heads > 1)
+        share = merges * (FORMATS[wire].error + FORMATS[wire].floor)
+        merging = {x: share * plan.config.rounds(x, accumulated=True) for x in RESULTS}
+    exact = _reference(plan, local, rows, seed, at_own_out=bool(wire))
     if plan.compute_dtype == np.float64:
         both = ((x, x) for x in exact)
     else:
-        both = zip(exact, _reference(plan, local, rows, seed, plan.compute_dtype, narrow))
+        both = zip(exact, _reference(plan, local, rows, seed, plan.compute_dtype, bool(wire)))
     seen: dict[str, list[float]] = {}  # by tensor: maxima over this rank's rows, number of rows
     for (name, where, value), (_, _, plain) in both:
         computed, finite = local[name][where].astype(np.float64), np.isfinite(value)
@@ -106,7 +106,7 @@ def check_attention(
     checked = {x: sum(found[x][3] for found, _ in of_ranks) for x in seen}
     as_given = {x: max(given[x] for _, given in of_ranks) for x in as_given}
     sizes = plan.dtype, plan.softmax_scale, _norms(comm, local), largest, same_precision
-    bounds = error_bounds(*sizes, narrow and narrow.widening())
+    bounds = error_bounds(*sizes, merging)
     return {x: Check(errors[x], bounds[x], checked[x], as_given.get(x)) for x in errors}
 
 
@@ -116,13 +116,13 @@ def _reference(
     rows: int | None,
     seed: int,
     kind: np.typing.DTypeLike = np.float64,
-    narrow: WireErrors | None = None,
+    at_own_out: bool = False,
 ) -> Iterator[tuple[str, np.ndarray | slice, np.ndarray]]:
     """Compute dense attention in one precision, some rows after the others.  Collective.
 
     It is `a2d_mpi.onepage` on a grid of one row of all ranks for a sample of the queries, and of
-    one column for a sample of the keys.  With `narrow`, gradients are computed at the run's own
-    out, and in float64 `narrow` counts all contributions.
+    one column for a sample of the keys.  With `at_own_out`, gradients are computed at the run's
+    own out.
 
     Yields
     ------
@@ -142,7 +142,7 @@ def _reference(
         "products": None if double else plan.product_dtype,
         "logit_softcap": plan.logit_softcap,
     }
-    counts, alone = narrow if double else None, _Alone()
+    alone = _Alone()
 
     def stored(x: np.ndarray) -> np.ndarray:
         return x if double else x.astype(plan.dtype).astype(kind)
@@ -153,30 +153,16 @@ def _reference(
         dout, out, lse = given
     for sample in samples(plan.seqlen, rows, seed):
         own, where = _own(plan, sample)
-        # A row of all ranks; with `unsent` its ranks keep their partial results.
-        of_row, unsent = (comm, alone, own, plan.tokens), (_Unsent(comm), alone, own)
+        of_row = comm, alone, own, plan.tokens  # a row of all ranks
         out_rows, lse_rows = onepage.forward(*of_row, q[where], k, v, mask, **options)
         out_rows, lse_rows = _with_sink(out_rows, lse_rows, sink)
         out_rows = stored(out_rows)
-        if counts:
-            shift = gathered(comm, np.where(np.isneginf(lse_rows), 0, lse_rows))
-            parts = (
-                onepage.forward(*unsent, plan.tokens[x], q[where], k[x], v[x], mask, **options)
-                for x in counts.pieces
-            )
-            counts.add("out", len(own), [y * np.exp(z - shift)[..., None] for y, z in parts])
         yield "out", where, out_rows
         yield "lse", where, lse_rows
         if backward:
-            at = out[where] if narrow else out_rows
+            at = out[where] if at_own_out else out_rows
             given, last = (dout[where], q[where]), (at, lse_rows, mask)
             dq, _, _ = onepage.backward(*of_row, *given, k, v, *last, **options)
-            if counts:
-                parts = (
-                    onepage.backward(*unsent, plan.tokens[x], *given, k[x], v[x], *last, **options)
-                    for x in counts.pieces
-                )
-                counts.add("dq", len(own), [x for x, _, _ in parts])
             yield "dq", where, stored(dq)
             if rows is None or rows >= plan.seqlen:
                 out[where], lse[where] = at, lse_rows
@@ -187,17 +173,6 @@ def _reference(
         keys = k[where], v[where]
         given = dout, q, *keys, out, lse, mask
         _, dk, dv = onepage.backward(alone, comm, plan.tokens, own, *given, **options)
-        if counts:
-            # One contribution for every query head: an incomplete sum over heads may be sent.
-            keys, unsent = [np.repeat(x, counts.group, axis=1) for x in keys], _Unsent(comm)
-            parts = []
-            for x in counts.pieces:
-                given = dout[x], q[x], *keys, out[x], lse[x], mask
-                parts.append(
-                    onepage.backward(alone, unsent, plan.tokens[x], own, *given, **options)
-                )
-            counts.add("dk", len(own), [x for _, x, _ in parts])
-            counts.add("dv", len(own), [x for _, _, x in parts])
         yield "dk", where, stored(dk)
         yield "dv", where, stored(dv)
     if sink is not None:
@@ -213,16 +188,6 @@ class _Alone:
 
     def alltoall(self, x: list) -> list:
         return x
-
-
-class _Unsent:
-    """A line whose ranks gather rows, and keep their partial results for them."""
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self.allgather = comm.allgather
-
-    def alltoall(self, x: list[np.ndarray]) -> list[np.ndarray]:
-        return [np.concatenate(x)]
 
 
 def _own(plan: AttentionPlan, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -258,7 +223,7 @@ def error_bounds(
     norms: Mapping[str, float],
     largest: Mapping[str, float],
     same_precision: Mapping[str, float],
-    widening: Mapping[str, float] | None = None,
+    merging: Mapping[str, float] = {},
 ) -> dict[str, float]:
     """Return the largest error that each result may have.
 
@@ -276,10 +241,9 @@ def error_bounds(
 
     A bound is NaN, and then no result passes, if it is not finite or proves nothing.  It proves
     nothing if it exceeds both of two numbers.  The first one is a tenth of `largest` (0.1 for lse,
-    whose error is a relative error of probabilities).  With `widening` it is all of `largest`: the
-    bound then only tells a result from zeros.  The second number is half of the digits of the
-    terms.  It is for values that cancel, for example dq and dk of queries that see a single key:
-    they can only be shown to be small beside their terms.
+    whose error is a relative error of probabilities).  The second number is half of the digits of
+    the terms.  It is for values that cancel, for example dq and dk of queries that see a single
+    key: they can only be shown to be small beside their terms.
 
     Parameters
     ----------
@@ -294,8 +258,9 @@ def error_bounds(
     same_precision : mapping of str to float
         Largest error, by result, of the plain dense computation (in float32 for 16-bit tensors)
         whose results are rounded to `dtype`.
-    widening : mapping of str to float, optional
-        `WireErrors.widening` of a run with a narrow format on the wire; added to the bounds.
+    merging : mapping of str to float, optional
+        With a narrow format on the wire, the number of merges times the error of the format, by
+        result.  Times the largest term it is added to the bound, which may then be large.
 
     Returns
     -------
@@ -324,8 +289,8 @@ def error_bounds(
             rounding = float(ml_dtypes.finfo(dtype).eps) * size
             bound = max(bound + rounding / 4, rounding * (name == "out"))
         least = size / 10
-        if widening and widening.get(name):
-            bound, least = bound + widening[name], size
+        if merging.get(name):
+            bound, least = bound + merging[name] * max(term, size), math.inf
         if name != "lse":  # it is no sum of its terms, which are those of a logit
             least = max(least, half_of_digits * term)
         proves = math.isfinite(bound) and bound <= least

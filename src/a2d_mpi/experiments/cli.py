@@ -8,8 +8,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from typing import NoReturn, TypeVar
 
@@ -20,7 +20,6 @@ from threadpoolctl import threadpool_limits
 from a2d_mpi.comm.agreement import Call, CollectiveError, agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.survival import survives
-from a2d_mpi.core.atomic import locked
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.core.sizes import squarest
 from a2d_mpi.experiments.options import (
@@ -28,8 +27,6 @@ from a2d_mpi.experiments.options import (
     INTERRUPTED,
     Parser,
     add_options,
-    check_files,
-    files_written,
     form,
     open_streams,
     reason,
@@ -83,23 +80,6 @@ def _wait_idly(arrived: MPI.Request, seconds: float = math.inf) -> bool:
             return False
         time.sleep(IDLE)
     return True
-
-
-@contextmanager
-def holding(comm: MPI.Intracomm, *paths: str | os.PathLike[str]) -> Iterator[None]:
-    """Lock files or folders against writes of other jobs during a ``with`` statement, by rank 0.
-
-    Collective over `comm`.
-
-    Raises
-    ------
-    CollectiveError
-        If another job has locked one of them; see `a2d_mpi.core.atomic.locked`.
-    """
-    with ExitStack() as stack:
-        if paths:
-            together(comm, lambda: [stack.enter_context(locked(x)) for x in paths], on=0)
-        yield
 
 
 def arguments(comm: MPI.Intracomm, parser: Parser) -> argparse.Namespace:
@@ -159,9 +139,7 @@ def run(
 
     try:
         args = arguments(comm, parser)
-        together(comm, lambda: check_files(args))
-        threads = threadpool_limits(getattr(args, "threads", None))  # None: no limit
-        with holding(comm, *files_written(args)), threads:
+        with threadpool_limits(getattr(args, "threads", None)):  # None: no limit
             code = (body or parser.body)(comm, args)
     except SystemExit as end:  # --help, on all ranks
         code = end.code
@@ -189,8 +167,8 @@ def _leave(
     """Agree with all ranks of `ends` that the program is over, and exit; see `run`."""
     print(end="", flush=True)
     # A launcher that sees an exit code ends the other ranks: first the message must be printed.
-    # `codes` has a zero bit for each code.  The agreement ands the bits, also if ranks died.
-    codes = np.array([~(1 << code)], np.intc)
+    # The agreement ands the bits, also if ranks died: of the complements, to or the codes.
+    codes = np.array([~code], np.intc)
     with suppress(MPI.Exception) if survives() else nullcontext():
         arrived = ends.Iagree(codes) if survives() else ends.Ibarrier()
         if not _wait_idly(arrived, PATIENCE if problem else math.inf):
@@ -201,9 +179,8 @@ def _leave(
             _wait_idly(ends.Ibarrier(), LEAVING)
         sys.stderr.flush()
         # If a rank dies now, MPI_Finalize may wait for good (Open MPI 5.0.11).
-        os._exit(int(~codes[0]).bit_length() - 1)
-    code = ends.allreduce(code, MPI.MAX)
-    sys.exit(code)
+        os._exit(int(~codes[0]))
+    sys.exit(ends.allreduce(code, MPI.BOR))
 
 
 def run_torch(program: str, comm: MPI.Intracomm, args: argparse.Namespace) -> int:
@@ -288,7 +265,7 @@ def least_bytes(
                     distribution = (
                         "zigzag"  # the search for a better one takes minutes on 512 ranks
                     )
-                problem = problem_of(method, layout, work, work.mask, distribution)
+                problem = problem_of(method, layout, work, work.seen, distribution)
                 moved = moves(method, layout, problem, comm.rank, work.phases)
                 received = sum(x.nbytes for x in moved if not x.sent)
         found.append((comm.allreduce(received, MPI.MAX), abs(rows - layout.cols), layout))

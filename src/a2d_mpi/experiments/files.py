@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.experiments.hdf5 import member, reading
+from a2d_mpi.experiments.hdf5 import reading
 from a2d_mpi.sharding.distribution import Distribution
 
 INPUT_SCHEMA = ("a2d_mpi input", 1)
@@ -50,7 +50,7 @@ def inspect_input(path: str | os.PathLike[str]) -> InputInfo:
         If the schema is wrong, or a dataset is missing or has a wrong type or shape.
     """
     with reading(path, INPUT_SCHEMA) as file:
-        names = ["q", "k", "v"] + ["dout"] * (member(file, "dout") is not None)
+        names = ["q", "k", "v"] + ["dout"] * ("dout" in file)
         datasets = {name: _dataset(file, name) for name in names}
         shapes = {name: x.shape or () for name, x in datasets.items()}
         dtypes = {name: x.dtype for name, x in datasets.items()}
@@ -114,7 +114,7 @@ def read_shard(
 
 
 def _dataset(file: h5py.File, name: str) -> h5py.Dataset:
-    data = member(file, name)
+    data = file.get(name)
     if not isinstance(data, h5py.Dataset):
         raise OSError(f"dataset {name} is missing")
     return data

@@ -19,7 +19,7 @@ import h5py
 import ml_dtypes
 import numpy as np
 
-from a2d_mpi.core.atomic import check_writable, replacing
+from a2d_mpi.core.atomic import check_writable, write_whole
 
 RESULT_SCHEMA = ("a2d_mpi result", 2)  # a run of attention; those of many runs are in `results`
 # Arrays of fewer bytes would hardly shrink.  Larger ones are tensors and weights: their digits are
@@ -69,8 +69,7 @@ def reading(path: str | os.PathLike[str], schema: tuple[str, int]) -> Iterator[h
     Raises
     ------
     OSError
-        If the file cannot be read, or the ``with`` statement raises OSError (as `member` does),
-        KeyError, RuntimeError, TypeError or AttributeError.
+        If the file cannot be read, also inside the ``with`` statement.
     ValueError
         If the schema is wrong.
     """
@@ -88,7 +87,7 @@ def reading(path: str | os.PathLike[str], schema: tuple[str, int]) -> Iterator[h
                     f"{schema[0]!r} and {schema[1]}, got {has}"
                 )
             yield file
-    except (OSError, KeyError, RuntimeError, TypeError, AttributeError) as error:
+    except (OSError, RuntimeError) as error:  # h5py raises both
         number = getattr(error, "errno", None)
         reason = os.strerror(number) if number else " ".join(str(error).split())
         raise OSError(f"cannot read {path} as HDF5: {reason}") from error
@@ -112,7 +111,7 @@ def read_file(
     Raises
     ------
     OSError
-        If the file cannot be read, numbers in it are missing, or it lacks something.
+        If the file cannot be read, or lacks something.
     ValueError
         If the schema is wrong.
     """
@@ -123,13 +122,9 @@ def read_file(
 
 
 def load(group: h5py.Group) -> Tree:
-    """Read everything in a group; OSError if numbers of a dataset are missing.
-
-    HDF5 reads missing numbers as zeros, for example after a job was killed while it wrote.
-    """
+    """Read everything in a group."""
     tree = Tree(plain(group.attrs))
-    for name in group:
-        x = member(group, name)
+    for name, x in group.items():
         if isinstance(x, h5py.Group):
             tree[name] = load(x)
         elif not x.is_scale:
@@ -222,57 +217,26 @@ def new_file(
 ) -> Iterator[h5py.File]:
     """Open a new HDF5 file; it appears under its name, complete, when the ``with`` statement ends.
 
-    At first it has only its schema, or with `extend` the contents of the existing file.
+    At first it has only its schema, or with `extend` the contents of the existing file.  It grows
+    in memory, because HDF5 cannot close a file after a failed write, and may crash at exit.
 
     Raises
     ------
     OSError
         If it cannot be written (no room, ...); an existing file is left as it was.
     """
-    with replacing(path) as (target, temporary):
-        with _Disk(temporary, "x+b") as disk:
-            if extend:
-                with open(target, "rb") as old:
-                    shutil.copyfileobj(old, disk)
-            # Formats before HDF5 1.8 limit an attribute to 64 KiB, too little for 4095 host names.
-            # Those before 1.10 have a B-tree of 2 KB for each packed array.  Since then the header
-            # of an array has the place of its only chunk.
-            try:
-                with h5py.File(disk, "r+" if extend else "w", libver=("v110", "v110")) as file:
-                    if schema and not extend:
-                        file.attrs.update({"schema": schema[0], "schema_version": schema[1]})
-                    yield file
-            except (OSError, RuntimeError) as error:  # HDF5 may read what it could not write
-                raise (disk.problem or error) from None
-            if disk.problem:
-                raise disk.problem
-            os.fsync(disk.fileno())
-        os.replace(temporary, target)
-
-
-class _Disk(io.FileIO):
-    """A file that keeps the first error of writing, in `problem`.
-
-    HDF5 cannot close a file after a failed write, and may crash at exit.
-    """
-
-    problem: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        left = memoryview(data).cast("B")
-        try:
-            while left and not self.problem:
-                left = left[super().write(left) :]
-        except OSError as error:
-            self.problem = error
-        return len(data)
-
-    def truncate(self, size: int | None = None) -> int:
-        try:
-            return super().truncate(size)
-        except OSError as error:
-            self.problem = self.problem or error
-            return size or 0
+    data = io.BytesIO()
+    if extend:
+        with open(path, "rb") as old:
+            shutil.copyfileobj(old, data)
+    # Formats before HDF5 1.8 limit an attribute to 64 KiB, too little for 4095 host names.  Those
+    # before 1.10 have a B-tree of 2 KB for each packed array.  Since then the header of an array
+    # has the place of its only chunk.
+    with h5py.File(data, "r+" if extend else "w", libver=("v110", "v110")) as file:
+        if schema and not extend:
+            file.attrs.update({"schema": schema[0], "schema_version": schema[1]})
+        yield file
+    write_whole(path, data.getbuffer())
 
 
 def check_output(
@@ -318,24 +282,6 @@ def check_output(
     if there and resume is False:
         raise ValueError(f"{path} exists: give --resume to add to it, or another --output")
     return there
-
-
-def member(group: h5py.Group, path: str) -> h5py.Group | h5py.Dataset | None:
-    """Return the object under a path, or None; OSError if numbers are missing or elsewhere."""
-    data = group.get(path)
-    if data is not None and data.file.filename != group.file.filename:  # by an external link
-        raise OSError(f"{path} lies in another file, {data.file.filename}")
-    if not isinstance(data, h5py.Dataset) or data.shape is None or 0 in data.shape:
-        return data
-    if data.chunks:
-        needed = prod(-(-n // size) for n, size in zip(data.shape, data.chunks))
-        held, unit = data.id.get_num_chunks(), "chunks"
-    else:
-        needed = prod(data.shape) * data.id.get_type().get_size()
-        held, unit = data.id.get_storage_size(), "bytes"
-    if held < needed:
-        raise OSError(f"{path} has {held} of the {needed} {unit} of its shape {data.shape}")
-    return data
 
 
 def plain(attrs: h5py.AttributeManager) -> dict[str, object]:

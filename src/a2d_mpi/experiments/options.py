@@ -5,20 +5,19 @@ from __future__ import annotations
 import argparse
 import inspect
 import logging
-import math
 import re
 import sys
+import time
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from tqdm import tqdm
 
 from a2d_mpi import __version__
-from a2d_mpi.core.atomic import same_file
 from a2d_mpi.core.config import DISTRIBUTIONS, LARGEST, TRANSFERS, WIRES
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import parse_count
@@ -304,35 +303,6 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} (see --help)")
 
 
-WRITTEN = ("output", "trace")  # options that name files to write
-
-
-def files_written(args: argparse.Namespace) -> list[Path]:
-    """Return all files that a driver writes, by its options, except files in a folder."""
-    return [x for name in WRITTEN if (x := getattr(args, name, None))]
-
-
-def check_files(args: argparse.Namespace) -> None:
-    """Check before the work that no output is the same file as an input or another output.
-
-    Inputs are all other paths in the options; of a folder, all files in it.
-
-    Raises
-    ------
-    OSError
-        If an output is an input or another output.
-    """
-    written, others = files_written(args), (*WRITTEN, "folder")  # of checkpoints or figures
-    values = [x for name, x in vars(args).items() if name not in others]
-    read = [y for x in values for y in (x if isinstance(x, list) else [x]) if isinstance(y, Path)]
-    read += [inside for x in read if x.is_dir() for inside in x.iterdir()]
-    for i, target in enumerate(written):
-        for other in [*read, *written[:i]]:
-            if same_file(target, other):
-                what = "input" if other in read else "output"
-                raise OSError(f"cannot write {target}: it is the {what} {other}")
-
-
 def open_streams() -> None:
     """Print paths that are not UTF-8 with escapes."""
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it is closed
@@ -353,21 +323,33 @@ def _open_log(prog: str, quiet: bool) -> None:
     log.setLevel(logging.WARNING if quiet else logging.INFO)
 
 
+class _Lines(tqdm):
+    """Progress in the log, a line every `LINES` seconds at most."""
+
+    def __init__(self, items: Iterable | None = None, **options: object) -> None:
+        form = "{desc}: {n_fmt} of {total_fmt} after {elapsed}, {remaining} left{postfix}"
+        # With gui tqdm prints nothing itself.  It counts every item, so that each line is true.
+        super().__init__(items, gui=True, bar_format=form, mininterval=0, miniters=1, **options)
+        self._said = time.monotonic()
+
+    def display(self, *_: object, **__: object) -> None:
+        """Add a line to the log if the last one is old enough."""
+        if (now := time.monotonic()) >= self._said + LINES:
+            self._said = now
+            log.info("%s", self)
+
+    def clear(self, *_: object, **__: object) -> None:
+        """Make room for what is printed: a line of the log takes none."""
+
+
 def progress(items: Iterable | None = None, rank: int = 0, **options: object) -> tqdm:
     """Show progress on the first rank: a bar if stderr is a terminal, or a line every half minute.
 
     The lines are in the log of the package.
     """
-    if sys.stderr is None or not sys.stderr.isatty():
-        form = "{desc}: {n_fmt} of {total_fmt} after {elapsed}, {remaining} left"
-        # A stream for tqdm, which ends a bar with blanks.
-        lines = SimpleNamespace(
-            write=lambda text: text.strip() and log.info("%s", text.strip()), flush=lambda: None
-        )
-        options |= {"file": lines, "mininterval": LINES, "delay": LINES, "bar_format": form}
-        options |= {"miniters": 1, "maxinterval": math.inf}
+    kind = tqdm if sys.stderr is not None and sys.stderr.isatty() else _Lines
     quiet = rank != 0 or not log.isEnabledFor(logging.INFO)
-    return tqdm(items, disable=quiet, leave=False, **options)
+    return kind(items, disable=quiet, leave=False, **options)
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> str:

@@ -9,10 +9,9 @@ A file of `simulate_all`::
 ``name``                              plan, network and machine
 ``method``, ``mask``, ...             plan and workload, as in a benchmark's config
 ``machine``, ``network``, ...         where it was simulated
-``<phase> simulated``, ``predicted``  seconds of the slowest rank
+``<phase> simulated``, ``predicted``  seconds of the slowest rank, on the network and on a switch
 ``<phase> simulated wait``, ...       mean wait of all ranks
 ``memory``, ``room``                  peak bytes of a rank; bytes that a rank may use
-``coarse``                            seconds within which ends of messages were one event
 ====================================  ==========================================================
 """
 
@@ -31,21 +30,21 @@ import numpy as np
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import misfit
 from a2d_mpi.experiments.hdf5 import check_output, read_file, write_file
+from a2d_mpi.experiments.model_layers import Model, read_model
 from a2d_mpi.experiments.options import Parser, add_options, aligned, log, progress, whole
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import Summary, flat
-from a2d_mpi.experiments.sweep import SIZES, Case, Configuration, cases_of, plans_for
+from a2d_mpi.experiments.sweep import make_workload, plans_for, workloads_of
 from a2d_mpi.planning.candidate import Candidate, Stack
-from a2d_mpi.planning.configs import Model, read_model
+from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
-from a2d_mpi.planning.network import Network, parse_network
+from a2d_mpi.planning.network import SWITCH, Network, parse_network
 from a2d_mpi.planning.planner import candidates, duration, why_not
 from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.planning.simgrid import replayer, simulate
 from a2d_mpi.planning.simulator import PARTS
-from a2d_mpi.planning.workload import Workload
+from a2d_mpi.planning.workload import SIZES, Choice, Workload, workload_name
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.slices import slices_of
 from a2d_mpi.schedules.writing import problem_of
@@ -72,7 +71,7 @@ def add_problem(parser: Parser, ranks: int, needs_heads: bool = True) -> None:
     add_options(group, "wire", "mask", "backward", "overlap")
 
 
-def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
+def read_problem(args: argparse.Namespace) -> tuple[Machine, Workload]:
     """Return the machine and the workload of the options of `add_problem`.
 
     Raises
@@ -83,9 +82,9 @@ def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
         If the profile cannot be read.
     """
     machine = read_machine(args.profile)
-    given = {x: getattr(args, x) for x in (*SIZES, "mask", "backward")}
+    given = {x: getattr(args, x) for x in (*SIZES, "wire", "backward", "overlap")}
     given["headdim"], given["dtype"] = args.headdim or 128, args.dtype or "bfloat16"
-    return machine, Case(**given, wire=None if args.wire == "none" else args.wire)
+    return machine, make_workload(args.mask, **given)
 
 
 def rank(args: argparse.Namespace) -> int:
@@ -96,8 +95,7 @@ def rank(args: argparse.Namespace) -> int:
         if args.nheads or args.nheads_kv or args.headdim or args.headdim_v:
             raise ValueError("--model sets the heads: leave out --nheads, --nheads-kv, --headdim")
         vars(args).update(model.heads, dtype=args.dtype or model.dtype)
-    machine, case = read_problem(args)
-    work = case.work(args.overlap)
+    machine, work = read_problem(args)
     layers = model.workloads(work) if model else work
     options = {
         "number": None if args.simulate == "all" else 1,
@@ -122,9 +120,8 @@ def _print_model(model: Model, work: Workload, ranks: int) -> None:
         end="",
     )
     print(f"{values}, {work.nheads_kv} KV heads; {work.dtype}")
-    size, weights = DTYPES[work.dtype].itemsize, f"weights of {model.family} are not counted"
-    if n := model.parameters:
-        weights = f"{_bytes(n)[:-1]} parameters: {_bytes(n * size)} on every rank"
+    size, n = DTYPES[work.dtype].itemsize, model.parameters
+    weights = f"{_bytes(n)[:-1]} parameters: {_bytes(n * size)} on every rank"
     cache = size * model.cache(work.seqlen)
     print(f"{weights}; KV cache: {_bytes(cache)}, {_bytes(cache // ranks)} on a rank")
     print("seconds and bytes are of all layers on one grid, and memory of the plans of all masks")
@@ -171,7 +168,8 @@ def _row(plan: Candidate | Stack, ranks: int, best: Candidate | Stack) -> list[s
         cells += [f">= {duration(plan.bound)}", *["-"] * 7, f">= {_bytes(plan.memory)}"]
     idle = f"{used} of {ranks} ranks, {1 - used / ranks:.0%} idle" if used < ranks else ""
     sliced = f"{plan.layout.sliced} slices" * (plan.layout.sliced != "1x1")
-    notes = plan.layout.distribution, sliced, plan.known_as, idle, why_not(plan, best)
+    known = known_as(plan.method, plan.layout)
+    notes = plan.layout.distribution, sliced, known, idle, why_not(plan, best)
     return [*cells, "; ".join(filter(None, notes))]
 
 
@@ -190,19 +188,13 @@ def _bytes(n: int) -> str:
     return f"{n} B"
 
 
-def _simulated(
-    what: Configuration, machine: Machine, network: Network, coarse: float
-) -> dict[str, object]:
-    """Run the simulation of a plan; return the attributes of its entry.
-
-    `coarse` is a share of the predicted time of the shortest phase.
-    """
-    work = what.case.work(what.overlap)
-    problem = problem_of(what.method, what.layout, work, work.mask)
+def _simulated(what: Choice, machine: Machine, network: Network) -> dict[str, object]:
+    """Simulate a plan on a network and on a switch; return the attributes of its entry."""
+    work = what.work
+    problem = problem_of(what.method, what.layout, work, work.seen)
     plan = machine, what.method, what.layout, work
     predicted = predict(*plan)
-    coarse *= min(float(x.total.max()) for x in predicted.values())
-    simulated = simulate(*plan, network=network, coarse=coarse)
+    simulated = predicted if network == SWITCH else predict(*plan, network=network)
     entry = {
         **what.attributes,
         "machine": machine.name,
@@ -210,7 +202,6 @@ def _simulated(
         "distribution": problem.queries.name,
         "memory": most_memory(what.method, what.layout, problem, work.backward),
         "room": float((machine.memory or np.inf) - machine.reserved),
-        "coarse": coarse,
     }
     for name, phases in (("predicted", predicted), ("simulated", simulated)):
         for phase, parts in phases.items():
@@ -222,7 +213,6 @@ def _simulated(
 def simulate_all(args: argparse.Namespace) -> int:
     """Run the simulations that a file lacks, one after the other; return the exit code."""
     networks = [parse_network(x) for x in args.networks]
-    replayer()  # raises an error now if SimGrid is not installed
     there = check_output(args.output, SCHEMA, args.resume)
     done = read_simulations(args.output) if there else {}
     origin, before = provenance("none", ["simulated"]), 0
@@ -230,7 +220,7 @@ def simulate_all(args: argparse.Namespace) -> int:
         name = f"{what.name}-{network.name}-{machine.name}".replace("/", "_")
         entry = done.get(name)
         if entry is None:
-            entry = _simulated(what, machine, network, args.coarse)
+            entry = _simulated(what, machine, network)
             both = (f"{x} {seconds(entry, x):.4g} s" for x in ("predicted", "simulated"))
             print(f"{name}: {', '.join(both)}", flush=True)
         else:
@@ -248,13 +238,13 @@ def simulate_all(args: argparse.Namespace) -> int:
 
 def _plans(
     args: argparse.Namespace, networks: list[Network]
-) -> Iterator[tuple[Configuration, Machine, Network]]:
+) -> Iterator[tuple[Choice, Machine, Network]]:
     """Yield each plan with its machine and network; the planner runs lazily."""
-    for path, ranks, case in product(args.profile, args.ranks, cases_of(args)):
+    for path, ranks, work in product(args.profile, args.ranks, workloads_of(args)):
         machine = read_machine(path)
         if args.links_alone:
             machine = machine.links_alone()
-        for what in plans_for(case, args.plans, ranks, machine=machine):
+        for what in plans_for(work, args.plans, ranks, machine):
             yield from ((what, machine, network) for network in networks)
 
 
@@ -296,8 +286,7 @@ def read_summaries(path: str | Path) -> list[Summary]:
     return [
         Summary(
             name,
-            # The name of a plan is method, shape and order, and then the name of the workload.
-            {**x, "workload": name.split("-", 3)[3]},
+            {**x, "workload": f"{workload_name(x)}-{x['network']}-{x['machine']}"},
             "both" if x["backward"] else "forward",
             seconds(x, "simulated"),
             {"wait": seconds(x, "simulated", " wait")},

@@ -1,13 +1,11 @@
-"""The ranks of a program: the memory that they share, and jobs that go on without lost ones."""
+"""Jobs that go on without lost ranks."""
 
 from __future__ import annotations
 
-import socket
 import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
-from pathlib import Path
 
 from mpi4py import MPI
 
@@ -20,17 +18,6 @@ _NO_ULFM = (
     "--survive: this MPI ends the job when a rank dies; it needs Open MPI with ULFM, started by "
     "mpiexec --with-ft ulfm"
 )
-
-
-def machine_of_rank() -> str:
-    """Return a text that is the same for all ranks of a machine, also in namespaces with names."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text() if boot.exists() else socket.gethostname()
-
-
-def sharing(comm: MPI.Intracomm) -> int:
-    """Return the number of ranks that share the memory of this rank's machine.  Collective."""
-    return comm.allgather(machine := machine_of_rank()).count(machine)
 
 
 def check_survive(comm: MPI.Intracomm, survive: bool) -> None:

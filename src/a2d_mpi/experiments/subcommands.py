@@ -7,16 +7,12 @@ import inspect
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, NoReturn
 
-from a2d_mpi.core.atomic import locked
 from a2d_mpi.experiments.options import (
     BAD_INPUT,
     INTERRUPTED,
     Parser,
-    check_files,
-    files_written,
     open_streams,
     reason,
 )
@@ -91,11 +87,7 @@ def run_serial(
     parser = build_parser()
     try:
         args = parser.parse_args()
-        check_files(args)
-        with ExitStack() as stack:
-            for path in files_written(args):
-                stack.enter_context(locked(path))
-            code = (body or parser.body)(args)
+        code = (body or parser.body)(args)
     except (ValueError, OSError, MemoryError) as error:
         print(f"{parser.prog}: error: {reason(error)}", file=sys.stderr)
         code = BAD_INPUT

@@ -6,13 +6,11 @@ import argparse
 import inspect
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 
 import numpy as np
 
-from a2d_mpi.core.config import PHASES, AttentionConfig
+from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments.options import (
     OPTIONS,
@@ -32,49 +30,18 @@ from a2d_mpi.planning.machine import KernelModel, Link, Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidates
-from a2d_mpi.planning.workload import Workload
+from a2d_mpi.planning.workload import Choice, Workload, workload_name
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.slices import slices_of
 from a2d_mpi.schedules.writing import problem_of
 
 # Most ranks for which the planner searches.  With h100-8.toml, 1M causal tokens and gradients,
-# 1024 ranks take 18 s of CPU time, 4096 ranks 127 s and 0.9 GB (tests/tools/plan_times.py).
+# 1024 ranks take 18 s of CPU time, 4096 ranks 127 s and 0.9 GB (jobs/measure.py planner).
 PLANNED = 4096
-mask_of = lru_cache(maxsize=32)(make_mask)  # masks keep what they have computed
-SIZES = ("seqlen", "nheads", "nheads_kv", "headdim", "headdim_v", "dtype")
 _SPEC = re.compile(
     r"([a-z0-9 _]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?(?:/(\d+)x(\d+))?(?:\*(.+))?"
 )
 _AUTO = re.compile(r"auto(?::([1-9]\d?|each))?")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case(AttentionConfig):
-    """A workload: a config with the text of a mask, with or without a backward phase."""
-
-    mask: str
-    backward: bool
-
-    @property
-    def name(self) -> str:
-        """Name in files and messages; no two cases have the same name."""
-        passes = "backward" if self.backward else "forward"
-        values = f"x{self.headdim_v}" * (self.headdim_v != self.headdim)
-        return (
-            f"{self.mask}-n{self.seqlen}-h{self.nheads}-kv{self.nheads_kv}-d{self.headdim}{values}"
-            f"-{self.dtype}{f'-{self.wire}' if self.wire else ''}-{passes}"
-        )
-
-    def work(self, overlap: bool = True) -> Workload:
-        """Return the workload in the form that the planner takes.
-
-        Raises
-        ------
-        ValueError
-            If there is no such mask, or it does not fit the sequence.
-        """
-        mask = mask_of(self.mask, self.seqlen)
-        return Workload(**self.arguments, mask=mask, backward=self.backward, overlap=overlap)
 
 
 def _plans(text: str) -> list[str]:
@@ -133,7 +100,7 @@ def add_list(to: argparse._ActionsContainer, name: str, option: str, **changes: 
 
 
 def add_workloads(parser: Parser) -> None:
-    """Add the options of a sweep, see `cases_of`."""
+    """Add the options of a sweep, see `workloads_of`."""
     group = parser.add_argument_group("workloads (every combination is run)")
     add_list(group, "seqlens", "seqlen", default="2048")
     add_list(group, "nheads", "nheads", default="8")
@@ -146,101 +113,63 @@ def add_workloads(parser: Parser) -> None:
     add_list(group, "wire", "wire")
 
 
-def cases_of(args: argparse.Namespace) -> list[Case]:
-    """Return all combinations of the sizes in a driver's options, without duplicates."""
-    heads_kv = args.nheads_kv or [None]  # None: as many KV heads as query heads
-    wires = [None if x == "none" else x for x in args.wire]
-    names = "dtype", "wire", "headdim", "nheads", "nheads_kv", "seqlen", "mask"
-    sizes = args.dtypes, wires, args.headdim, args.nheads, heads_kv, args.seqlens, args.masks
-    common = {"headdim_v": args.headdim_v, "backward": args.backward}
-    cases = (Case(**dict(zip(names, x)), **common) for x in product(*sizes))
-    return list(dict.fromkeys(cases))
+def workloads_of(args: argparse.Namespace) -> list[Workload]:
+    """Return all combinations of the sizes in a driver's options, without duplicates.
 
-
-@dataclass(frozen=True)
-class Configuration:
-    """One plan for one workload: one entry of a benchmark file.
-
-    Attributes
-    ----------
-    case : Case
-    method : str
-        One of `a2d_mpi.schedules.method.METHODS`.
-    layout : Layout
-    overlap : bool
-    picked : bool
-        Whether the planner chose it ("auto").
+    Raises
+    ------
+    ValueError
+        If a mask does not fit a sequence.
     """
+    heads_kv = args.nheads_kv or [None]  # None: as many KV heads as query heads
+    sizes = args.dtypes, args.wire, args.headdim, args.nheads, heads_kv, args.seqlens, args.masks
+    names = "dtype", "wire", "headdim", "nheads", "nheads_kv", "seqlen", "text"
+    common = {"headdim_v": args.headdim_v, "backward": args.backward}
+    works = (make_workload(**dict(zip(names, x)), **common) for x in product(*sizes))
+    return list({workload_name(x.attributes): x for x in works}.values())
 
-    case: Case
-    method: str
-    layout: Layout
-    overlap: bool = True
-    picked: bool = False
 
-    @property
-    def name(self) -> str:
-        """Name of the entry; the shape in it says the number of ranks."""
-        method, shape = self.method.replace(" ", "_"), self.layout.shape
-        overlap = "overlap" if self.overlap else "in_turn"
-        order = self.layout.numbering.replace("/", "_")  # a slash would make a subgroup
-        order += f"-{self.layout.distribution}" if self.layout.distribution else ""
-        order += f"_slices{self.layout.sliced}" if self.layout.slices else ""
-        return f"{method}-{shape}-{order}-{self.case.name}-{overlap}"
+def make_workload(text: str, seqlen: int, wire: str, **others: object) -> Workload:
+    """Make the workload of a driver's options; ValueError if the mask does not fit."""
+    wire = None if wire == "none" else wire
+    return Workload(
+        seqlen=seqlen, mask=make_mask(text, seqlen), mask_text=text, wire=wire, **others
+    )
 
-    @property
-    def attributes(self) -> dict[str, object]:
-        """Attributes of the plan and its workload in files."""
-        case, layout = self.case, self.layout
-        return {
-            **{x: getattr(case, x) for x in SIZES},
-            **layout.attributes,
-            "method": self.method,
-            "mask": case.mask,
-            "backward": case.backward,
-            "overlap": self.overlap,
-            "slices": layout.sliced,
-            "wire": case.wire or "none",
-            "picked": self.picked,
-        }
 
-    def expected(
-        self, machine: Machine | None, layout: Layout, distribution: str
-    ) -> dict[str, object]:
-        """Predict seconds, memory and bytes.
+def expected(choice: Choice, machine: Machine | None, distribution: str) -> dict[str, object]:
+    """Predict seconds, memory and bytes of a plan.
 
-        Parameters
-        ----------
-        machine : Machine or None
-            None: no seconds are predicted.
-        layout : Layout
-            Layout of the plan, with the nodes on which its ranks really are.
-        distribution : str
-            Distribution of the plan.
+    Parameters
+    ----------
+    choice : Choice
+        With the nodes on which the ranks of the layout really are.
+    machine : Machine or None
+        None: no seconds are predicted.
+    distribution : str
+        Distribution of the plan.
 
-        Returns
-        -------
-        dict of str to number or str
-            ``memory``: peak bytes of a rank.  ``forward lower bound``: least bytes of a rank in
-            balanced attention without a head axis.  ``forward seconds``: of the slowest rank.
-            Likewise ``backward ...``.  ``machine``: name of the machine.
-        """
-        work = self.case.work(self.overlap)
-        problem = problem_of(self.method, layout, work, work.mask, distribution)
-        found: dict[str, object] = {
-            "memory": most_memory(self.method, layout, problem, work.backward)
-        }
-        tokens = np.arange(work.seqlen)
-        area = work.mask.area(tokens, tokens) / layout.size
-        for phase in work.phases:
-            found[f"{phase} lower bound"] = cost.lower_bound(
-                problem, area, work.seqlen / layout.size, phase == "backward"
-            )
-        if machine is not None:
-            phases = predict(machine, self.method, layout, work, distribution)
-            found |= {f"{phase} seconds": float(x.total.max()) for phase, x in phases.items()}
-            found["machine"] = machine.name
-        return found
+    Returns
+    -------
+    dict of str to number or str
+        ``memory``: peak bytes of a rank.  ``forward lower bound``: least bytes of a rank in
+        balanced attention without a head axis.  ``forward seconds``: of the slowest rank.
+        Likewise ``backward ...``.  ``machine``: name of the machine.
+    """
+    method, layout, work = choice.method, choice.layout, choice.work
+    problem = problem_of(method, layout, work, work.seen, distribution)
+    found: dict[str, object] = {"memory": most_memory(method, layout, problem, work.backward)}
+    tokens = np.arange(work.seqlen)
+    area = work.mask.area(tokens, tokens) / layout.size
+    for phase in work.phases:
+        found[f"{phase} lower bound"] = cost.lower_bound(
+            problem, area, work.seqlen / layout.size, phase == "backward"
+        )
+    if machine is not None:
+        phases = predict(machine, method, layout, work, distribution)
+        found |= {f"{phase} seconds": float(x.total.max()) for phase, x in phases.items()}
+        found["machine"] = machine.name
+    return found
 
 
 def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
@@ -279,22 +208,16 @@ def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
 
 
 def plans_for(
-    case: Case,
-    specs: Sequence[str],
-    ranks: int,
-    overlaps: Sequence[bool] = (True,),
-    machine: Machine | None = None,
-) -> list[Configuration]:
-    """Return the configurations of one workload, without duplicates.
+    work: Workload, specs: Sequence[str], ranks: int, machine: Machine | None = None
+) -> list[Choice]:
+    """Return the plans of one workload, without duplicates.
 
     Parameters
     ----------
-    case : Case
+    work : Workload
     specs : sequence of str
         As the option --plans takes them.
     ranks : int
-    overlaps : sequence of bool
-        Values of `overlap`; each gives its own configurations.
     machine : Machine, optional
         Needed by "auto".
 
@@ -303,24 +226,22 @@ def plans_for(
     ValueError
         If a spec is wrong, or does not fit the heads.
     """
-    by_name: dict[str, Configuration] = {}
-    for overlap in overlaps:
-        work = case.work(overlap)
-        if machine is not None:
-            for phase in work.phases:
-                machine.kernel(case.dtype, phase)  # raises an error if the profile has none
-            machine.links(ranks)
-        for spec in specs:
-            try:
-                chosen = _chosen(spec, ranks, work, machine)
-            except ValueError as error:
-                raise ValueError(f"--plans {spec!r}: {error}") from None
-            for place, (method, layout) in enumerate(chosen):
-                picked = place == 0 and _AUTO.fullmatch(spec) is not None
-                new = Configuration(case, method, layout, overlap, picked)
-                check_ends(method, layout, work)
-                if picked or new.name not in by_name:
-                    by_name[new.name] = new
+    by_name: dict[str, Choice] = {}
+    if machine is not None:
+        for phase in work.phases:
+            machine.kernel(work.dtype, phase)  # raises an error if the profile has none
+        machine.links(ranks)
+    for spec in specs:
+        try:
+            chosen = _chosen(spec, ranks, work, machine)
+        except ValueError as error:
+            raise ValueError(f"--plans {spec!r}: {error}") from None
+        for place, (method, layout) in enumerate(chosen):
+            picked = place == 0 and _AUTO.fullmatch(spec) is not None
+            new = Choice(method, layout, work, picked)
+            check_ends(method, layout, work)
+            if picked or new.name not in by_name:
+                by_name[new.name] = new
     return list(by_name.values())
 
 

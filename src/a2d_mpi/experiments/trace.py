@@ -32,7 +32,7 @@ from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Attend, Differentiate, Message, Send, Wait
 from a2d_mpi.schedules.writing import write
 
-if TYPE_CHECKING:  # figures of traces need no MPI
+if TYPE_CHECKING:
     from mpi4py import MPI
 
     from a2d_mpi.attention.plan import AttentionPlan
@@ -189,22 +189,6 @@ def _tid(rank: int, thread: str) -> int:
     return 1 + len(THREADS) * rank + THREADS.index(thread)
 
 
-def read_trace(path: Path) -> list[dict[str, object]]:
-    """Read the events of a file that this module wrote.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be read.
-    ValueError
-        If it is another kind of file.
-    """
-    try:
-        return json.loads(path.read_text())["traceEvents"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a file of --trace: {error}") from error
-
-
 def check_trace(path: Path) -> None:
     """Check before the work that a trace can be written.
 
@@ -217,4 +201,9 @@ def check_trace(path: Path) -> None:
     """
     if path.suffix != ".json":
         raise ValueError(f"--trace {path} must end with .json")
-    check_writable(path, 0, read_trace)
+
+    def read(path: Path) -> None:
+        if "traceEvents" not in json.loads(path.read_text()):
+            raise ValueError("it has no traceEvents")
+
+    check_writable(path, 0, read)

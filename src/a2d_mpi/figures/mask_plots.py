@@ -127,7 +127,7 @@ def tiling(text: str, args: argparse.Namespace) -> tuple[str, np.ndarray, np.nda
     work = Workload(args.seqlen, 1, 1, mask=make_mask(text, args.seqlen))
     layout = Layout(args.rows, args.cols)
     name = args.distribution
-    name = name or default_distribution("attention2d", layout, work, work.mask)[0]
+    name = name or default_distribution("attention2d", layout, work, work.seen)[0]
     (ranks,) = who_computes("attention2d", layout, work, name)
     return name, ranks, np.bincount(ranks[ranks >= 0], minlength=layout.size)
 

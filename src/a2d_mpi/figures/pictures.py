@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from textwrap import fill
-
-import numpy as np
 
 from a2d_mpi.core.atomic import check_writable, replacing
 
@@ -83,54 +80,11 @@ def check_picture(path: Path) -> None:
 
 
 def save(figure, path: Path, **options: object) -> None:
-    """Write a whole figure or nothing, in the format that the file is named after.
-
-    A PNG file holds the `digest` of its data in the text "Data".
-    """
-    metadata = _METADATA[path.suffix] | ({"Data": digest(figure)} if path.suffix == ".png" else {})
+    """Write a whole figure or nothing, in the format that the file is named after."""
     with replacing(path) as (target, temporary):
+        metadata = _METADATA[path.suffix]
         figure.savefig(temporary, format=path.suffix[1:], metadata=metadata, **options)
         os.replace(temporary, target)
-
-
-def digest(figure) -> str:
-    """Hash what a figure shows: words, lines, bars, points and images, but no pixels.
-
-    Numbers count to four digits of the largest of their line, bar or image.
-    """
-    shown = hashlib.sha256()
-    for legend in figure.legends:
-        shown.update(legend.get_title().get_text().encode())
-    for axes in figure.axes:
-        shown.update("\n".join(_words(axes)).encode())
-        for values in _values(axes):
-            values = np.ma.filled(np.ma.asarray(values, float), np.nan)
-            scale = np.nanmax(np.abs(values), initial=1e-300)
-            digits = np.rint(np.nan_to_num(1e4 * values / scale, nan=-1e6))
-            shown.update(digits.astype("<i4").tobytes())
-    return shown.hexdigest()[:16]
-
-
-def _words(axes) -> Iterator[str]:
-    """Yield the titles, labels, and names of ticks and of the legend of axes."""
-    yield from (axes.get_title("left"), axes.get_title(), axes.get_xlabel(), axes.get_ylabel())
-    yield from (x.get_text() for x in axes.texts)
-    for axis in (axes.xaxis, axes.yaxis):
-        yield from map(str, getattr(axis.get_major_formatter(), "seq", ()))  # if they are fixed
-    yield from axes.get_legend_handles_labels()[1]
-
-
-def _values(axes) -> Iterator[np.ndarray]:
-    """Yield the numbers that each artist of axes draws."""
-    for line in axes.lines:
-        yield line.get_xydata()
-    for patch in axes.patches:
-        yield patch.get_patch_transform().transform(patch.get_path().vertices)
-    for group in axes.collections:
-        yield group.get_offsets()
-        yield from (path.vertices for path in group.get_paths())
-    for image in axes.images:
-        yield image.get_array()
 
 
 def workload_title(config: Mapping[str, object], seqlen: object = "") -> str:

@@ -7,47 +7,36 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments.hdf5 import read_file
-from a2d_mpi.experiments.plan import read_summaries
 from a2d_mpi.experiments.results import (
     BENCHMARK_SCHEMA,
     FAMILIES,
     PARTS,
-    TRAINING_SCHEMA,
     Summary,
     kernel_speeds,
     read_measured,
 )
-from a2d_mpi.experiments.trace import COMMUNICATION, read_trace
 from a2d_mpi.figures.pictures import (
     COLOURS,
     FILLS,
     SETTINGS,
     WIDTH,
     finish,
-    in_short,
-    nodes_of,
     plain_ticks,
     pyplot,
     save,
     style,
-    timeline,
     workload_title,
 )
-from a2d_mpi.masks.mask import Causal
-from a2d_mpi.planning.model import slowest_seconds
-from a2d_mpi.planning.planner import best_candidate, candidate, duration
+from a2d_mpi.planning.planner import duration
 from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.planning.workload import Workload
 
 
 def plot(args: argparse.Namespace) -> int:
@@ -83,29 +72,19 @@ def plot(args: argparse.Namespace) -> int:
     return 0
 
 
-def _usual(workloads: Sequence, plans: Sequence[Summary]):
-    """Return the workload that ran on the most numbers of ranks, and then with the most plans.
-
-    `workloads` has the workload of each plan.
-    """
-    entries = Counter(workloads)
-    ranks = Counter(x for x, _ in {(x, y.ranks) for x, y in zip(workloads, plans)})
-    return max(entries, key=lambda x: (ranks[x], entries[x], x))
-
-
 def _order(family: str) -> tuple[int, str]:
     """Sort families as in `FAMILIES`; a user's methods come last."""
     return (FAMILIES.index(family) if family in FAMILIES else len(FAMILIES)), family
 
 
 def _best(
-    plans: Iterable[Summary], place: Callable[[Summary], Any], key: Callable[[Summary], float]
-) -> dict[str, dict[Any, Summary]]:
-    """Choose the plan of least `key` for each family and place, both in order."""
-    best: dict[str, dict[Any, Summary]] = {}
-    for x in sorted(plans, key=place):
+    plans: Iterable[Summary], key: Callable[[Summary], float]
+) -> dict[str, dict[int, Summary]]:
+    """Choose the plan of least `key` for each family and number of ranks, both in order."""
+    best: dict[str, dict[int, Summary]] = {}
+    for x in sorted(plans, key=lambda x: x.ranks):
         of_family = best.setdefault(x.family, {})
-        of_family[place(x)] = min(of_family.get(place(x), x), x, key=key)
+        of_family[x.ranks] = min(of_family.get(x.ranks, x), x, key=key)
     return {name: best[name] for name in sorted(best, key=_order)}
 
 
@@ -136,7 +115,7 @@ class Runs:
         """Find each method's plan of least `key` at every number of ranks from `fewest` on."""
         # Only `phases` shows plans that communicate and compute in turn, if both kinds were run.
         plans = [x for x in self.of_workload if x.overlap] or self.of_workload
-        return _best((x for x in plans if x.ranks >= fewest), lambda x: x.ranks, key)
+        return _best((x for x in plans if x.ranks >= fewest), key)
 
     @property
     def title(self) -> str:
@@ -149,11 +128,12 @@ def read_runs(args: argparse.Namespace) -> Runs:
     """Read the runs that --workload and --ranks choose."""
     if not (runs := read_measured(args.results)):
         raise ValueError(f"{args.results} has no result to plot")
-    names = [x.workload for x in runs]
-    workload = args.workload or _usual(names, runs)
+    names = Counter(x.workload for x in runs)
+    ranks = Counter(x for x, _ in {(x.workload, x.ranks) for x in runs})
+    workload = args.workload or max(names, key=lambda x: (ranks[x], names[x], x))
     shown = [x for x in runs if x.workload == workload]
     if not shown:
-        raise ValueError(f"no workload {workload!r}: {', '.join(sorted({*names}))}")
+        raise ValueError(f"no workload {workload!r}: {', '.join(sorted(names))}")
     everyone = {x.ranks for x in shown}
     if args.ranks not in (None, *everyone):
         raise ValueError(f"{workload} was not run on {args.ranks} ranks")
@@ -250,108 +230,6 @@ def draw_model(plt, runs: Runs):
     return finish(figure, f"{len(runs)} runs: {within} of the measured time (grey bands)")
 
 
-# Simulations: how plans scale.
-
-WORKLOAD = "mask", "nheads", "nheads_kv", "headdim", "dtype", "backward"
-
-
-@dataclass
-class Scale:
-    """The simulations of one workload with sequences of any length.
-
-    Attributes
-    ----------
-    plans : dict of str to dict of str to dict of (int, int) to Summary
-        The fastest plan by machine and network, family, and (ranks, tokens).
-    seqlen : int
-        The length of the figures that show one length.
-    title : str
-    """
-
-    plans: dict[str, dict[str, dict[tuple[int, int], Summary]]]
-    seqlen: int
-    title: str
-
-
-def read_scale(path: str | Path, part: str | None = None) -> Scale:
-    """Read the simulations of a workload, with sequences of any length, from a file.
-
-    `part` is a part of the workload's name.  Default: the workload with the most numbers of ranks,
-    then with the most entries.
-
-    Raises
-    ------
-    OSError, ValueError
-        If the file cannot be read, or has no simulation of this workload.
-    """
-    every = read_summaries(path)
-    workloads = {x.name: (*(x.config[y] for y in WORKLOAD), x.config["seqlen"]) for x in every}
-    named = [x for x in every if (part or "") in x.name]
-    if not named:
-        raise ValueError(f"no workload {part or ''!r} in {path}")
-    *usual, seqlen = _usual([workloads[x.name] for x in named], named)
-    panels: dict[str, list[Summary]] = {}
-    for x in every:
-        if [*workloads[x.name][:-1]] == usual:
-            # An axis has the number of ranks, so the name has no number of nodes.
-            panel = f"{nodes_of(x.config['machine'])}, {x.config['network']}"
-            panels.setdefault(panel, []).append(x)
-    place, seconds = lambda x: (x.ranks, x.config["seqlen"]), lambda x: x.seconds
-    plans = {name: _best(of_panel, place, seconds) for name, of_panel in panels.items()}
-    title = workload_title(dict(zip(WORKLOAD, usual)))
-    return Scale(plans, seqlen, f"simulated: {title}")
-
-
-def draw_slopes(plt, scale: Scale):
-    """Draw time by number of ranks, and at the end of each line the fitted power of the ranks."""
-    times: dict[str, dict[str, dict[int, float]]] = {}
-    for panel, families in scale.plans.items():
-        for name, best in families.items():
-            of_length = {ranks: x for (ranks, tokens), x in best.items() if tokens == scale.seqlen}
-            if of_length:
-                ms = {ranks: 1e3 * x.seconds for ranks, x in of_length.items()}
-                times.setdefault(panel, {})[name] = ms
-    figure = _by_ranks(plt, times, "time, ms", log=True)
-    for axes, lines in zip(figure.axes, times.values()):
-        for of_family in lines.values():
-            if len(of_family) > 1:
-                # The exponent b of the power law a P^b, by least squares of logarithms.
-                logs = np.log([[*of_family], [*of_family.values()]])
-                power = np.polyfit(*logs, 1)[0]
-                axes.annotate(f"  P^{power:.2f}", max(of_family.items()), va="bottom")
-        axes.set_xlim(right=4 * axes.get_xlim()[1])
-    return finish(figure, f"{scale.title}, {in_short(scale.seqlen)} tokens")
-
-
-def draw_winners(plt, scale: Scale):
-    """Draw the fastest family by ranks and tokens, and how much longer the other sort takes.
-
-    Grids of all kinds are one sort, and rings are the other sort.
-    """
-    places = {x for panel in scale.plans.values() for best in panel.values() for x in best}
-    everyone, lengths = (sorted(set(x)) for x in zip(*places))
-    size = WIDTH, 1 + 0.3 * len(everyone)
-    figure, (row,) = plt.subplots(1, len(scale.plans), squeeze=False, sharey=True, figsize=size)
-    for axes, (title, panel) in zip(row, scale.plans.items(), strict=True):
-        for place in sorted({x for best in panel.values() for x in best}):
-            seconds = {y: x[place].seconds for y, x in panel.items() if place in x}
-            first = min(seconds, key=seconds.__getitem__)
-            others = [x for y, x in seconds.items() if ("ring" in y) != ("ring" in first)]
-            x, y = lengths.index(place[1]), everyone.index(place[0])
-            axes.barh(y, 0.96, 0.94, x - 0.48, color=style(first)["color"], alpha=0.3)
-            axes.plot(x, y + 0.15, linestyle="none", label=first, **style(first))
-            if others:
-                lead = 100 * (min(others) / seconds[first] - 1)
-                text = f"{lead:.{int(lead < 10)}f} %"
-                axes.annotate(text, (x, y - 0.25), ha="center", va="center")
-        axes.set_xticks(range(len(lengths)), [in_short(x) for x in lengths])
-        axes.set_yticks(range(len(everyone)), everyone)
-        axes.set(xlim=(-0.5, len(lengths) - 0.5), title=title, xlabel="tokens")
-    row[0].set_ylabel("ranks")
-    kinds = "number: how much longer the fastest plan of the other kind takes (grid or ring)"
-    return finish(figure, f"{scale.title}; {kinds}")
-
-
 def _by_ranks(
     plt, panels: Mapping[str, Mapping[str, Mapping[int, float]]], what: str, log: bool = False
 ):
@@ -387,102 +265,69 @@ def _by_ranks(
     return figure
 
 
-# When 2-D attention matters.  The folder crossover of `jobs/run.py study` has one workload on
-# emulated clusters whose links differ, with a profile beside each file of results.  The same plans
-# on real machines are simulated for many lengths of the sequence.
-
-RANKS = 16
-PICK = "the planner's pick"
-# The method and the shape of each plan, and its look; the ring is the line at 1.
-PLANS = {
-    "ring": ("ring", Layout(16, 1)),
-    "square grid 4 x 4": ("attention2d", Layout(4, 4)),
-    "USP, ring of 4 x 4 head ranks": ("ring", Layout(4, 1, 4)),
-}
-STYLES = {
-    "square grid 4 x 4": style("attention2d"),
-    "USP, ring of 4 x 4 head ranks": style("ring + heads"),
-    PICK: {"color": "black", "marker": "*"},
-}
-MACHINES = {"H100": ("h100-64x1", "-"), "A100": ("a100-4-1nic", "--")}  # one NIC for each GPU
-# Below 32K tokens kernels wait for their launches, and the ratio rises again.
-TOKENS = [1 << i for i in range(15, 23)]
-MARKED = {1 << i for i in (15, 17, 18, 20, 22)}
-
-# The ratio of computing to the transfers of the ring, and the seconds of each plan.
-Point = tuple[float, dict[str, float]]
+# When 2-D attention matters: the folder crossover of `jobs/run.py study` has one workload on
+# emulated clusters whose links differ, with a profile beside each file of results.
 
 
-def read_crossover(args: argparse.Namespace) -> dict[str, list[Point]]:
-    """Collect the measured and the simulated points, by their source.
+@dataclass
+class Crossover:
+    """How much faster than the ring the best plan of each family is.
+
+    Attributes
+    ----------
+    gains : dict of str to list of (float, float)
+        By family and ordered: seconds of computing / seconds of transfers of the ring, and seconds
+        of the ring / seconds of the plan.
+    title : str
+    """
+
+    gains: dict[str, list[tuple[float, float]]]
+    title: str
+
+
+def read_crossover(args: argparse.Namespace) -> Crossover:
+    """Read the files */*.h5 of a folder, and the profiles beside them.
 
     Raises
     ------
     ValueError
-        If there is no file of results, no profile beside one, or one lacks a plan.
+        If there is no file, no profile beside one, or a file has no ring.
     """
-    sources: dict[str, list[Point]] = {"measured": []}
-    for path in sorted(Path(args.results).glob("*/*.h5")):
-        bandwidth = read_machine(path.with_suffix(".toml")).links(RANKS)[1].bandwidth
-        results = read_measured(path)
-        runs = {(x.method, x.layout.shape): x for x in reversed(results)}
-        plans = {label: runs.get((x, y.shape)) for label, (x, y) in PLANS.items()}
-        plans[PICK] = next((x for x in results if x.picked), None)
-        for label, x in plans.items():
-            if x is None:
-                raise ValueError(f"{path} has no {label}")
-        ratio = plans["ring"].parts["compute"] / (plans["ring"].received / bandwidth)
-        sources["measured"].append((ratio, {label: x.seconds for label, x in plans.items()}))
-    if not sources["measured"]:
+    gains: dict[str, list[tuple[float, float]]] = {}
+    title = ""
+    for path in Path(args.results).glob("*/*.h5"):
+        plans = _best(read_measured(path), lambda x: x.seconds)
+        best = {name: x for name, of_ranks in plans.items() for x in of_ranks.values()}
+        if (ring := best.pop("ring", None)) is None:
+            raise ValueError(f"{path} has no ring")
+        link = read_machine(path.with_suffix(".toml")).links(ring.ranks)[1]
+        ratio = ring.parts["compute"] / (ring.received / link.bandwidth)
+        for name, x in best.items():
+            gains.setdefault(name, []).append((ratio, ring.seconds / x.seconds))
+        title = f"{workload_title(ring.config, ring.config['seqlen'])}, {ring.ranks} ranks"
+    if not gains:
         raise ValueError(f"{args.results} has no file */*.h5")
-    sources["measured"].sort(key=lambda point: point[0])
-    for name, (profile, _) in MACHINES.items():
-        path = Path(__file__).parents[3] / f"data/machines/{profile}.toml"
-        machine = read_machine(path).with_ranks_per_node(1)
-        sources[name] = []
-        for tokens in TOKENS:  # 8 heads of 128, causal, with gradients
-            work = Workload(tokens, 8, 128, mask=Causal(), backward=True)
-            plans = {label: candidate(machine, *x, work) for label, x in PLANS.items()}
-            plans[PICK] = best_candidate(machine, RANKS, work)
-            transfers = plans["ring"].received / machine.links(RANKS)[1].bandwidth
-            seconds = {label: slowest_seconds(x.phases) for label, x in plans.items()}
-            sources[name].append((plans["ring"].split["compute"] / transfers, seconds))
-    return sources
+    return Crossover({name: sorted(x) for name, x in gains.items()}, title)
 
 
-def draw_crossover(plt, sources: dict[str, list[Point]]):
-    """Draw how much faster than the ring each plan is, by the ratio."""
-    figure, axes = plt.subplots(figsize=(WIDTH, 0.55 * WIDTH))
-    for plan, look in STYLES.items():
-        for source, points in sources.items():
-            gains = zip(*((ratio, x["ring"] / x[plan]) for ratio, x in points))
-            if source == "measured":
-                axes.plot(*gains, linestyle=":", linewidth=0.5, markersize=5, label=plan, **look)
-            else:
-                axes.plot(*gains, MACHINES[source][1], color=look["color"])
-    for name, (_, line) in MACHINES.items():
-        axes.plot([], [], line, color="#777777", label=f"simulated, {name}")
+def draw_crossover(plt, crossover: Crossover):
+    """Draw how much faster than the ring each family is, by the ratio."""
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.5 * WIDTH))
+    for name, points in crossover.gains.items():
+        axes.plot(*zip(*points), linewidth=0.5, label=name, **style(name))
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel="time of computing / time of the ring's transfers")
     axes.set_ylabel("time of the ring / time of the plan")
     axes.grid(axis="y", linewidth=0.3)
     plain_ticks(axes.xaxis)
     plain_ticks(axes.yaxis, range(1, 7))
-    for place, name in enumerate(MACHINES):  # where each machine stands
-        tops = axes.secondary_xaxis(1.02 + 0.2 * place)
-        marks = {x: in_short(n) for n, (x, _) in zip(TOKENS, sources[name]) if n in MARKED}
-        tops.set_xticks(list(marks), list(marks.values()))
-        tops.minorticks_off()
-        tops.set_xlabel(f"tokens on 16 {name}", labelpad=2)
-    return finish(figure, "causal, with gradients, 16 nodes; points: measured with 8K tokens")
+    return finish(figure, crossover.title)
 
 
-# Kernels, a training, a trace.
+# Kernels.
 
 # CPUs of which /proc/cpuinfo has only numbers.
 CPUS = {"EPYC (family 25, model 1)": "Zen 3", "EPYC (family 25, model 17)": "Zen 4"}
-SMOOTH = 50  # steps whose mean is drawn
-_SHOWN = ("compute", "merge", "wait")  # categories of slices of a trace
 
 
 def draw_kernels(plt, entries: Mapping[str, Mapping]):
@@ -521,69 +366,16 @@ def draw_kernels(plt, entries: Mapping[str, Mapping]):
     return finish(figure, f"{title}; the fastest has its number")
 
 
-def draw_losses(plt, run: Mapping):
-    """Draw the loss by tokens, beside the text's unigram entropy."""
-    steps = len(run["loss"])
-    if not steps:
-        raise ValueError("the run has no step")
-    window = min(SMOOTH, steps)
-    mean = np.convolve(run["loss"], np.ones(window) / window, "valid")
-    figure, axes = plt.subplots(figsize=(WIDTH, 0.45 * WIDTH))
-    of_step = int(run["config"]["seqlen"]) * int(run["config"]["accumulate"])
-    tokens = np.arange(1, steps + 1) * of_step / 1e3
-    axes.plot(tokens, run["loss"], color="#56B4E9", linewidth=0.3, alpha=0.6, label="each step")
-    axes.plot(tokens[window - 1 :], mean, color="#0072B2", label=f"mean of {window} steps")
-    entropy = run["text"]["unigram_entropy"]
-    axes.axhline(entropy, color="black", linestyle="--", linewidth=0.8,
-                 label=f"unigram entropy, {entropy:.2f}")  # fmt: skip
-    if run["held_out"]:
-        held = run["held_out"]["loss"]
-        axes.plot(tokens[-1:], [held], "D", color="#D55E00", label=f"held-out text, {held:.2f}")
-    axes.set(xlim=0, ylim=(0, 1.05 * run["loss"].max()), xlabel="thousand tokens")
-    axes.set_ylabel("loss, nats per token")
-    return finish(figure, f"{run['text']['name']}, {steps} steps of {of_step} tokens")
-
-
-def draw_trace(plt, events: list[dict]):
-    """Draw what every rank computes (upper bar) and waits for (lower bar), and all messages."""
-    rows = {x["tid"]: x["pid"] + 0.4 * (x["args"]["name"] == COMMUNICATION)
-            for x in events if x["name"] == "thread_name"}  # fmt: skip
-    calls = [x for x in events if x.get("cat") == "total"]
-    if not calls:
-        raise ValueError("the trace has no calls")
-    ranks = 1 + max(x["pid"] for x in events)
-    figure, axes = plt.subplots(figsize=(WIDTH, 0.9 + min(0.35 * ranks, 5.0)))
-    for tid, y in rows.items():
-        spans = [(x["cat"], x["ts"] / 1e3, (x["ts"] + x["dur"]) / 1e3) for x in events
-                 if x.get("cat") in _SHOWN and x["tid"] == tid]  # fmt: skip
-        timeline(axes, y - 0.2, spans, 0.38)
-    begins = {x["id"]: x for x in events if x["ph"] == "s"}
-    for end in (x for x in events if x["ph"] == "f"):
-        both = begins[end["id"]], end
-        axes.plot([x["ts"] / 1e3 for x in both], [rows[x["tid"]] - 0.2 for x in both],
-                  marker=".", markevery=[1], markersize=3, color="black", linewidth=0.5,
-                  alpha=0.6, label="message")  # fmt: skip
-    axes.set(xlabel="time, ms", ylabel="rank", ylim=(ranks - 0.4, -0.6))
-    axes.set_xlim(min(x["ts"] for x in calls) / 1e3, max(x["ts"] + x["dur"] for x in calls) / 1e3)
-    axes.yaxis.set_major_locator(plt.MaxNLocator(8, integer=True))
-    names = ", ".join(dict.fromkeys(x["name"] for x in calls))
-    return finish(figure, f"{names}, {ranks} ranks")
-
-
 # A kind of file: how to read it, and how to draw each of its figures.
 FIGURES = {"scaling": draw_scaling, "phases": draw_phases, "bytes": draw_bytes,
            "model": draw_model}  # fmt: skip
-AT_SCALE = {"slopes": draw_slopes, "winners": draw_winners}
 FILE_KINDS: list[tuple[Callable, dict[str, Callable], str]] = [
     (read_runs, FIGURES, "bench"),
-    (lambda args: read_file(args.results, TRAINING_SCHEMA), {"training": draw_losses}, "train"),
     (
         lambda args: read_file(args.results, BENCHMARK_SCHEMA)["figures"],
         {"kernels": draw_kernels},
         "bench kernels",
     ),
-    (lambda args: read_scale(args.results, args.workload), AT_SCALE, "plan simulate"),
     (read_crossover, {"crossover": draw_crossover}, "jobs/run.py study"),
-    (lambda args: read_trace(args.results), {"trace": draw_trace}, "attention --trace"),
 ]
 OTHERS = [name for _, figures, _ in FILE_KINDS[1:] for name in figures]

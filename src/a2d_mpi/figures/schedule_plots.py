@@ -26,6 +26,7 @@ from a2d_mpi.figures.pictures import (
     workload_title,
 )
 from a2d_mpi.masks.arrays import IntervalMask
+from a2d_mpi.masks.compiled import visible_keys
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.machine import Machine
@@ -95,7 +96,7 @@ def panels(machine: Machine, method: str, layout: Layout, work: Workload, mask: 
         small = make_mask(mask, drawn)
         small.check(drawn)
     except ValueError:  # the mask has a fixed length, and its first tokens are drawn
-        small = IntervalMask(*work.mask.checked(np.arange(drawn), drawn))
+        small = IntervalMask(*zip(*visible_keys(work.mask, np.arange(drawn), drawn)))
     work = replace(work, seqlen=drawn, seqlen_kv=drawn, mask=small)
     computes = who_computes(method, layout, work)
     computes = np.where(computes < 0, -1, world[computes])
@@ -139,11 +140,11 @@ def who_computes(
 def plot_schedule(args: argparse.Namespace) -> int:
     """Draw a row of panels for each plan that is asked for; returns the exit code."""
     check_picture(args.output)
-    machine, case = read_problem(args)
-    found = plans_for(case, args.plans, args.ranks, (args.overlap,), machine)
+    machine, work = read_problem(args)
+    found = plans_for(work, args.plans, args.ranks, machine)
     if not 1 <= len(found) <= PLANS:
         raise ValueError(f"--plans must be 1 to {PLANS} plans, got {len(found)}")
-    rows = [panels(machine, x.method, x.layout, case.work(x.overlap), case.mask) for x in found]
+    rows = [panels(machine, x.method, x.layout, work, args.mask) for x in found]
     plt = pyplot(**SETTINGS | {"axes.spines.top": True, "axes.spines.right": True})
     from matplotlib.ticker import EngFormatter
 
@@ -164,7 +165,7 @@ def plot_schedule(args: argparse.Namespace) -> int:
             received = in_bytes(row.received[phase].sum(axis=1).max())
             matrix.set_title(f"{phase}: {received} to a rank", loc="left")
             time.set_title(f"{phase}: {in_seconds(row.seconds(phase))}", loc="left")
-    title = f"simulated: {workload_title(vars(case), in_short(case.seqlen))}"
+    title = f"simulated: {workload_title(work.attributes, in_short(work.seqlen))}"
     title += f"; {args.ranks} ranks, {nodes_of(machine.name)}"
     save(finish(figure, title), args.output)
     return 0

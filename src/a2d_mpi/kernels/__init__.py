@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from a2d_mpi.kernels.protocol import Kernel
 
 
-def _lazy(module: str, name: str, **more: object) -> Callable[..., Kernel]:
+def _lazy(module: str, name: str) -> Callable[..., Kernel]:
     """Return a function that makes a kernel, and imports its module then."""
 
     def make(*given: Any, **options: Any) -> Kernel:
-        return getattr(import_module(f"a2d_mpi.kernels.{module}"), name)(*given, **options, **more)
+        return getattr(import_module(f"a2d_mpi.kernels.{module}"), name)(*given, **options)
 
     return make
 
@@ -51,10 +51,8 @@ KERNELS: dict[str, Entry | None] = {
     # Products by oneDNN (extra `onednn`).
     "onednn": Entry(_lazy("onednn", "OneDnnKernel"), _HALF),
     "cupy": Entry(_lazy("cupy", "CupyKernel"), _ALL, gpu=True),
-    # Uses "cupy" for blocks that cuDNN does not compute.  Sums of gradients are fastest without a
-    # fixed order.  Gradients of "cudnn-deterministic" repeat bit for bit.
-    "cudnn": Entry(_lazy("cudnn", "make"), _HALF, gpu=True),
-    "cudnn-deterministic": Entry(_lazy("cudnn", "make", deterministic=True), _HALF, gpu=True),
+    # Uses "cupy" for blocks that cuDNN does not compute.
+    "cudnn": Entry(_lazy("cudnn", "CudnnKernel"), _HALF, gpu=True),
 }
 # On the host (False) and on a GPU (True): the kernels from the fastest one to the one for all
 # problems.

@@ -1,9 +1,9 @@
 """The kernel of cuDNN, the fastest kernel for 16-bit tensors.
 
 Each interval of a mask is cut into runs of queries with one mask shape each
-(`a2d_mpi.kernels.shapes.runs`).  cuDNN is launched for each run, on the keys that the run sees, or
-for a batch of runs (`a2d_mpi.kernels.ragged`).  Partial results of several intervals are merged.
-The plain kernel computes the runs that cuDNN refuses.
+(`a2d_mpi.kernels.shapes.runs`).  cuDNN is launched for each run, on the keys that the run sees.
+Partial results of several intervals are merged.  The plain kernel computes the runs that cuDNN
+refuses.
 
 cuDNN's backward pass computes delta from the out of the queries over *all* keys.  Only the owner
 of the queries has this out.  So cuDNN gets another out that has the same delta.
@@ -20,7 +20,7 @@ import numpy as np
 
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Workspace
-from a2d_mpi.kernels.cudnn_calls import BlockRuns, CallMaker, RunCall
+from a2d_mpi.kernels.cudnn_calls import CallMaker, RunCall
 from a2d_mpi.kernels.cupy import CupyKernel
 from a2d_mpi.kernels.graphs import graphs_of
 from a2d_mpi.masks.intervals import Intervals
@@ -31,17 +31,17 @@ class CudnnKernel:
 
     Parameters
     ----------
-    plain : CupyKernel
-        The kernel for runs that cuDNN does not compute.
+    given, options
+        As of `a2d_mpi.kernels.cupy.CupyKernel`.
     work : Workspace, optional
         Buffers of the kernel.
-    deterministic : bool
-        Whether gradients repeat bit for bit, which is slower.
     graphs : Graphs, optional
         The launcher of cuDNN.  Default: the launcher that all kernels of the device share.
 
     Attributes
     ----------
+    plain : CupyKernel
+        The kernel for runs that cuDNN does not compute.
     product_dtype : dtype
         Dtype to which probabilities are rounded before they are multiplied: the tensors' dtype.
     rounds_partials, fallbacks
@@ -55,19 +55,16 @@ class CudnnKernel:
 
     name = "cudnn"
     rounds_partials = True
+    deterministic = False  # sums of gradients are fastest without a fixed order
 
     def __init__(
-        self,
-        plain: CupyKernel,
-        work: Workspace | None = None,
-        deterministic: bool = False,
-        graphs: Any = None,
+        self, *given: Any, work: Workspace | None = None, graphs: Any = None, **options: Any
     ) -> None:
-        self.plain, self.device, self.dtype = plain, plain.device, plain.dtype
-        self.product_dtype, self.deterministic = plain.dtype, deterministic
+        self.plain = plain = CupyKernel(*given, **options)
+        self.device, self.dtype = plain.device, plain.dtype
+        self.product_dtype = plain.dtype
         self._work = work or Workspace(plain.device)
-        graphs = graphs or graphs_of(plain.device.index, deterministic)
-        self._calls = CallMaker(plain, graphs, deterministic)
+        self._calls = CallMaker(plain, graphs or graphs_of(plain.device.index))
         self._no_keys: dict[int, Array] = {}  # lse of queries without keys, by number of heads
         self.fallbacks: Counter[tuple[str, str]] = Counter()
 
@@ -78,15 +75,8 @@ class CudnnKernel:
         runs = self._calls.get(intervals, q, v, k.shape[1], False)
         self._count("forward", runs.falls_back)
         if runs.single:
-            keys_at = [self._input(runs, i, x, slice(0, len(x))) for i, x in ((1, k), (2, v))]
             for call in runs.calls:
-                if not call.batch:
-                    self._attend(call, q, k, v, out[call.rows], lse[call.rows])
-                    continue
-                native = out if out.dtype == self.dtype else self._buffer("batches", out.shape)
-                self._launch(call, (q.data.ptr, *keys_at, native.data.ptr, lse.data.ptr))
-                if native is not out:
-                    self.device.put(out[call.rows], native[call.rows])
+                self._attend(call, q, k, v, out[call.rows], lse[call.rows])
             return
         total = out if out.dtype == np.float32 else self._buffer("total", out.shape, np.float32)
         compensation = self._buffer("compensation", lse.shape, np.float32)
@@ -116,8 +106,8 @@ class CudnnKernel:
         nheads, gradients = q.shape[1], (dq, dk, dv)
         runs = self._calls.get(intervals, q, v, nheads, True)
         self._count("backward", runs.falls_back)
-        everything = slice(0, len(q)), slice(0, len(k)), False
-        one_call = [(call.rows, call.keys, call.gaps) for call in runs.calls] == [everything]
+        everything = slice(0, len(q)), slice(0, len(k))
+        one_call = [(call.rows, call.keys) for call in runs.calls] == [everything]
         # Rows that only one run writes are overwritten; several runs are summed in float32.
         new = [fresh and runs.single, fresh and one_call, fresh and one_call]
         sums = [
@@ -139,11 +129,9 @@ class CudnnKernel:
             stats = self._buffer("stats", (runs.stats,), np.float32)
             self.device.out_and_stats(dout, delta, out, lse, stats, places)
             inputs += [out, dout, stats]
-        # cuDNN's tiles of a batch may read past the end of a sequence, so clear all masked rows.
-        of_batches = [self._input(runs, i, x, slice(0, len(x))) for i, x in enumerate(inputs[:5])]
         for call in runs.calls:
             if call.launch is not None:
-                self._add_gradients(call, inputs, of_batches, sums, new)
+                self._add_gradients(call, inputs, sums, new)
                 continue
             rows, keys = call.rows, call.keys
             if new[0] and not (one_call and call.intervals):
@@ -171,21 +159,20 @@ class CudnnKernel:
         if call.launch is None:
             self.plain.forward(q[rows], k[keys], v[keys], call.intervals, out, lse)
             return
-        native = out if out.dtype == self.dtype else self._buffer("out", out.shape)
-        stats = self._buffer("stats", lse.shape[::-1], np.float32)  # cuDNN wants heads first
-        keys_at = [self._input(call, i, x, keys) for i, x in ((1, k), (2, v))]
-        pointers = _at(q, rows), *keys_at, native.data.ptr, stats.data.ptr
-        self._launch(call, pointers)
+        native, nq = out, call.launch.block.nq
+        if out.dtype != self.dtype or len(out) < nq:
+            native = self._buffer("out", (nq, *out.shape[1:]))
+        stats = self._buffer("stats", (lse.shape[1], nq), np.float32)  # cuDNN wants heads first
+        given = [self._input(call, i, x) for i, x in enumerate((q, k, v))]
+        self._launch(call, (*given, native.data.ptr, stats.data.ptr))
         self.device.transpose(lse, stats)
         if native is not out:
-            self.device.put(out, native)
-        if call.masked_rows is not None:
-            self._clear(out, call.masked_rows)
-            self._fill(lse, call.masked_rows)
+            self.device.put(out, native[: len(out)])
+        if (places := call.masked[0]) is not None:
+            self._clear(out, places)
+            self._fill(lse, places)
 
-    def _add_gradients(
-        self, call: RunCall, inputs: list, of_batches: list[int], sums: list, new: list[bool]
-    ) -> None:
+    def _add_gradients(self, call: RunCall, inputs: list, sums: list, new: list[bool]) -> None:
         """Compute the gradients of one call by cuDNN.
 
         Parameters
@@ -193,53 +180,44 @@ class CudnnKernel:
         call : RunCall
         inputs : list of array
             q, k, v, out, dout and stats.
-        of_batches : list of int
-            Pointers to all but stats, for batches.
         sums : list of array
             dq, dk and dv, to which the gradients are added.
         new : list of bool
             Whether to overwrite each of `sums` instead.
         """
-        nheads = sums[0].shape[1]
-        rows, keys, ragged = call.rows, call.keys, call.batch
-        if ragged:
-            pointers = of_batches.copy()
-        else:
-            pointers = [
-                self._input(call, i, x, keys if i in (1, 2) else rows)
-                for i, x in enumerate(inputs[:5])
-            ]
+        nheads, block = sums[0].shape[1], call.launch.block
+        pointers = [self._input(call, i, x) for i, x in enumerate(inputs[:5])]
         pointers.append(inputs[5].data.ptr + call.stats)
         puts = []  # gradients to copy or add to rows of the sums
-        for i, where in enumerate((rows, keys, keys)):
-            x = sums[i]
-            if new[i] and x.shape[1] == nheads and x.dtype == self.dtype:
-                pointers.append(x.data.ptr if ragged else _at(x, where))
+        for i, where in enumerate((call.rows, call.keys, call.keys)):
+            x, n = sums[i][where], block.nk if i else block.nq
+            if new[i] and x.shape == (n, nheads, x.shape[2]) and x.dtype == self.dtype:
+                pointers.append(x.data.ptr)
                 continue
-            shape = len(x) if ragged else where.stop - where.start, nheads, x.shape[2]
-            y = self._buffer(("native", i), shape)
+            y = self._buffer(("native", i), (n, nheads, x.shape[2]))
             pointers.append(y.data.ptr)
-            if ragged:
-                y = y[where]
-                if call.gaps and i:
-                    self.device.zero(y)
-            puts.append((x[where], y, not new[i]))
+            puts.append((x, y[: len(x)], not new[i]))
         self._launch(call, pointers)
         if puts:
             self.device.put_all(puts)
 
-    def _input(self, of: RunCall | BlockRuns, i: int, x: Array, rows: slice) -> int:
-        """Return a pointer to rows of an input of a run, or of all batches.
+    def _input(self, call: RunCall, i: int, x: Array) -> int:
+        """Return a pointer to the rows of an input that a launch reads.
 
         Masked rows and keys may be NaN, and cuDNN multiplies them by 0.  They are cleared in a
-        copy.  `i` is the place of x among q, k, v, out and dout.
+        copy, and so are rows beyond the run, if they are masked or not there.  `i` is the place
+        of x among q, k, v, out and dout.
         """
-        places = of.masked_keys if i in (1, 2) else of.masked_rows
-        if places is None:
+        of_keys, block = i in (1, 2), call.launch.block
+        rows, places = (call.rows, call.keys)[of_keys], call.masked[of_keys]
+        if call.in_place[of_keys]:
             return _at(x, rows)
-        cleared = self._buffer((type(of), i), (rows.stop - rows.start, *x.shape[1:]), x.dtype)
-        self.device.put(cleared, x[rows])
-        self._clear(cleared, places)
+        n = rows.stop - rows.start
+        cleared = self._buffer(("cleared", i), (block.nk if of_keys else block.nq, *x.shape[1:]))
+        self.device.put(cleared[:n], x[rows])
+        self.device.zero(cleared[n:])
+        if places is not None:
+            self._clear(cleared, places)
         return cleared.data.ptr
 
     def _clear(self, x: Array, places: Array) -> None:
@@ -264,19 +242,11 @@ class CudnnKernel:
         size = max(call.launch.workspace_size, 1)
         workspace = self._buffer("workspace", (size,), np.uint8).data.ptr
         if (numbers := call.numbers) is not None:
-            step = numbers.nbytes // len(numbers)
-            pointers = *pointers, *(numbers.data.ptr + i * step for i in range(len(numbers)))
+            pointers = *pointers, numbers.data.ptr, numbers.data.ptr + numbers.nbytes // 2
         call.launch(pointers, workspace, cupy.cuda.get_current_stream().ptr)
 
     def _buffer(self, name: object, shape: tuple, dtype: Any = None) -> Array:
         return self._work.get(("kernel", name), shape, dtype or self.dtype)
-
-
-def make(
-    *given: Any, work: Workspace | None, deterministic: bool = False, **options: Any
-) -> CudnnKernel:
-    """Make the kernel with a plain kernel of its own, which gets the other options."""
-    return CudnnKernel(CupyKernel(*given, **options), work, deterministic)
 
 
 def _at(x: Array, rows: slice) -> int:

@@ -10,40 +10,38 @@ import numpy as np
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.kernels.cupy import CupyKernel
 from a2d_mpi.kernels.graphs import Block, Launch, NotSupported, reads_past, supported
-from a2d_mpi.kernels.ragged import batches, is_ragged, room, sequences, size_classes
-from a2d_mpi.kernels.shapes import Run, runs
+from a2d_mpi.kernels.shapes import Run, launch_size, runs
 from a2d_mpi.masks.intervals import Interval, Intervals, queries_per_key
 
 SHORTEST = 64  # shorter runs are joined to general runs, which need fewer launches
 ALIGN = 64  # numbers of 4 bytes; cuDNN needs addresses that are multiples of 16 bytes
-SCORES = 1 << 31  # most scores of a launch, if cuDNN keeps them: 4 GiB
 KEYS = 512  # general runs get a multiple of KEYS keys, for fewer graphs; each takes seconds
 
 
 @dataclass(eq=False)
 class RunCall:
-    """A call of cuDNN or of the plain kernel, which computes a run or a batch of runs.
+    """A call of cuDNN or of the plain kernel, which computes a run.
 
     Attributes
     ----------
     rows, keys : slice
-        Queries and keys; for a batch, from its first run to its last.
+        Queries and keys.
     launch : Launch or None
         None: the plain kernel computes the run.
     intervals : tuple of (begin, end)
         Visible keys, as places among `keys`; () if no query sees a key.
-    numbers : (2, n) int32 or (7, n) int64 or None
-        What the launch takes besides tensors, on the device.  For a general run, `intervals`; n is
-        the number of queries, rounded up for alignment.  For a batch,
-        `a2d_mpi.kernels.ragged.sequences`.
-    masked_rows, masked_keys : (n,) int64 or None
+    numbers : (2, n) int32 or None
+        What the launch takes besides tensors, on the device: for a general block, begin and end of
+        its queries; for a padded block, the numbers of queries and keys.  n is a multiple of
+        `ALIGN`.
+    masked : two of (n,) int64 or None
         Indices of the run's queries that see no key, and of the run's keys that no query of the
         block sees.  None if there are no such queries or keys.
     stats : int
-        Offset in bytes of the lse of the queries in the backward pass.  For a batch, the offset of
-        the lse of all queries of the block.
-    gaps : bool
-        For a batch: whether some of `keys` belong to none of its runs.
+        Offset in bytes of the lse of the queries in the backward pass.
+    in_place : (bool, bool)
+        Whether the launch reads queries and keys where they are: all of its rows are there, and
+        none is masked.
     """
 
     rows: slice
@@ -51,15 +49,9 @@ class RunCall:
     launch: Launch | None
     intervals: tuple[Interval, ...]
     numbers: Array | None = None
-    masked_rows: Array | None = None
-    masked_keys: Array | None = None
+    masked: tuple[Array | None, Array | None] = (None, None)
     stats: int = 0
-    gaps: bool = False
-
-    @property
-    def batch(self) -> bool:
-        """True if one launch computes a batch of runs."""
-        return self.launch is not None and self.launch.block.batch > 0
+    in_place: tuple[bool, bool] = (True, True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,17 +68,12 @@ class BlockRuns:
         cuDNN, one launch after the other.
     stats : int
         Number of float32 that `Cuda.out_and_stats` fills, with gaps.
-    masked_rows, masked_keys : (n,) int64 or None
-        If there are batches: queries of the block that see no key, and keys that no query of the
-        block sees.  None: there are none.
     """
 
     calls: list[RunCall]
     single: bool
     places: Array | None = None
     stats: int = 0
-    masked_rows: Array | None = None
-    masked_keys: Array | None = None
 
     @property
     def falls_back(self) -> bool:
@@ -99,13 +86,12 @@ class CallMaker:
 
     Parameters
     ----------
-    plain, graphs, deterministic
+    plain, graphs
         As in `a2d_mpi.kernels.cudnn.CudnnKernel`.
     """
 
-    def __init__(self, plain: CupyKernel, graphs: Any, deterministic: bool) -> None:
-        self.graphs = graphs
-        self._plain, self._deterministic = plain, deterministic
+    def __init__(self, plain: CupyKernel, graphs: Any) -> None:
+        self.graphs, self._plain = graphs, plain
 
     def get(
         self, intervals: tuple[Interval, ...], q: Array, v: Array, nheads_kv: int, backward: bool
@@ -133,113 +119,102 @@ class CallMaker:
     ) -> BlockRuns:
         """Cut a block into runs, and find a launch for each."""
         seen = [x for x in intervals if (x[1] > x[0]).any()] or intervals[:1]
-        # Deterministic gradients keep the scores of a launch, in 16 bits.
-        most = SCORES // q.shape[1] if backward and self._deterministic else None
         # cuDNN has no mask of its own beside a soft-cap.
         join = self._plain.logit_softcap is not None
-        all_runs = [run for x in seen for run in runs(x, SHORTEST, most, join)]
+        all_runs = [run for x in seen for run in runs(x, SHORTEST, join)]
         if len(seen) > 1:
             all_runs = [run for run in all_runs if run.shape != "empty"]
-        hidden, single = queries_per_key(seen, len(v)) == 0, len(seen) == 1
+        masked = (
+            np.all([end <= begin for begin, end in seen], axis=0),
+            queries_per_key(seen, len(v)) == 0,
+        )
         sizes = q.shape[1], nheads_kv, q.shape[2], v.shape[2], len(q), len(v)
         dtype, scale = self._plain.dtype.name, self._plain.softmax_scale
         whole = Block(dtype, *sizes, "general", scale, softcap=self._plain.logit_softcap)
-        given = whole, hidden, backward
-        if single:
-            calls = [x for batch in batches(all_runs) for x in self._batch(batch, *given)]
-        else:
-            calls = [self._call(run, *given) for run in all_runs]
+        varying = Intervals.of(intervals).varying
+        calls = [self._call(run, whole, masked, backward, varying) for run in all_runs]
         if not any(call.launch for call in calls):  # the plain kernel computes all in one call
             rows, keys = slice(0, len(q)), slice(0, len(v))
             if all(run.shape == "empty" for run in all_runs):
                 return BlockRuns([RunCall(rows, slice(0, 0), None, ())] * bool(all_runs), True)
             return BlockRuns([RunCall(rows, keys, None, Intervals(intervals))], True)
-        # Blocks with batches have one interval.
-        masked, masked_rows = [], np.flatnonzero(seen[0][1] <= seen[0][0])
-        if any(call.batch for call in calls):
-            masked = [self._upload(x) for x in (masked_rows, np.flatnonzero(hidden))]
-        stats = self._place_stats(calls, q, masked_rows) if backward else (None, 0)
-        return BlockRuns(calls, single, *stats, *masked)
+        stats = self._place_stats(calls) if backward else (None, 0)
+        return BlockRuns(calls, len(seen) == 1, *stats)
 
-    def _batch(
-        self, batch: list[Run], whole: Block, hidden: np.ndarray, backward: bool
-    ) -> list[RunCall]:
-        """Return one call if one launch of cuDNN can compute the batch, or a call for each run."""
-        if is_ragged(batch) or self._reads_past(batch[0], backward):
-            first, last = batch[0], batch[-1]
-            block = _part(whole, first, *size_classes(batch))
-            block = replace(block, batch=len(batch), total=room(whole.nq) if backward else 0)
-            if launch := self._launch_of(block, backward):
-                given = sequences(batch, block, ALIGN)
-                rows = slice(first.rows.start, last.rows.stop)
-                keys = slice(first.keys.start, last.keys.stop)
-                gaps = sum(run.size[1] for run in batch) < keys.stop - keys.start
-                return [RunCall(rows, keys, launch, (), self._upload(given), gaps=gaps)]
-        return [self._call(run, whole, hidden, backward) for run in batch]
+    def _call(
+        self,
+        run: Run,
+        whole: Block,
+        masked: tuple[np.ndarray, np.ndarray],
+        backward: bool,
+        varying: bool,
+    ) -> RunCall:
+        """Return the call of a run; `masked`: whether each query and key of the block is."""
+        rows, keys, shape = run.rows, run.keys, run.shape
+        if shape == "empty":
+            return RunCall(rows, keys, None, ())
+        capability = self._plain.device.capability
+        past = backward and not varying and reads_past(shape, run.size[1], capability)
+        if past or (varying and whole.softcap is not None):
+            shape = "general"  # whose intervals hide keys beyond the last one
+        if shape == "general" and not varying:
+            keys = slice(keys.start // KEYS * KEYS, min(-(-keys.stop // KEYS) * KEYS, whole.nk))
+        run = replace(run, shape=shape, keys=keys)
+        size = launch_size(run) if varying else run.size
+        ends = np.clip(np.stack([run.begin, run.end]) - keys.start, 0, run.size[1])
+        padded = varying and shape != "general"
+        block = replace(
+            whole, nq=size[0], nk=size[1], shape=shape, window=run.window, padded=padded
+        )
+        launch, visible = self._launch_of(block, backward), Intervals([(ends[0], ends[1])])
+        if launch is None:
+            return RunCall(rows, keys, None, visible)
+        numbers, places = None, (None, None)
+        if shape == "general":
+            numbers = np.zeros((2, -(-block.nq // ALIGN) * ALIGN), np.int32)
+            numbers[:, : run.size[0]] = ends
+            places = self._places(ends[1] <= ends[0]), self._places(masked[1][keys])
+        elif padded:
+            numbers = np.zeros((2, ALIGN), np.int32)
+            numbers[:, 0] = run.size
+        in_place = tuple(
+            where.start + n <= len(x) and not x[where.start : where.start + n].any() and at is None
+            for where, n, x, at in zip((rows, keys), size, masked, places)
+        )
+        if numbers is not None:
+            numbers = self._plain.device.upload(numbers)
+        return RunCall(rows, keys, launch, visible, numbers, places, in_place=in_place)
 
-    def _call(self, run: Run, whole: Block, hidden: np.ndarray, backward: bool) -> RunCall:
-        keys = run.keys
-        if run.shape == "empty":
-            return RunCall(run.rows, keys, None, ())
-        if self._reads_past(run, backward):
-            run = replace(run, shape="general")  # a general mask hides keys beyond the last one
-        if run.shape == "general":
-            keys = slice(keys.start // KEYS * KEYS, min(-(-keys.stop // KEYS) * KEYS, len(hidden)))
-        nq, nk = run.size[0], keys.stop - keys.start
-        ends = np.clip(np.stack([run.begin, run.end]) - keys.start, 0, nk)
-        launch, uploaded = self._launch_of(_part(whole, run, nq, nk), backward), []
-        if launch and run.shape == "general":
-            places = [np.flatnonzero(x) for x in (ends[1] <= ends[0], hidden[keys])]
-            aligned = np.zeros((2, -(-nq // ALIGN) * ALIGN), np.int32)
-            aligned[:, :nq] = ends
-            uploaded = [self._upload(x) for x in (aligned, *places)]
-        return RunCall(run.rows, keys, launch, Intervals([(ends[0], ends[1])]), *uploaded)
+    def _places(self, x: np.ndarray) -> Array | None:
+        """Return the indices of true elements, on the device; None if there are none."""
+        return self._plain.device.upload(np.flatnonzero(x)) if x.any() else None
 
-    def _reads_past(self, run: Run, backward: bool) -> bool:
-        return backward and reads_past(run.shape, run.size[1], self._plain.device.capability)
-
-    def _upload(self, x: np.ndarray) -> Array | None:
-        """Return the array on the device; None for an empty array."""
-        return self._plain.device.upload(x) if x.size else None
-
-    def _place_stats(
-        self, calls: list[RunCall], q: Array, masked_rows: np.ndarray
-    ) -> tuple[Array, int]:
+    def _place_stats(self, calls: list[RunCall]) -> tuple[Array, int]:
         """Set the place of every launch's lse: one launch after the other, heads first.
 
-        If there are batches, the lse of all queries comes first, in token-major order: a batch may
-        read past the end of a sequence.  Return `places` and `stats` of `BlockRuns`.
+        Return `places` and `stats` of `BlockRuns`.
         """
-        device, nheads = self._plain.device, q.shape[1]
         by_launch: list[list[np.ndarray]] = []
         first = 0
-        if any(call.batch for call in calls):
-            source, n = np.arange(len(q)), len(q)
-            source[masked_rows] = -1
-            by_launch.append([source, np.arange(n) * nheads, np.full(n, 1)])
-            first = -(-n * nheads // ALIGN) * ALIGN
         for call in calls:
-            if call.launch is not None and not call.batch:
-                source = np.arange(call.rows.start, call.rows.stop)
-                n = len(source)
+            if call.launch is not None:
+                n = call.launch.block.nq
+                source = np.full(n, -1)
+                source[: call.rows.stop - call.rows.start] = np.r_[call.rows]
+                if call.masked[0] is not None:
+                    source[self._plain.device.download(call.masked[0])] = -1
                 by_launch.append([source, first + np.arange(n), np.full(n, n)])
-                if call.masked_rows is not None:
-                    source[device.download(call.masked_rows)] = -1
                 call.stats = 4 * first
-                first += -(-n * nheads // ALIGN) * ALIGN
-        return device.upload(np.concatenate(by_launch, axis=1, dtype=np.int64)), first
+                first += -(-n * call.launch.block.nheads // ALIGN) * ALIGN
+        places = np.concatenate(by_launch, axis=1, dtype=np.int64)
+        return self._plain.device.upload(places), first
 
     def _launch_of(self, block: Block, backward: bool) -> Launch | None:
         """Return the launch of cuDNN for a block; None if cuDNN does not compute it."""
         capability = self._plain.device.capability
-        if supported(block, capability, backward, self._deterministic):
+        if supported(block, capability, backward):
             return None
         try:
             return self.graphs.get(block, backward)
         except NotSupported:
             return None
-
-
-def _part(whole: Block, run: Run, nq: int, nk: int) -> Block:
-    """Return a run of a block, with `nq` queries and `nk` keys."""
-    return replace(whole, nq=nq, nk=nk, shape=run.shape, window=run.window)

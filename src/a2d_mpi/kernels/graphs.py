@@ -19,11 +19,8 @@ from typing import Any
 
 import numpy as np
 
-# cuDNN 9.19 is the oldest version with which these graphs were built.  Ragged gradients of 9.7 may
-# be NaN (Transformer Engine's issue 2186).
-BACKEND = 91900
+BACKEND = 91900  # the oldest version with which these graphs were built
 FRONTEND = (1, 19)  # the first version in which `sdpa_backward` takes a `score_mod`
-GAPS = (1, 23)  # from this version on an engine may assume sequences without gaps (issue 737)
 PACKAGES = "nvidia-cudnn-frontend>=1.19 and nvidia-cudnn-cu13 (or -cu12) >=9.19"
 
 HIDDEN = -1e30  # logit of hidden keys; with -inf a row of a tile without visible keys is NaN
@@ -31,7 +28,7 @@ HIDDEN = -1e30  # logit of hidden keys; with -inf a row of a tile without visibl
 
 @dataclass(frozen=True)
 class Block:
-    """The work of one launch: attention of `nq` queries over `nk` keys, or of several sequences.
+    """The work of one launch: attention of `nq` queries over `nk` keys, or of fewer.
 
     Attributes
     ----------
@@ -40,7 +37,7 @@ class Block:
     nheads, nheads_kv, headdim, headdim_v : int
         Heads of q and of k, and widths of k and of v.
     nq, nk : int
-        Queries and keys.
+        Queries and keys: the rows of the tensors.
     shape : {"full", "causal", "anti-causal", "band", "general"}
         Mask shape, as in `a2d_mpi.kernels.shapes.Run`.  The shapes causal, anti-causal and band
         need ``nq <= nk``, and cuDNN has no soft-cap beside them.  With "general", the launch
@@ -49,11 +46,9 @@ class Block:
         Factor of the logits.
     window : int
         Keys that each query of a band sees.
-    batch : int
-        Number of sequences of a ragged launch.  Each has 1 to `nq` queries and 1 to `nk` keys, and
-        its own mask.  0: a dense launch of one sequence with nq queries and nk keys.
-    total : int
-        Most rows of the queries' tensors, for gradients of a ragged launch.
+    padded : bool
+        Whether the launch takes the numbers of queries and keys, 1 to `nq` and 1 to `nk`.  The
+        mask ends at the last one of them, and cuDNN skips the tiles beyond.
     softcap : float, optional
         c > 0: scaled logits s become ``c tanh(s / c)``.
     """
@@ -68,8 +63,7 @@ class Block:
     shape: str
     scale: float
     window: int = 0
-    batch: int = 0
-    total: int = 0
+    padded: bool = False
     softcap: float | None = None
 
     @property
@@ -79,7 +73,7 @@ class Block:
 
 
 def reads_past(shape: str, nk: int, capability: tuple[int, int]) -> bool:
-    """Return True if gradients of a dense launch may be NaN when an lse is below -88.
+    """Return True if gradients of a launch may be NaN when an lse is below -88.
 
     Half of cuDNN's last tile may be beyond the last key.  On Hopper, cuDNN then takes exp(0 - lse)
     of the zeros there for probabilities, unless a mask hides them (pull request 628 of
@@ -88,9 +82,7 @@ def reads_past(shape: str, nk: int, capability: tuple[int, int]) -> bool:
     return capability[0] == 9 and nk % 128 == 64 and shape in ("full", "anti-causal")
 
 
-def supported(
-    block: Block, capability: tuple[int, int], backward: bool = True, deterministic: bool = False
-) -> str | None:
+def supported(block: Block, capability: tuple[int, int], backward: bool = True) -> str | None:
     """Return the reason why cuDNN does not compute `block`; return None if it does.
 
     Parameters
@@ -100,8 +92,6 @@ def supported(
         Compute capability of the device.
     backward : bool
         Whether to ask about gradients, too; otherwise only about the forward pass.
-    deterministic : bool
-        As in `Graphs`.
 
     Notes
     -----
@@ -113,8 +103,8 @@ def supported(
         return f"cuDNN attention is not known for compute capability {capability}"
     if any(d % 8 for d in widths):
         return f"cuDNN needs headdims that are multiples of 8, got {widths}"
-    if block.softcap is not None and not (block.shape in ("full", "general") and not block.batch):
-        return "cuDNN has no soft-cap with masks of its own, and none in ragged launches"
+    if block.scalars and (block.padded or block.shape not in ("full", "general")):
+        return "cuDNN has no soft-cap or interval of keys beside a mask of its own"
     # The manual says 128 on other GPUs, for gradients and for a single query.  But graphs for a
     # single query can be built.
     most = 256 if major == 9 or not (backward or block.nq == 1) else 128
@@ -124,17 +114,10 @@ def supported(
         return None
     if major in (8, 12) and block.scalars:
         return f"cuDNN has no gradients of general masks and soft-caps for {capability}"
-    if block.batch:
-        if major in (8, 12):
-            return f"cuDNN has no ragged gradients with packed statistics for {capability}"
-        if deterministic:
-            return "ragged deterministic gradients keep scores of the longest size for each batch"
-        if any(d % 16 for d in widths):
-            return f"ragged gradients need headdims that are multiples of 16, got {widths}"
-    if block.nq == 1 and not block.batch:
+    if block.nq == 1:
         # Reported on an H200 with 9.25 and 9.26 (issue 1072).
         return "cuDNN's gradients for one query may be NaN, and it has none for one key, too"
-    if not block.batch and reads_past(block.shape, block.nk, capability):
+    if not block.padded and reads_past(block.shape, block.nk, capability):
         return f"cuDNN's gradients for {block.nk} keys may be NaN"
     return None
 
@@ -167,8 +150,8 @@ class Launch:
         pointers : iterable of int
             Forward: pointers to q, k, v, out and stats; the last two are written.  Backward:
             pointers to q, k, v, out, dout, stats, dq, dk and dv; the last three are overwritten.
-            For a general block, pointers to begin and end follow.  For a ragged block, pointers to
-            the rows of `a2d_mpi.kernels.ragged.sequences` follow.
+            For a general block, pointers to begin and end follow.  For a padded block, pointers to
+            the numbers of queries and keys follow.
         workspace : int
             Pointer to `workspace_size` bytes.
         stream : int
@@ -183,12 +166,6 @@ class Launch:
 class Graphs:
     """cuDNN graphs of one device, which are built once per block and kept.
 
-    Parameters
-    ----------
-    deterministic : bool
-        Whether gradients repeat bit for bit.  Their workspace then holds a score per query and key
-        of each head, which takes gigabytes for long blocks.
-
     Raises
     ------
     ImportError
@@ -202,10 +179,8 @@ class Graphs:
     only these packed strides.  Each query of a general block sees an interval of keys, given by
     `begin` and `end`, (nq,) int32.  Threads must not share graphs.
 
-    The sequences of a ragged block lie in tensors of any number of rows, and `stats` is
-    (rows, nheads).  A launch takes the lengths of sequences, (batch,) int32.  It also takes the
-    offsets of sequences in q, k, out, v and the statistics, (batch + 1,) int64; the last number is
-    the end of the last sequence.  Rows outside of sequences are not written.
+    A padded block takes its numbers of queries and keys, (1,) int32 each.  Rows beyond them must
+    be finite, because cuDNN multiplies them by 0; what it writes to such rows is undefined.
 
     The backward graph computes ``p = exp(s - stats)`` and
     ``ds = p (dout v^T - rowsum(dout * out))``.  Then it computes products in float32 of `p` and
@@ -220,8 +195,8 @@ class Graphs:
     `HIDDEN`.  It contributes 0 to the gradients.
     """
 
-    def __init__(self, deterministic: bool = False) -> None:
-        self._cudnn, self.deterministic = _import_cudnn(), deterministic
+    def __init__(self) -> None:
+        self._cudnn = _import_cudnn()
         try:
             self._handle: int | None = self._cudnn.create_handle()
         except Exception as error:  # for example, without a GPU, or with an old driver
@@ -244,8 +219,6 @@ class Graphs:
             If cuDNN cannot build a graph.  Its words are in a RuntimeWarning, too: blocks that
             cuDNN is known to refuse have not come as far as here (`supported`).
         """
-        if block.batch and _numbers(self._cudnn.__version__) >= GAPS:
-            raise NotSupported("an engine may assume sequences without gaps")
         built = self._built.get((block, backward))
         if built is None:
             try:
@@ -288,45 +261,36 @@ class Graphs:
             handle=self._handle,
         )
         # cuDNN orders the axes (batch, head, token, element); the strides give the layout.
-        b, h, hk, nq, nk = max(block.batch, 1), block.nheads, block.nheads_kv, block.nq, block.nk
+        h, hk, nq, nk = block.nheads, block.nheads_kv, block.nq, block.nk
         number, after = iter(range(1, 10)), 10 if backward else 6
-        options = {"attn_scale": block.scale, **self._mask(block)}
-        offsets: list[Any] = [None] * 5
-        if block.batch:
-            lengths, offsets = self._sequences(graph, b, after)
-            options |= lengths
         sides, widths = ((nq, h), (nk, hk)) * 2, (block.headdim,) * 2 + (block.headdim_v,) * 2
         queries, keys, outs, values = (
-            ({"dim": [b, m, n, d], "stride": [n * m * d, d, m * d, 1]}, offset)
-            for (n, m), d, offset in zip(sides, widths, offsets)
+            {"dim": [1, m, n, d], "stride": [n * m * d, d, m * d, 1]}
+            for (n, m), d in zip(sides, widths)
         )
-        strides = [nq * h, 1, h, 1] if block.batch else [nq * h, nq, 1, 1]
-        rows = {"dim": [b, h, nq, 1], "stride": strides}, offsets[4]
+        rows = {"dim": [1, h, nq, 1], "stride": [nq * h, nq, 1, 1]}
 
-        def take(place: tuple[dict[str, Any], Any], dtype: Any = io) -> Any:
-            layout, offset = place
-            tensor = graph.tensor(**layout, data_type=dtype, uid=next(number))
-            return tensor if offset is None else tensor.set_ragged_offset(offset)
+        def take(layout: dict[str, Any], dtype: Any = io) -> Any:
+            return graph.tensor(**layout, data_type=dtype, uid=next(number))
 
         inputs = {"q": take(queries), "k": take(keys), "v": take(values)}
+        options: dict[str, Any] = {"attn_scale": block.scale, **self._mask(block)}
         if backward:
             inputs |= {"o": take(outs), "dO": take(outs), "stats": take(rows, types.FLOAT)}
-            options["use_deterministic_algorithm"] = self.deterministic
-            if block.batch:
-                # With this option the float32 sum of dq has the layout of dq.  Without it, it is b
-                # tensors of nq rows.  The option for keys would help with shared KV heads only.
-                options["max_total_seq_len_q"] = block.total
             results = [(queries, io), (keys, io), (values, io)]
         else:
             options["generate_stats"] = True
             results = [(outs, io), (rows, types.FLOAT)]
+        if block.padded:
+            one = {"dim": [1] * 4, "stride": [1] * 4, "data_type": types.INT32}
+            lengths = (graph.tensor(**one, uid=after + i) for i in range(2))
+            options |= zip(("seq_len_q", "seq_len_kv"), lengths)
+            options["use_padding_mask"] = True
         options |= self._modifiers(graph, block, backward, after)
         outputs = (graph.sdpa_backward if backward else graph.sdpa)(**inputs, **options)
-        for tensor, ((layout, offset), dtype) in zip(outputs, results, strict=True):
+        for tensor, (layout, dtype) in zip(outputs, results, strict=True):
             tensor.set_output(True).set_dim(layout["dim"]).set_stride(layout["stride"])
             tensor.set_data_type(dtype).set_uid(next(number))
-            if offset is not None:
-                tensor.set_ragged_offset(offset)
         graph.validate()
         graph.build_operation_graph()
         modes = self._cudnn.heur_mode
@@ -334,16 +298,6 @@ class Graphs:
         graph.check_support()
         graph.build_plans()
         return graph, graph.get_workspace_size()
-
-    def _sequences(self, graph: Any, batch: int, number: int) -> tuple[dict[str, Any], list[Any]]:
-        """Return options and offsets of a ragged graph; tensors are numbered from `number` on."""
-        types = self._cudnn.data_type
-        kinds = [(batch, types.INT32)] * 2 + [(batch + 1, types.INT64)] * 5
-        nq, nk, *offsets = [
-            graph.tensor(dim=[n, 1, 1, 1], stride=[1] * 4, data_type=dtype, uid=number + i)
-            for i, (n, dtype) in enumerate(kinds)
-        ]
-        return {"use_padding_mask": True, "seq_len_q": nq, "seq_len_kv": nk}, offsets
 
     def _mask(self, block: Block) -> dict[str, Any]:
         # The last query of a causal block sees all keys, so a single query needs no mask.
@@ -415,7 +369,7 @@ class Graphs:
 
 
 @cache
-def graphs_of(device: int, deterministic: bool) -> Graphs:
+def graphs_of(device: int) -> Graphs:
     """Return the graphs of the current device, whose number is `device`; all plans share them.
 
     Raises
@@ -423,7 +377,7 @@ def graphs_of(device: int, deterministic: bool) -> Graphs:
     ImportError
         As in `Graphs`.
     """
-    graphs = Graphs(deterministic)
+    graphs = Graphs()
     atexit.register(graphs.free)
     return graphs
 

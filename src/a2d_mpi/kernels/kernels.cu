@@ -601,15 +601,15 @@ extern "C" __global__ void put_rows(void *to0, int wide0, int fresh0, const void
   }
 }
 
-/* to (width, rows) = from (rows, width)^T; if turned, to (rows, width) = from (width, rows)^T.  There
-   is a warp for each of the `rows`, the longer axis. */
+/* to (width, rows) = from (rows, width)^T; if turned, to (rows, width) = from (width, rows)^T.  Rows
+   of from have a distance of `stride`.  There is a warp for each of the `rows`, the longer axis. */
 extern "C" __global__ void transpose(Compute *__restrict__ to, const Compute *__restrict__ from,
-                                     int turned, long long rows, int width) {
+                                     int turned, long long stride, long long rows, int width) {
   FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) {
     if (turned)
-      to[row * width + d] = from[d * rows + row];
+      to[row * width + d] = from[d * stride + row];
     else
-      to[d * rows + row] = from[row * width + d];
+      to[d * rows + row] = from[row * stride + d];
   }
 }
 

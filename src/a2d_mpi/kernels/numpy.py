@@ -33,13 +33,15 @@ from typing import Any
 import numpy as np
 
 from a2d_mpi.core.dtypes import compute_dtype
-from a2d_mpi.core.kernel_memory import BLOCK_K, BLOCK_Q, head_groups
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.kernels.blocks import Blocker, CacheBlock
 
 Slices = tuple[slice, slice]
 SLACK = 10.0  # nats by which a logit may exceed the running maximum of its row
+BLOCK_Q = 512  # rows of a cache block: query tokens x query heads per KV head
+BLOCK_K = 512  # keys of a cache block
+PACKED = 9 << 19  # most elements of a tensor that are packed at once, if of several heads
 
 
 class NumpyKernel:
@@ -312,7 +314,7 @@ class NumpyKernel:
 
         The heads of a token are adjacent in memory, so packing head by head takes twice as long.
         """
-        count = head_groups(nheads_kv, rows, nk, d)
+        count = -(-nheads_kv // max(1, PACKED // max(1, (rows + nk) * d)))
         bounds = [nheads_kv * i // count for i in range(count + 1)]
         return [range(*x) for x in pairwise(bounds)]
 

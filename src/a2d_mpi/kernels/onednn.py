@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from a2d_mpi.core.kernel_memory import GRAIN, whole_grains
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.kernels.blocks import CacheBlock
 from a2d_mpi.kernels.compiled import ONE, ZERO, NumbaKernel, _compile, _exp, _finish, njit
@@ -32,6 +31,7 @@ from a2d_mpi.kernels.onednn_calls import Product, check_products
 _f, _u, _u16 = np.float32, np.uint32, np.dtype(np.uint16)
 NONE, SCALE, UNSCALE = _f(-np.inf), _f(2.0**-112), _f(2.0**112)
 SIGN = np.int32(0x7FFFFFFF)
+GRAIN = 32  # products have multiples of it as rows and keys: one for a new shape takes 0.5 ms
 SLACK = _f(9.7)  # nats; exp(SLACK) is still a float16
 # The products of a cache block: logits and weighted sums; logits, dp, dv, dk and dq.
 FORWARD = "mb = md bd", "me += mb be"
@@ -40,6 +40,10 @@ BACKWARD = "bm = bd md", "bm = be me", "be += bm me", "bd += bm md", "md += bm b
 # On a Zen 4, "numba" took down to a third of the time below, and "onednn" down to 0.7 of it above.
 FEWEST = GRAIN
 LEAST = 3 << 21
+
+
+def _whole_grains(n: int) -> int:
+    return -(-n // GRAIN) * GRAIN
 
 
 def _is_small(rows: int, keys: int, widths: int) -> bool:
@@ -188,7 +192,7 @@ class OneDnnKernel(NumbaKernel):
         blocks, most, masked_rows, masked_keys = self._blocker.blocking(intervals, nk, g)
         cap, scale = self.logit_softcap, _f(self.softmax_scale)
         factor = scale if cap is None else ONE
-        room = (whole_grains(most) * whole_grains(min(nk, self._blocker.block_k)),)
+        room = (_whole_grains(most) * _whole_grains(min(nk, self._blocker.block_k)),)
         of_s, of_p = self._get("scores", room), self._get("p", room, _u16)
         for head in range(nheads_kv):
             heads = slice(head * g, (head + 1) * g)
@@ -204,7 +208,7 @@ class OneDnnKernel(NumbaKernel):
                 q_at, k_at, v_at, acc_at, s_at, p_at = places
                 for block in cache_blocks:
                     rows, j0, b = block.rows, block.j0, block.j1 - block.j0
-                    m, keys = whole_grains(rows.stop - rows.start), whole_grains(b)
+                    m, keys = _whole_grains(rows.stop - rows.start), _whole_grains(b)
                     s, p = (x[: m * keys].reshape(m, keys) for x in (of_s, of_p))
                     logits, sums = self._products(FORWARD, m, keys, d, e)
                     logits(q_at + 2 * d * rows.start, k_at + 2 * d * j0, s_at)
@@ -234,7 +238,7 @@ class OneDnnKernel(NumbaKernel):
         blocks, most, masked_rows, masked_keys = self._blocker.blocking(intervals, nk, g)
         cap, scale = self.logit_softcap, _f(self.softmax_scale)
         factors = (scale, ZERO) if cap is None else (ONE, _f(1 / cap))
-        room = (whole_grains(most) * whole_grains(min(nk, self._blocker.block_k)),)
+        room = (_whole_grains(most) * _whole_grains(min(nk, self._blocker.block_k)),)
         of_s, of_dp = self._get("scores", room), self._get("dscores", room)
         of_p, of_ds = self._get("p", room, _u16), self._get("ds", room, _u16)
         for head in range(nheads_kv):
@@ -256,7 +260,7 @@ class OneDnnKernel(NumbaKernel):
                 s_at, dp_at, p_at, ds_at = map(_address, (of_s, of_dp, of_p, of_ds))
                 for block in cache_blocks:
                     rows, j0, b = block.rows, block.j0, block.j1 - block.j0
-                    m, keys = whole_grains(rows.stop - rows.start), whole_grains(b)
+                    m, keys = _whole_grains(rows.stop - rows.start), _whole_grains(b)
                     arrays = (x[: m * keys].reshape(keys, m) for x in (of_s, of_dp, of_p, of_ds))
                     s, dp, p, ds = arrays
                     logits, slopes, to_v, to_k, to_q = self._products(BACKWARD, m, keys, d, e)

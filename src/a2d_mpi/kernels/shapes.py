@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -9,8 +10,11 @@ import numpy as np
 
 from a2d_mpi.masks.intervals import Interval
 
-CUT = 128  # size of cuDNN's tiles
+TILE = 128  # of cuDNN
 LONGEST = 2048  # most queries of a general run, so that they see few keys together
+# Launches for masks that vary have these sizes, or multiples of the last one.
+SIZES = 1024, 4096, 8192
+PAIRS = 1 << 20  # hidden pairs that general launches may add, for fewer sizes
 
 # Shapes by their code: 2 x (step of begin) + (step of end), where steps go from a query to the
 # next and are 0 or 1.
@@ -58,9 +62,26 @@ class Run:
         return self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
 
 
-def runs(
-    interval: Interval, shortest: int = 1, pairs: int | None = None, join: bool = False
-) -> list[Run]:
+def launch_size(run: Run) -> tuple[int, int]:
+    """Return the queries and keys of the launch for a run of a mask that varies.
+
+    cuDNN builds a graph for each size, which takes seconds, so there are few.  A general launch
+    computes its hidden pairs, too.  Other launches get the run's own numbers of queries and keys.
+    """
+    nq, nk = run.size
+    if run.shape == "general":
+        nq = max(TILE, 1 << (nq - 1).bit_length())
+        return nq, _rounded(nk, max(TILE, PAIRS // nq))
+    n = max(nq, nk)
+    n = next((size for size in SIZES if n <= size), _rounded(n, SIZES[-1]))
+    return n, n
+
+
+def _rounded(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+def runs(interval: Interval, shortest: int = 1, join: bool = False) -> list[Run]:
     """Cut a block into runs of queries with one mask shape each.
 
     If a mask has several intervals, call this function for each of them.
@@ -71,10 +92,7 @@ def runs(
         Visible keys of each query, as places among the keys of the block.
     shortest : int
         Neighbouring runs with fewer queries are joined to a general run, because a launch for each
-        would cost more.
-    pairs : int, optional
-        Most pairs of queries and keys of a run, with hidden pairs.  Larger runs are cut into as
-        few runs as possible, of a multiple of `CUT` queries.  A run of `CUT` queries is not cut.
+        would cost more.  So is a shorter band, whose window may be any.
     join : bool
         Whether runs of all shapes but "full" and "empty" become general runs.
 
@@ -87,7 +105,8 @@ def runs(
     begin, end = (np.asarray(x, np.int64) for x in interval)
     spans: list[tuple[int, int, str]] = []
     for first, last, shape in _steps(begin, end):
-        if join and shape not in ("full", "empty"):
+        short_band = shape == "band" and last - first < shortest
+        if short_band or (join and shape not in ("full", "empty")):
             shape = "general"
         if spans and (last - first < shortest or shape == "general"):
             a, b, before = spans[-1]
@@ -98,7 +117,7 @@ def runs(
     return [
         _run(begin, end, a, b, shape)
         for first, last, shape in spans
-        for a, b in _cuts(begin, end, int(first), int(last), shape, pairs)
+        for a, b in _cuts(int(first), int(last), shape)
     ]
 
 
@@ -121,17 +140,10 @@ def _steps(begin: np.ndarray, end: np.ndarray) -> list[tuple[int, int, str]]:
     return spans
 
 
-def _cuts(
-    begin: np.ndarray, end: np.ndarray, first: int, last: int, shape: str, pairs: int | None
-) -> list[tuple[int, int]]:
+def _cuts(first: int, last: int, shape: str) -> Iterable[tuple[int, int]]:
     """Return the bounds of the runs into which one run is cut."""
     number = -(-(last - first) // LONGEST) if shape == "general" else 1
-    bounds = [first + (last - first) * i // number for i in range(number + 1)]
-    if pairs is not None and shape != "empty":
-        keys = max(1, int(end[first:last].max() - begin[first:last].min()))
-        step = max(CUT, pairs // keys // CUT * CUT)
-        bounds = [x for a, b in pairwise(bounds) for x in range(a, b, step)] + [last]
-    return list(pairwise(bounds))
+    return pairwise(first + (last - first) * i // number for i in range(number + 1))
 
 
 def _run(begin: np.ndarray, end: np.ndarray, a: int, b: int, shape: str) -> Run:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy import ndarray
 
 from a2d_mpi.attention.arguments import check_grid, check_tensors
-from a2d_mpi.comm.agreement import Caller, Flags
+from a2d_mpi.comm.calls import Caller, Flags
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import PHASES, AttentionConfig
@@ -22,6 +22,7 @@ from a2d_mpi.kernels.threads import BlasThreads
 from a2d_mpi.linear.chunks import CausalSums, FullSums
 from a2d_mpi.linear.features import FEATURE_MAPS, NORMS, make_feature_map
 from a2d_mpi.linear.states import STATES, Decay, Piece, StateExchange, count_pieces, pieces_of
+from a2d_mpi.masks.compiled import compile_mask
 from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.sharding.distribution import Distribution, distribute
 
@@ -394,7 +395,8 @@ def _decays(decay: float | Sequence[float] | None, nheads: int, mask: Mask) -> n
 def _shards(distribution: str | Distribution, seqlen: int, grid: ProcessGrid) -> Distribution:
     """Return the distribution with a name on a grid, or a given distribution if it fits."""
     if isinstance(distribution, str):
-        return distribute(distribution, Causal(), seqlen, grid.rows, grid.cols, grid.heads)
+        seen = compile_mask(Causal(), seqlen, seqlen)
+        return distribute(distribution, seqlen, grid.rows, grid.cols, grid.heads, seen=seen)
     if not isinstance(distribution, Distribution):
         raise ValueError(f"distribution must be a name or a Distribution, got {distribution!r}")
     tokens, ranks = distribution.seqlen, distribution.nshards

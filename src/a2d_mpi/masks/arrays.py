@@ -18,6 +18,8 @@ Integers = Any  # a list or an array of integers; masks hold arrays
 class ArrayMask(Mask):
     """Base of frozen dataclasses that hold arrays: masks with the same contents are equal."""
 
+    varying = True
+
     @cached_property
     def _key(self) -> tuple:
         """Type and contents of the mask, with a shape and a digest for each array."""

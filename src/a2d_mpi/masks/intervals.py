@@ -27,7 +27,11 @@ class Intervals(tuple[Interval, ...]):
         Data that kernels derive from the intervals and use again.  The key of an entry holds the
         kernel and everything else that the entry depends on.  A plan passes the same object in
         every call, so each kernel prepares a block once.
+    varying : bool
+        As of `a2d_mpi.masks.mask.Mask`.
     """
+
+    varying = False
 
     def __init__(self, intervals: Iterable[Interval] = ()) -> None:
         self.prepared: dict[object, object] = {}

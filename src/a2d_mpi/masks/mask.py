@@ -11,22 +11,12 @@ in `a2d_mpi.masks.documents`, and any intervals in `a2d_mpi.masks.arrays`.
 
 from __future__ import annotations
 
-import hashlib
-import traceback
 from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
-from a2d_mpi.masks.intervals import (
-    EVERYTHING,
-    Interval,
-    Intervals,
-    keys_per_query,
-    overlap,
-    tidy,
-)
-from a2d_mpi.masks.stairs import stairs_of
+from a2d_mpi.masks.intervals import EVERYTHING, Interval, Intervals, keys_per_query, tidy
 
 
 class Mask:
@@ -43,16 +33,19 @@ class Mask:
     positional : bool
         Whether the visible keys follow from the position of the query among the keys: query i
         stands at key i.  Only positional masks can be aligned with keys of another length.
+    varying : bool
+        Whether the mask belongs to a batch: those of other batches differ, as documents do.
     """
 
     default_distribution = "balanced"
     positional = False
+    varying = False
 
     def __new__(cls, *args: object, **others: object) -> Mask:
         """Make a mask; compare masks of a user's class by identity if it defines no ``__eq__``.
 
         A user's subclass may have attributes that its parent does not compare.  Two different
-        masks would then be equal, and caches would confuse them.
+        masks would then be equal, and a plan would take one for the other.
         """
         if "__eq__" not in vars(cls) and not cls.__module__.startswith("a2d_mpi."):
             cls.__eq__, cls.__hash__ = object.__eq__, object.__hash__
@@ -120,66 +113,6 @@ class Mask:
         self.check(seqlen, seqlen_kv)
         return self
 
-    def checked(self, q_tokens: np.ndarray, nk: int) -> Interval:
-        """Call `visible` and check the intervals that it returns.
-
-        Parameters
-        ----------
-        q_tokens : (nq,) int64
-            Global indices of the queries.
-        nk : int
-            Number of keys.
-
-        Returns
-        -------
-        begin, end : (m, nq) int64
-            The m intervals of every query, clipped to the keys.
-
-        Raises
-        ------
-        ValueError
-            If `visible` raises an exception, changes its argument, or does not return pairs of
-            integer arrays with disjoint intervals.  The message names the class of the mask, and
-            of an exception the file and the line.
-        """
-        tokens, intervals = np.array(q_tokens, np.int64), None
-        tokens.setflags(write=False)
-        try:
-            intervals = self.visible(tokens)
-            problem = _problem(intervals, len(tokens))
-        except Exception as error:  # a user's mask may raise anything
-            where = traceback.extract_tb(error.__traceback__)[:2][-1]  # the line of `visible`
-            problem = f"{type(error).__name__}: {error} ({where.filename}, line {where.lineno})"
-        if problem is None:
-            begin, end = (np.array(x, np.int64).clip(0, nk) for x in zip(*intervals))  # (m, nq)
-            if not (shared := overlap(begin, end)):
-                return begin, end
-            problem = f"{shared[0]} of query {tokens[shared[1]]} overlap"
-        raise ValueError(f"{type(self).__name__}.visible: {problem}")
-
-    def digest(self, seqlen: int, seqlen_kv: int | None = None) -> str:
-        """Return a short hash of the visible keys, which ranks compare.
-
-        Parameters
-        ----------
-        seqlen, seqlen_kv : int
-            As in `check`.
-
-        Returns
-        -------
-        str
-            12 hexadecimal digits.  Masks with the same visible keys have the same digest.
-
-        Raises
-        ------
-        ValueError
-            As in `checked`.
-        """
-        digest = hashlib.sha256()
-        for stairs in stairs_of(self, seqlen, seqlen if seqlen_kv is None else seqlen_kv):
-            digest.update(np.append(len(stairs.first), stairs))
-        return digest.hexdigest()[:12]
-
     def intervals(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> Intervals:
         """Return the visible keys of each query as positions in `k_tokens`.
 
@@ -200,7 +133,9 @@ class Mask:
         for begin, end in self.visible(q_tokens):
             first = np.searchsorted(k_tokens, begin)
             positions.append((first, np.maximum(first, np.searchsorted(k_tokens, end))))
-        return Intervals(tidy(positions))
+        found = Intervals(tidy(positions))
+        found.varying = self.varying
+        return found
 
     def area(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> int:
         """Count the visible (query, key) pairs.  Balance and FLOP rates follow from this number.
@@ -291,9 +226,6 @@ class Aligned(Mask):
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
         return self.mask.visible(np.asarray(q_tokens, np.int64) + self.offset)
 
-    def checked(self, q_tokens: np.ndarray, nk: int) -> Interval:
-        return self.mask.checked(np.asarray(q_tokens, np.int64) + self.offset, nk)
-
     def check(self, seqlen: int, seqlen_kv: int | None = None) -> None:
         nk = seqlen if seqlen_kv is None else seqlen_kv
         if nk - seqlen != self.offset:
@@ -318,6 +250,10 @@ class Intersection(Mask):
     first: Mask
     second: Mask
 
+    @property
+    def varying(self) -> bool:
+        return self.first.varying or self.second.varying
+
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
         both = product(self.first.visible(q_tokens), self.second.visible(q_tokens))
         return tuple((np.maximum(a, c), np.minimum(b, d)) for (a, b), (c, d) in both)
@@ -329,22 +265,3 @@ class Intersection(Mask):
     def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
         both = (x.aligned(seqlen, seqlen_kv) for x in (self.first, self.second))
         return Intersection(*both)
-
-
-def _problem(intervals: object, nq: int) -> str | None:
-    """Describe what is wrong with a result of `visible`; return None if it is valid."""
-    if not isinstance(intervals, (tuple, list)) or not intervals:
-        shown = "an empty " if isinstance(intervals, (tuple, list)) else "a "
-        shown += type(intervals).__name__
-        return f"must return a tuple of pairs (begin, end), got {shown}"
-    for i, pair in enumerate(intervals):
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            return f"item {i} must be a pair (begin, end), got a {type(pair).__name__}"
-        for name, x in zip(("begin", "end"), pair):
-            shape, dtype = np.shape(x), getattr(x, "dtype", type(x).__name__)
-            if shape != (nq,) or getattr(dtype, "kind", "") != "i":
-                return (
-                    f"{name} of pair {i} must be ({nq},) signed integers, "
-                    f"got {dtype} of shape {shape}"
-                )
-    return None

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 import numpy as np
 
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.core.sizes import flops, misfit
-from a2d_mpi.masks.mask import Mask
+from a2d_mpi.core.sizes import flops
 from a2d_mpi.planning import cost
-from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import Needs, peak_memory, peak_of
 from a2d_mpi.planning.model import Phase, simulated, slowest_seconds
@@ -23,10 +20,8 @@ from a2d_mpi.planning.survey import Survey, survey_of
 from a2d_mpi.planning.workload import Layers, Workload
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.problem import Problem
-from a2d_mpi.schedules.slices import sharing
 from a2d_mpi.schedules.writing import default_distribution, leaves_open, problem_of
 from a2d_mpi.sharding.choice import CHOICES
-from a2d_mpi.sharding.pairs import pairs_of_runs
 
 SLICES = 2, 4, 8  # numbers of slices that the fastest plans try
 ROOMY = 4, 8, 16, 32  # numbers of slices that plans try if memory does not suffice
@@ -98,11 +93,6 @@ class Candidate:
         slowest = [(phase, int(phase.total.argmax())) for phase in self.phases.values()]
         return {x: sum(float(getattr(phase, x)[i]) for phase, i in slowest) for x in PARTS}
 
-    @property
-    def known_as(self) -> str:
-        """Common name of this method on this layout, as in papers; empty if there is none."""
-        return known_as(self.method, self.layout)
-
     def redistributed(self) -> list[Candidate]:
         """Return the same plan with all other distributions, if none was asked for; only once."""
         if not self._chooses:
@@ -126,7 +116,7 @@ class Candidate:
         # Not earlier: a balanced distribution is a search.
         if self._chooses:
             self.layout = replace(self.layout, distribution=self._fastest_distribution())
-        self._problem = problem_of(self.method, self.layout, self._work, self._work.mask)
+        self._problem = problem_of(self.method, self.layout, self._work, self._work.seen)
         for phase in self._work.phases:
             survey = self._survey(phase, self.layout, (0,))
             alone = _alone(self._machine, self.layout, survey, 0)
@@ -149,7 +139,7 @@ class Candidate:
         far = layout.size > machine.ranks_per_node
         kernel, link = machine.kernel(work.dtype, PHASES[0]), machine.links(layout.size)[far]
         speed = kernel.flops * machine.share / link.bandwidth
-        return default_distribution(self.method, layout, work, work.mask, speed)[0]
+        return default_distribution(self.method, layout, work, work.seen, speed)[0]
 
     def _survey(self, phase: str, layout: Layout, ranks: tuple[int, ...] | None = None) -> Survey:
         of = self._machine, self.method, layout, self._work, self._problem
@@ -167,12 +157,10 @@ class Candidate:
         return False
 
     def sliced(self, numbers: Sequence[int]) -> Iterator[Layout]:
-        """Yield the layout with these numbers of slices, as far as heads and method allow."""
+        """Yield the layout with these numbers of slices, as far as the KV heads allow."""
         own = self._work.cp_group(self.layout.heads)
         for number in numbers:
-            # Rings do not hold keys.
-            refused = METHODS[self.method].is_ring(self.layout) and sharing(own, number) > 1
-            if not refused and not misfit(own.nheads, own.nheads_kv, number):
+            if own.nheads_kv % number == 0:
                 yield replace(self.layout, slices=(number, number))
 
     def slice_heads(self) -> None:
@@ -252,7 +240,7 @@ class Stack:
     def _add_up(self) -> None:
         """Set the attributes from those of the parts."""
         parts, (_, first) = self._parts, self._parts[0]
-        self.layout, self.known_as = first.layout, first.known_as
+        self.layout = first.layout
         self.phases = all(x.phases for _, x in parts)  # whether all were simulated
         self.bound = sum(n * x.bound for n, x in parts)
         self.seconds = sum(n * x.seconds for n, x in parts)
@@ -291,16 +279,9 @@ class Stack:
 def _floor(machine: Machine, ranks: int, work: Workload, phase: str) -> float:
     """Return the seconds of the flops of a phase, divided evenly among the ranks."""
     kernel = machine.kernel(work.dtype, phase)
-    area = _area(work.mask.aligned(work.seqlen, work.seqlen_kv), work.seqlen, work.seqlen_kv)
     backward = phase == PHASES[1]
-    operations = flops(area, work.nheads, work.headdim, backward, work.headdim_v)
+    operations = flops(work.seen.area, work.nheads, work.headdim, backward, work.headdim_v)
     return operations / ranks / kernel.flops / machine.share
-
-
-@lru_cache(maxsize=16)
-def _area(mask: Mask, seqlen: int, seqlen_kv: int) -> int:
-    """Count the visible pairs of a mask."""
-    return int(pairs_of_runs(mask, [([range(seqlen)], [range(seqlen_kv)])])[0, 0])
 
 
 def _alone(machine: Machine, layout: Layout, survey: Survey, rank: int) -> float:
@@ -340,7 +321,7 @@ def _alone(machine: Machine, layout: Layout, survey: Survey, rank: int) -> float
 
 def _over_bound(received: float, layout: Layout, work: Workload, problem: Problem) -> float:
     """Divide the received bytes by the lower bound for ranks with equal areas and tokens."""
-    area = _area(problem.mask, work.seqlen, work.seqlen_kv) / layout.size
+    area = problem.seen.area / layout.size
     least = sum(
         cost.lower_bound(problem, area, work.seqlen / layout.size, phase == "backward")
         for phase in work.phases

@@ -1,4 +1,4 @@
-"""Bytes, messages, buffers and work: sums over the steps and arrays of programs.
+"""Bytes, messages and work: sums over the steps and arrays of programs.
 
 The counts are exact for shards of any size.  There is also a lower bound of the bytes.
 """
@@ -6,7 +6,7 @@ The counts are exact for shards of any size.  There is also a lower bound of the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -14,7 +14,6 @@ import numpy as np
 
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.core.sizes import MAX_MESSAGE
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
@@ -28,12 +27,6 @@ Bytes = dict[tuple[str, str], list[int]]
 def nbytes(program: Program, rows: Rows) -> int:
     """Return the bytes of rows, over all tensors."""
     return rows.count * sum(program.group.row_bytes(program.arrays[rows.array]))
-
-
-def mpi_messages(program: Program, rows: Rows) -> int:
-    """Return the number of MPI messages in which rows travel; large tensors travel in pieces."""
-    sizes = program.group.row_bytes(program.arrays[rows.array])
-    return sum(-(-rows.count * x // MAX_MESSAGE) for x in sizes)
 
 
 def pairs_of(program: Program, calls: Sequence[KernelCall]) -> np.ndarray:
@@ -54,8 +47,6 @@ class Transfer(NamedTuple):
     sent : bool
         True: sent; False: received.
     tokens, nbytes : int
-    messages : int
-        Number of MPI messages in which the rows travel.
     rank, peer : int
         Ranks of the layout.
     """
@@ -66,7 +57,6 @@ class Transfer(NamedTuple):
     sent: bool
     tokens: int
     nbytes: int
-    messages: int
     rank: int
     peer: int
 
@@ -103,7 +93,6 @@ def moves(
                         isinstance(step, Send),
                         step.rows.count,
                         nbytes(program, step.rows),
-                        mpi_messages(program, step.rows),
                         own,
                         program.ranks[step.peer],
                     )
@@ -111,7 +100,11 @@ def moves(
 
 def traffic(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:
     """Return the bytes [sent, received] by a rank, by (phase, channel); see `moves`."""
-    return _summed(moves(method, layout, problem, rank), "nbytes")
+    by_channel: Bytes = {}
+    for move in moves(method, layout, problem, rank):
+        sums = by_channel.setdefault((move.phase, move.channel), [0, 0])
+        sums[not move.sent] += move.nbytes
+    return by_channel
 
 
 def pairs(method: str, layout: Layout, problem: Problem, rank: int) -> int:
@@ -122,19 +115,6 @@ def pairs(method: str, layout: Layout, problem: Problem, rank: int) -> int:
             calls = [x for x in program.steps if isinstance(x, Attend)]
             found += int(pairs_of(program, calls)[0].sum())
     return found
-
-
-def messages(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:
-    """Return the MPI messages [sent, received] by a rank, by (phase, channel): as `traffic`."""
-    return _summed(moves(method, layout, problem, rank), "messages")
-
-
-def _summed(moved: Iterable[Transfer], attribute: str) -> Bytes:
-    by_channel: Bytes = {}
-    for move in moved:
-        sums = by_channel.setdefault((move.phase, move.channel), [0, 0])
-        sums[not move.sent] += getattr(move, attribute)
-    return by_channel
 
 
 def lower_bound(problem: Problem, area: float, tokens: float, backward: bool = False) -> float:

@@ -16,20 +16,15 @@ ALIKE = 1e-3
 POST, WAIT = 4, 5  # kinds of operations, see `a2d_mpi.planning.simulator`
 
 
-class Progress(NamedTuple):
-    """State of every operation of `a2d_mpi.planning.simulator.Operations`."""
+class State(NamedTuple):
+    """State of every operation of `a2d_mpi.planning.simulator.Operations`, and of every rank."""
 
     missing: np.ndarray  # (n,): messages of a wait that have not arrived
     end: np.ndarray  # (n,) s: latest arrival so far; in the end, when the operation ended
-
-
-class Ranks(NamedTuple):
-    """State of every rank, (P,)."""
-
-    at: np.ndarray  # next operation
-    now: np.ndarray  # s: time of the rank
-    idle: np.ndarray  # s of waiting in which the core was free
-    waited: np.ndarray  # s spent in waits
+    at: np.ndarray  # (P,): next operation of the rank
+    now: np.ndarray  # (P,) s: time of the rank
+    idle: np.ndarray  # (P,) s of waiting in which the core was free
+    waited: np.ndarray  # (P,) s spent in waits
 
 
 class Flows(NamedTuple):
@@ -49,24 +44,24 @@ class Flows(NamedTuple):
     sent: np.ndarray  # (n,) bool: all bytes have passed
 
 
-def _advance(rank, operations, progress, ranks, flows, pending, count):
+def _advance(rank, operations, state, flows, pending, count):
     """Advance a rank until it must wait; messages that may start are appended to `pending`."""
-    now = ranks.now[rank]
+    now = state.now[rank]
     busy = 0.0  # s since `now`: short times are summed before they are added to a long one
-    i = ranks.at[rank]
+    i = state.at[rank]
     while i < operations.first[rank + 1]:
         seconds = operations.seconds[i]
         if operations.kind[i] == WAIT:
             now += busy
             busy = 0.0
-            if progress.missing[i]:
+            if state.missing[i]:
                 break
-            ready = max(now, progress.end[i])
-            idle = ranks.idle[rank] + ready - now
+            ready = max(now, state.end[i])
+            idle = state.idle[rank] + ready - now
             paid = min(idle, seconds)  # work that the core did while the rank waited
-            ranks.idle[rank] = idle - paid
+            state.idle[rank] = idle - paid
             ready += seconds - paid
-            ranks.waited[rank] += ready - now
+            state.waited[rank] += ready - now
             now = ready
         else:
             busy += seconds
@@ -85,22 +80,22 @@ def _advance(rank, operations, progress, ranks, flows, pending, count):
                     else:
                         pending[count] = m
                         count += 1
-        progress.end[i] = now + busy
+        state.end[i] = now + busy
         i += 1
-    ranks.now[rank] = now + busy
-    ranks.at[rank] = i
+    state.now[rank] = now + busy
+    state.at[rank] = i
     return count
 
 
-def _arrive(m, done, progress, ranks, flows, woken, number):
+def _arrive(m, done, state, flows, woken, number):
     """Mark a message as arrived; ranks whose waits are over are appended to `woken`."""
     for side in range(2):
         i = flows.waiter[side][m]
         if i >= 0:
-            progress.missing[i] -= 1
-            progress.end[i] = max(progress.end[i], done)
+            state.missing[i] -= 1
+            state.end[i] = max(state.end[i], done)
             rank = flows.ends[side][m]
-            if progress.missing[i] == 0 and ranks.at[rank] == i:
+            if state.missing[i] == 0 and state.at[rank] == i:
                 woken[number] = rank
                 number += 1
     return number
@@ -139,14 +134,14 @@ def _shares(passed, bandwidth):
     return rate
 
 
-def run(operations, progress, ranks, flows, coarse):
+def run(operations, state, flows, coarse):
     """Run all programs; return the number of times that the rates were computed."""
-    size, n = len(ranks.now), len(flows.nbytes)
+    size, n = len(state.now), len(flows.nbytes)
     woken = np.empty(2 * n + size, np.int64)
     pending = np.empty(n, np.int64)
     waiting = 0
     for rank in range(size):
-        waiting = _advance(rank, operations, progress, ranks, flows, pending, waiting)
+        waiting = _advance(rank, operations, state, flows, pending, waiting)
     active = np.empty(0, np.int64)
     rate, end = np.empty(0), np.empty(0)
     now, events = 0.0, 0
@@ -165,7 +160,7 @@ def run(operations, progress, ranks, flows, coarse):
             m, passed = int(active[i]), float(end[i])
             now = max(now, passed)
             done = passed + flows.latency[m]
-            number = _arrive(m, done, progress, ranks, flows, woken, number)
+            number = _arrive(m, done, state, flows, woken, number)
             flows.sent[m] = True
             following = flows.after[m]
             if following >= 0:
@@ -174,7 +169,7 @@ def run(operations, progress, ranks, flows, coarse):
                 waiting += 1
         for i in range(number):
             rank = int(woken[i])
-            waiting = _advance(rank, operations, progress, ranks, flows, pending, waiting)
+            waiting = _advance(rank, operations, state, flows, pending, waiting)
         coming = pending[:waiting].copy()
         start = flows.start[coming]
         begins = start <= limit

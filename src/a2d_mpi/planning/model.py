@@ -1,20 +1,20 @@
 """Predicted seconds of a method on a machine: the programs of all ranks, simulated.
 
 All ranks start together.  Each rank runs the steps of its program (`a2d_mpi.planning.survey`) and
-waits for messages that have not arrived.  Messages share the machine's links
+waits for messages that have not arrived.  Messages share the links of a network
 (`a2d_mpi.planning.simulator`).  This module does not import MPI and knows no method.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.planning.machine import Machine
-from a2d_mpi.planning.network import Cables, Network
+from a2d_mpi.planning.network import SWITCH, Cables, Network
 from a2d_mpi.planning.simulator import Spans, simulate
 from a2d_mpi.planning.survey import Survey, survey_of
 from a2d_mpi.planning.workload import Workload
@@ -46,10 +46,14 @@ def slowest_seconds(phases: Mapping[str, Phase]) -> float:
 
 
 def simulated(
-    machine: Machine, layout: Layout, survey: Survey, spans: list[Spans] | None = None
+    machine: Machine,
+    layout: Layout,
+    survey: Survey,
+    spans: list[Spans] | None = None,
+    network: Network = SWITCH,
 ) -> Phase:
     """Run the simulator on the survey of a phase; `spans` as of `simulator.simulate`."""
-    cables = Cables(Network(), machine, layout.size)
+    cables = Cables(network, machine, layout.size)
     return Phase(**simulate(*survey[:2], cables, layout.world_ranks(), spans))
 
 
@@ -60,7 +64,7 @@ def predict(
     work: Workload,
     distribution: str | None = None,
     spans: dict[str, list[Spans]] | None = None,
-    run: Callable[..., Phase] = simulated,
+    network: Network = SWITCH,
 ) -> dict[str, Phase]:
     """Predict the seconds of every rank, by phase.
 
@@ -76,19 +80,19 @@ def predict(
     spans : dict, optional
         The spans of the simulator are written here, by phase and rank; seconds since the phase
         began.
-    run : callable
-        The simulator, with the parameters of `simulated`.
+    network : Network
+        Links between the nodes.
 
     Raises
     ------
     ValueError
         If the heads do not fit the layout, or the machine has no kernel for the dtype.
     """
-    problem, phases = problem_of(method, layout, work, work.mask, distribution), {}
+    problem, phases = problem_of(method, layout, work, work.seen, distribution), {}
     for phase in work.phases:
         trace = None if spans is None else [[] for _ in range(layout.size)]
         survey = survey_of(machine, method, layout, work, problem, phase)
-        phases[phase] = run(machine, layout, survey, trace)
+        phases[phase] = simulated(machine, layout, survey, trace, network)
         if spans is not None:
             spans[phase] = trace
     return phases

@@ -2,8 +2,7 @@
 
 A node has one port for each NIC.  If it has fewer ranks than NICs, it has one port for each rank,
 and each port drives several NICs.  The ranks of a node are dealt to its ports in turn.  Every
-cable is two links, one each way.  Switches are infinitely fast.  Networks are built from a profile
-and need no simulator.
+cable is two links, one each way.  Switches are infinitely fast.
 """
 
 from __future__ import annotations
@@ -54,6 +53,9 @@ class Network:
     def name(self) -> str:
         """Name that `parse_network` reads."""
         return self.kind + f":{self.oversubscription:g}" * (self.oversubscription > 1)
+
+
+SWITCH = Network()
 
 
 def parse_network(text: str) -> Network:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from a2d_mpi.planning.flows import POST, WAIT, Flows, Progress, Ranks, compiled, run
+from a2d_mpi.planning.flows import POST, WAIT, Flows, State, compiled, run
 from a2d_mpi.planning.network import Cables
 
 # The operations of a rank in order: part, begin, end, and messages that it posts or waits for.
@@ -92,11 +92,14 @@ class Messages(NamedTuple):
         Rank that sends, and rank that receives.
     nbytes : ndarray
         Bytes.
+    tensors : ndarray
+        Tensors of every message; each costs the overhead of a message.
     """
 
     source: np.ndarray
     to: np.ndarray
     nbytes: np.ndarray
+    tensors: np.ndarray
 
 
 def simulate(
@@ -105,7 +108,6 @@ def simulate(
     cables: Cables,
     place: np.ndarray,
     spans: list[Spans] | None = None,
-    in_order: bool = True,
 ) -> dict[str, np.ndarray]:
     """Run the programs of all ranks together.
 
@@ -119,9 +121,6 @@ def simulate(
         World rank of every rank.
     spans : list of Spans, optional
         One list for each rank; the spans of the rank's operations are appended to it.
-    in_order : bool
-        True: messages from one rank to another pass one after the other, as over a connection.
-        False: they share their links like all other messages.
 
     Returns
     -------
@@ -134,21 +133,21 @@ def simulate(
         If ranks wait for ever.
     """
     parts, size = spent(operations), len(operations.first) - 1
-    progress, flows = _flows(operations, messages, cables, place, in_order)
-    ranks = Ranks(operations.first[:-1].copy(), *np.zeros((3, size)))
+    missing, flows = _flows(operations, messages, cables, place)
+    state = State(missing, 0.0 * missing, operations.first[:-1].copy(), *np.zeros((3, size)))
     load = sum(np.bincount(x, flows.nbytes, len(flows.bandwidth)) for x in flows.passed)
     least = max((load / flows.bandwidth).max(), sum(parts.values()).max())
-    state, loop = (operations, progress, ranks), run
+    given, loop = (operations, state), run
     if len(messages.source) >= MANY:
         loop = compiled()
     if loop == run:  # Python reads and writes elements of lists faster than elements of arrays
-        state = tuple(type(x)(*(y.tolist() for y in x)) for x in state)
+        given = tuple(type(x)(*(y.tolist() for y in x)) for x in given)
         names = ("waiter", "ends", "latency", "posted", "pair", "last", "after", "sent")
         flows = flows._replace(**{x: getattr(flows, x).tolist() for x in names})
-    loop(*state, flows, COARSE * least)
-    progress, ranks = (type(x)(*map(np.asarray, x)) for x in state[1:])
-    if stuck := np.flatnonzero(ranks.at < operations.first[1:]).tolist():
-        at = ranks.at[stuck[0]]
+    loop(*given, flows, COARSE * least)
+    state = State(*map(np.asarray, given[1]))
+    if stuck := np.flatnonzero(state.at < operations.first[1:]).tolist():
+        at = state.at[stuck[0]]
         numbers = operations.numbers[operations.begin[at] : operations.begin[at + 1]][:4]
         pairs = ", ".join(f"{messages.source[m]} to {messages.to[m]}" for m in numbers)
         raise ValueError(
@@ -156,11 +155,11 @@ def simulate(
             f"messages {pairs}"
         )
     for rank, mine in enumerate(spans or ()):
-        ends = progress.end[operations.first[rank] : operations.first[rank + 1]].tolist()
+        ends = state.end[operations.first[rank] : operations.first[rank + 1]].tolist()
         for (kind, _, numbers), begin, end in zip(operations.of_rank(rank), [0.0, *ends], ends):
             part = PARTS[kind] if kind < POST else "wait" if kind == WAIT else "other"
             mine.append((part, begin, end, numbers))
-    return {**parts, "wait": ranks.waited}
+    return {**parts, "wait": state.waited}
 
 
 def spent(operations: Operations) -> dict[str, np.ndarray]:
@@ -174,9 +173,9 @@ def spent(operations: Operations) -> dict[str, np.ndarray]:
 
 
 def _flows(
-    operations: Operations, messages: Messages, cables: Cables, place: np.ndarray, in_order: bool
-) -> tuple[Progress, Flows]:
-    """Make the columns of messages, and count the messages of each wait."""
+    operations: Operations, messages: Messages, cables: Cables, place: np.ndarray
+) -> tuple[np.ndarray, Flows]:
+    """Count the messages of each wait, and make the columns of messages."""
     ends, n = np.stack([messages.source, messages.to]), len(messages.source)
     awaited = operations.kind[operations.operation] == WAIT
     number, operation = operations.numbers[awaited], operations.operation[awaited]
@@ -187,9 +186,7 @@ def _flows(
     routes = cables.routes(*there).T
     links = len(cables.bandwidth)  # one more link, without a limit, stands for -1
     pairs, pair = np.unique(messages.source * len(place) + messages.to, return_inverse=True)
-    if not in_order:
-        pairs = pair = np.arange(n)
-    return Progress(missing, np.zeros(len(missing))), Flows(
+    return missing, Flows(
         messages.nbytes.astype(float), np.where(routes < 0, links, routes),
         cables.latency(*there), np.append(cables.bandwidth, np.inf),
         waiter, ends, np.zeros(n, np.int64), np.zeros(n),

@@ -23,7 +23,6 @@ from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.pipeline import borders, order
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.slices import sharing
 from a2d_mpi.schedules.steps import (
     KINDS,
     Clear,
@@ -41,23 +40,9 @@ from a2d_mpi.schedules.writing import Draft, drafts_of
 _KINDS = {kind: i for i, kind in enumerate(KINDS)}
 
 
-class Part(NamedTuple):
-    """Operations of a part of a program.
-
-    Attributes
-    ----------
-    kind, seconds : ndarray
-        Kind and seconds of each operation, see `a2d_mpi.planning.simulator.Operations`.
-    sizes : ndarray
-        Number of messages of each operation.
-    numbers : ndarray
-        Messages of the operations, one operation after the other.
-    """
-
-    kind: np.ndarray
-    seconds: np.ndarray
-    sizes: np.ndarray
-    numbers: np.ndarray
+# Operations of a part of a program: kind and seconds of each, the number of its messages, and the
+# messages, one operation after the other.
+Part = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 class Tape(NamedTuple):
@@ -84,15 +69,12 @@ class Survey(NamedTuple):
     ----------
     operations : Operations
     messages : Messages
-    tensors : (n,) int64
-        Tensors of every message; each tensor costs the overhead of a message.
     needs : list of list of Needs
         Memory, by rank and program.
     """
 
     operations: Operations
     messages: Messages
-    tensors: np.ndarray
     needs: list[list[Needs]]
 
 
@@ -138,7 +120,7 @@ def survey_of(
     def of_link(name: str) -> np.ndarray:
         return np.where(near, getattr(inside, name), getattr(between, name))
 
-    overhead = survey.tensors * of_link("overhead")
+    overhead = messages.tensors * of_link("overhead")
     receiving = (1 - of_link("hidden")) * messages.nbytes / of_link("bandwidth")
     number, operation = operations.numbers, operations.operation
     received = messages.to[number] == operations.rank[operation]
@@ -171,18 +153,13 @@ def _survey(
             for k, x in enumerate(of_slice):
                 tapes.append(_tape(x, phase, machine, k == programs - 1))
                 places.append((rank, i * programs + k, x.ranks.step, x.ranks.start))
-        shared = sharing(problem.config.cp_group(layout.heads), len(drafts))
-        needs.append(
-            needs_of_slices([[tapes[k].needs for k in x] for x in of_slices], shared, layout)
-        )
+        needs.append(needs_of_slices([[tapes[k].needs for k in x] for x in of_slices], layout))
         if len(drafts) == 1:
             parts += product(of_slices[0], range(3))
         else:
             run = order(layout, len(drafts), overlap)
             parts += [(of_slices[i][k], part) for i, k, part in run]
-    operations, listed = _joined(tapes, np.array(places), parts, layout.size)
-    *messages, tensors = listed.T
-    return Survey(operations, Messages(*messages), tensors, needs)
+    return Survey(*_joined(tapes, np.array(places), parts, layout.size), needs)
 
 
 def _joined(
@@ -190,7 +167,7 @@ def _joined(
     places: np.ndarray,
     parts: Sequence[tuple[int, int]],
     ranks: int,
-) -> tuple[Operations, np.ndarray]:
+) -> tuple[Operations, Messages]:
     """Join the tapes of all ranks; the two sides of a message get the same number.
 
     Parameters
@@ -202,12 +179,6 @@ def _joined(
         What is run, rank by rank: numbers of tapes, and of their parts.
     ranks : int
         Number of ranks.
-
-    Returns
-    -------
-    operations : Operations
-    messages : (n, 4) int64
-        Source, receiver, bytes, tensors.
     """
     pieces = [tapes[i].parts[part] for i, part in parts]
     kind, seconds, sizes, numbers = map(np.concatenate, zip(*pieces))
@@ -215,7 +186,7 @@ def _joined(
     of_tape = np.array([len(x.messages) for x in tapes])
     tape = np.array([i for i, _ in parts])
     before = np.cumsum(of_tape) - of_tape
-    numbers += np.repeat(before[tape], [len(x.numbers) for x in pieces])
+    numbers += np.repeat(before[tape], [len(x) for *_, x in pieces])
     rank, program, stride, offset = np.repeat(places, of_tape, axis=0).T
     peer, receives, *same, nbytes, tensors = messages.T
     peer = peer * stride + offset
@@ -225,7 +196,7 @@ def _joined(
     shape = [int(x.max(initial=0)) + 1 for x in columns]
     key = np.ravel_multi_index(columns, shape)
     _, first, number = np.unique(key, return_index=True, return_inverse=True)
-    of_rank = np.bincount(places[tape, 0], [len(x.kind) for x in pieces], ranks)
+    of_rank = np.bincount(places[tape, 0], [len(x) for x, *_ in pieces], ranks)
     operations = Operations(
         np.concatenate([[0], np.cumsum(of_rank)]).astype(np.int64),
         kind,
@@ -233,7 +204,7 @@ def _joined(
         np.concatenate([[0], np.cumsum(sizes)]),
         number[numbers],
     )
-    return operations, np.stack([*ends, nbytes, tensors], axis=1)[first]
+    return operations, Messages(*(x[first] for x in (*ends, nbytes, tensors)))
 
 
 def _tape_of(
@@ -245,14 +216,11 @@ def _tape_of(
     columns = []
     for operations in parts:
         kind, seconds, numbers = zip(*operations) if operations else ((), (), ())
-        columns.append(
-            Part(
-                np.array(kind, np.int64),
-                np.array(seconds, float),
-                np.array([len(x) for x in numbers], np.int64),
-                np.array([m for x in numbers for m in x], np.int64),
-            )
-        )
+        sizes, listed = [len(x) for x in numbers], [m for x in numbers for m in x]
+        columns.append((
+            np.array(kind, np.int64), np.array(seconds, float),
+            np.array(sizes, np.int64), np.array(listed, np.int64),
+        ))  # fmt: skip
     return Tape(columns, np.array(messages, np.int64).reshape(-1, 7), needs)
 
 
@@ -272,7 +240,7 @@ def _opening(machine: Machine, problem: Problem, rank: int, backward: bool) -> T
 @lru_cache(maxsize=4096)
 def _tape(draft: Draft, phase: str, machine: Machine, last: bool) -> Tape:
     """Read one program; `last`: its results are for the caller."""
-    program, backward = draft.write(), phase == PHASES[1]
+    program = draft.write()
     calls, config = iter(_kernel_seconds(program, machine, phase)), program.group.config
     awaited = _awaited_sends(program)
     parts: list[list[tuple[int, float, Sequence[int]]]] = [[]]
@@ -321,8 +289,7 @@ def _tape(draft: Draft, phase: str, machine: Machine, last: bool) -> Tape:
     parts += ([] for _ in range(3 - len(parts)))
     for rows in program.copied if last else ():
         spend(OTHER, machine.copying(nbytes(program, rows)))
-    needs = needs_of(program, backward, machine.host_kernel(config.dtype))
-    return _tape_of(parts, messages, needs)
+    return _tape_of(parts, messages, needs_of(program))
 
 
 def _message(program: Program, step: Message) -> tuple[int, ...]:

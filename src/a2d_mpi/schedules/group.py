@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import chain
 
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.masks.intervals import Runs
@@ -83,6 +84,17 @@ class Group:
         """Return the places of all tokens of a shard."""
         count = self.distribution(of_keys).counts[owner]
         return ((0, count),) if count else ()
+
+    def required_by_tiles(self, of_keys: bool, owner: int, ranks: Collection[int]) -> Runs:
+        """Return the places of an owner's rows that tiles of ranks in its row or column require.
+
+        A tile needs the keys that any query of its row sees, and the queries that see any key of
+        its column.
+        """
+        across = self.row_of if of_keys else self.column_of
+        if len(ranks) == 1:
+            return self.required(of_keys, owner, across(*ranks))
+        return self.required(of_keys, owner, frozenset(chain(*map(across, ranks))))
 
     def required(self, of_keys: bool, owner: int, others: Collection[int]) -> Runs:
         """Return the places of an owner's tokens that other shards require.

@@ -59,13 +59,8 @@ class Ulysses:
 
 
 def _kinds(p: Program, together: str, *apart: str) -> tuple[str, ...]:
-    """Return the kinds of rows to exchange; one kind if queries and keys are the same tokens.
-
-    Slices that share KV heads take them once, and put their gradients once.
-    """
-    if p.first and p.last and p.group.problem.keys == p.group.problem.queries:
-        return (together,)
-    return tuple(x for x in apart if (x != "kv" or p.first) and (x != "dkv" or p.last))
+    """Return the kinds of rows to exchange; one kind if queries and keys are the same tokens."""
+    return (together,) if p.group.problem.keys == p.group.problem.queries else apart
 
 
 def share(p: Program, kinds: tuple[str, ...]) -> None:

@@ -13,12 +13,15 @@ straight from their owner, and results to which no other rank adds.  Both come f
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
-from a2d_mpi.masks.intervals import Runs
+from a2d_mpi.masks.intervals import Runs, cut, size
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import KINDS, SUMS, Receive, Rows
+
+GRAIN = 128  # tokens: a shard of at least 2 GRAIN tokens is cut at a multiple of GRAIN
 
 # Takes an owner and ranks.  Returns the places in the owner's shard of the rows that any of these
 # ranks requires.
@@ -40,6 +43,37 @@ class Trees(NamedTuple):
 
     parents: dict[int, int]
     branches: dict[int, dict[int, tuple[int, ...]]]
+
+
+class Ways(NamedTuple):
+    """The ways of rows along a line, and of results back.
+
+    Attributes
+    ----------
+    ranks : sequence of int
+        All ranks of the line.  Rows and results of the first ones arrive first.
+    required : callable
+        See `Required`.
+    trees : Trees, optional
+        Trees of the rows.  Default: stars.
+    back : Trees, optional
+        Trees of the results, if all ranks require the same rows of an owner.  Default: `trees`.
+    kept : sequence of Runs, optional
+        Places of this rank's own rows that are held together with the rows of other owners.  The
+        last ones stand among those in the order of ranks; others come first.  Default: all.
+    near : collection of int
+        Other ranks on this rank's node.  Their messages have a channel of their own.
+    chunks : callable
+        Cuts places into the chunks that travel.  Default: one message for each owner.
+    """
+
+    ranks: Sequence[int]
+    required: Required
+    trees: Trees | None = None
+    back: Trees | None = None
+    kept: Sequence[Runs] | None = None
+    near: Collection[int] = ()
+    chunks: Callable[[Runs], Iterable[Runs]] = lambda places: [places] if places else []
 
 
 def star(rank: int, ranks: Iterable[int]) -> Trees:
@@ -130,21 +164,7 @@ class Line:
         Name of the channel.
     own : str
         Array of this rank's shard.
-    ranks : sequence of int
-        All ranks of the line.  Rows and results of the first ones arrive first.
-    required : callable
-        See `Required`.
-    trees : Trees, optional
-        Trees of the rows.  Default: stars.
-    back : Trees, optional
-        Trees of the results, if all ranks require the same rows of an owner.  Default: `trees`.
-    kept : sequence of Runs, optional
-        Places of this rank's own rows that are held together with the rows of other owners.  The
-        last ones stand among those in the order of ranks; others come first.  Default: all.
-    near : collection of int
-        Other ranks on this rank's node.  Their messages have a channel of their own.
-    chunks : callable
-        Cuts places into the chunks that travel.  Default: one message for each owner.
+    ways : Ways
 
     Attributes
     ----------
@@ -154,37 +174,48 @@ class Line:
         The other owners, in the order of arrival.
     """
 
-    def __init__(
-        self,
-        p: Program,
-        name: str,
-        own: str,
-        ranks: Sequence[int],
-        required: Required,
-        trees: Trees | None = None,
-        back: Trees | None = None,
-        kept: Sequence[Runs] | None = None,
-        near: Collection[int] = (),
-        chunks: Callable[[Runs], Iterable[Runs]] = lambda places: [places] if places else [],
-    ) -> None:
-        self.p, self.name, self._required = p, name, required
-        self._trees = trees or star(p.rank, ranks)
-        self._back = back or self._trees
-        self._near, self._chunks = near, chunks
+    def __init__(self, p: Program, name: str, own: str, ways: Ways) -> None:
+        self.p, self.name, self._ways = p, name, ways
+        self._trees = ways.trees or star(p.rank, ways.ranks)
+        self._back = ways.back or self._trees
         self._held_back: list[tuple[int, Rows]] = []
-        self._order = {x: i for i, x in enumerate(ranks)}
-        for channel in (name, f"{name} node")[: 1 + bool(near)]:
-            p.channels[channel] = tuple(sorted(ranks))
+        self._order = {x: i for i, x in enumerate(ways.ranks)}
+        for channel in (name, f"{name} node")[: 1 + bool(ways.near)]:
+            p.channels[channel] = tuple(sorted(ways.ranks))
         self._tags = {x: i for i, x in enumerate(p.channels[name])}  # of messages, by owner
         parents = self._trees.parents
-        self.others = sorted((x for x in ranks if x in parents), key=lambda x: parents[x] != x)
+        owners = (x for x in ways.ranks if x in parents)
+        self.others = sorted(owners, key=lambda x: parents[x] != x)
         of_keys, kind = p.arrays[own].of_keys, p.arrays[own].kind
         self.array, self._own = own, own
-        self._kept = [p.group.all_places(of_keys, p.rank)] if kept is None else kept
+        self._kept = [p.group.all_places(of_keys, p.rank)] if ways.kept is None else ways.kept
         if self.others:
             mine = [(p.rank, x) for x in self._kept]
             pieces = sorted([*mine[-1:], *((x, self.needed(x)) for x in self.others)])
             self.array = p.array(f"{name} {kind}", kind, [*mine[:-1], *pieces], memory=name)
+
+    @classmethod
+    def of_row(cls, p: Program, kind: str) -> Line:
+        """Make the line of a rank's row, with queries of this kind."""
+        return cls._of_tiles(p, "row", p.own(f"own {kind}", kind, "given"), p.group.row_of(p.rank))
+
+    @classmethod
+    def of_column(cls, p: Program) -> Line:
+        """Make the line of a rank's column, with keys and values."""
+        return cls._of_tiles(p, "col", p.own("own kv", "kv", "given"), p.group.column_of(p.rank))
+
+    @classmethod
+    def _of_tiles(cls, p: Program, name: str, own: Rows, ranks: range) -> Line:
+        nodes = p.group.nodes or range(p.group.rows * p.group.cols)
+        ordered = from_here(p.rank, ranks, nodes)
+        ways = Ways(
+            ordered,
+            partial(p.group.required_by_tiles, p.arrays[own.array].of_keys),
+            by_node(p.rank, ranks, nodes) if p.group.nodes else None,
+            near=[x for x in ordered[1:] if nodes[x] == nodes[p.rank]],
+            chunks=partial(chunked, ranks=len(ranks)),
+        )
+        return cls(p, name, own.array, ways)
 
     def start(self) -> Line:
         """Post the receives, send this rank's rows and copy those that it keeps; return itself."""
@@ -200,7 +231,7 @@ class Line:
     def needed(self, owner: int) -> Runs:
         """Return the places of an owner's rows that this rank gets, for itself and below it."""
         below = chain.from_iterable(self._trees.branches.get(owner, {}).values())
-        return self._required(owner, (self.p.rank, *below))
+        return self._ways.required(owner, (self.p.rank, *below))
 
     def arrive(self, owner: int) -> Iterator[Rows]:
         """Wait for an owner's rows, chunk by chunk; pass them on, and yield them."""
@@ -226,7 +257,7 @@ class Line:
     def give_all(self, array: str) -> None:
         """Give the partial results for all other owners."""
         for owner in self._by_result():
-            for places in self._chunks(self.needed(owner)):
+            for places in self._ways.chunks(self.needed(owner)):
                 self.give(owner, self.p.rows(array, owner, places))
 
     def finish(self, array: str) -> None:
@@ -246,13 +277,13 @@ class Line:
 
     def _by_result(self) -> list[int]:
         """Return the other owners in the order of their results, see the top of the module."""
-        return sorted(self.others, key=lambda x: (x in self._near, x in self._back.branches))
+        return sorted(self.others, key=lambda x: (x in self._ways.near, x in self._back.branches))
 
     def _combine(self, owner: int, array: str) -> None:
         p, kind = self.p, self.p.arrays[array].kind
         branches = self._back.branches.get(owner, {})
         for child in sorted(branches, key=self._order.__getitem__):
-            places = self._required(owner, branches[child])
+            places = self._ways.required(owner, branches[child])
             part = p.array(f"{self.name} {kind} of {owner} from {child}", kind, [(owner, places)])
             p.wait(self._receive(child, owner, part, places))
             p.combine(p.rows(part), p.rows(array, owner, places))
@@ -261,7 +292,7 @@ class Line:
         # Ranks that pass the rows on come first.  In a star the previous rank needs them first.
         branches, order = self._trees.branches.get(owner, {}), self._order
         for child in sorted(branches, key=lambda x: (len(branches[x]) == 1, -order[x])):
-            for places in self._chunks(self._required(owner, branches[child])):
+            for places in self._ways.chunks(self._ways.required(owner, branches[child])):
                 self._send(child, owner, self.p.rows(array, owner, places))
 
     def _send(self, peer: int, owner: int, rows: Rows) -> None:
@@ -269,11 +300,26 @@ class Line:
 
     def _receive(self, peer: int, owner: int, array: str, places: Runs) -> list[Receive]:
         p, channel, tag = self.p, self._channel(peer), self._tags[owner]
-        rows = (p.rows(array, owner, x) for x in self._chunks(places))
+        rows = (p.rows(array, owner, x) for x in self._ways.chunks(places))
         return [p.receive(channel, peer, x, tag) for x in rows]
 
     def _channel(self, peer: int) -> str:
-        return f"{self.name} node" if peer in self._near else self.name
+        return f"{self.name} node" if peer in self._ways.near else self.name
+
+
+def chunked(places: Runs, ranks: int) -> list[Runs]:
+    """Cut places into the chunks that travel along a row or column of `ranks` ranks.
+
+    Among more than two ranks a shard is a small share of the traffic, and travels as one chunk.
+    Between two ranks it is all of the traffic, and travels as two chunks.  With one chunk the
+    receiver could compute nothing before the whole message arrives.  The sender of a result could
+    send nothing before the whole result is computed.
+    """
+    n = size(places)
+    if ranks == 2 and n >= 2 * GRAIN:
+        middle = GRAIN * round(n / 2 / GRAIN)
+        return [cut(places, 0, middle), cut(places, middle, n)]
+    return [places] if n else []
 
 
 def arrivals(early: Line, late: Line) -> Iterator[tuple[Line, int, Rows]]:

@@ -13,9 +13,6 @@ put its heads.  Each one has three parts, see `borders`.  A part runs in a stage
     stages of both          open | close, open | compute | close, open | close
 
 While a stage of one slice runs, the next stage of the slice before it runs, and so on.
-
-With fewer KV heads than slices, a KV head belongs to several slices.  Its keys and values travel
-with the first one of them, and their gradients with the last one.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from dataclasses import replace
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.slices import ALIVE, ATTEND, PUT, TAKE
-from a2d_mpi.schedules.steps import PARTIALS, Clear, KernelCall, Message, Step, Wait
+from a2d_mpi.schedules.steps import PARTIALS, KernelCall, Message, Step, Wait
 
 OPEN, COMPUTE, CLOSE = range(3)  # parts of a program
 
@@ -82,55 +79,8 @@ def _for_kernels(p: Program, step: Step) -> bool:
     return isinstance(step, KernelCall)
 
 
-def with_shared_keys(p: Program) -> Program:
-    """Return a program of a slice that shares its KV heads with the slices before and after it.
-
-    Only the first of these slices gathers keys, and clears their gradients.  Only the last one
-    returns the gradients.  So the program of the first slice is complete but for the end, and the
-    others find keys and sums in the buffers.
-
-    Raises
-    ------
-    ValueError
-        If the method is a ring, which passes keys on and does not hold them.
-    """
-    if p.stage != ATTEND:
-        return p
-    if p.group.ring:
-        own = p.group.config.nheads_kv
-        raise ValueError(
-            f"slices share {own} KV head, but a ring passes keys on and does not hold them: "
-            "it takes at most as many slices as a rank has KV heads"
-        )
-    new, left_out = p.with_steps(), set()
-    for name, array in p.arrays.items():
-        if array.kind == "dkv" and array.role == "result":
-            new.arrays[name] = replace(array, role="buffer")
-    for step in p.steps:
-        if isinstance(step, Wait):
-            step = step._replace(messages=tuple(x for x in step.messages if x not in left_out))
-            if step.messages:
-                new.steps.append(step)
-        elif isinstance(step, KernelCall) or _belongs(p, step):
-            new.steps.append(step)
-        elif isinstance(step, Message):
-            left_out.add(step.index)
-    if not p.last:
-        new.results = {x: rows for x, rows in p.results.items() if x != "dkv"}
-    return new
-
-
-def _belongs(p: Program, step: Step) -> bool:
-    """Return True if a step that is no kernel call belongs to this slice."""
-    rows = step.rows if isinstance(step, Message | Clear) else step.target
-    kind = p.arrays[rows.array].kind
-    if kind == "kv" or (kind == "dkv" and isinstance(step, Clear)):
-        return p.first
-    return kind != "dkv" or p.last
-
-
 def pipelined(
-    programs: Sequence[Sequence[Program]], shared: int, layout: Layout, overlap: bool
+    programs: Sequence[Sequence[Program]], layout: Layout, overlap: bool
 ) -> list[Program]:
     """Join the programs of all slices: return the parts of programs in the order of execution.
 
@@ -140,8 +90,6 @@ def pipelined(
     ----------
     programs : sequence of sequence of Program
         The programs of each slice, in order.
-    shared : int
-        Number of slices that share a KV head.
     layout : Layout
     overlap : bool
         Whether messages of one slice travel while others compute.
@@ -153,8 +101,8 @@ def pipelined(
             new = p.with_steps()
             new.slice = i
             for name, array in p.arrays.items():
-                turn = (i // shared if array.of_keys else i) % turns(p.stage, layout)
-                new.arrays[name] = replace(array, memory=f"{p.stage}.{turn} {array.memory}")
+                memory = f"{p.stage}.{i % turns(p.stage, layout)} {array.memory}"
+                new.arrays[name] = replace(array, memory=memory)
             for part, steps in enumerate((p.steps[:a], p.steps[a:b], p.steps[b:])):
                 parts[i, p.stage, part] = new.with_steps(steps)
     return [parts[x] for x in order(layout, len(programs), overlap)]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.masks.mask import Full, Mask
+from a2d_mpi.masks.compiled import CompiledMask
+from a2d_mpi.masks.mask import Mask
 from a2d_mpi.sharding.distribution import Distribution
 from a2d_mpi.sharding.visibility import Visibility
 
@@ -21,19 +22,24 @@ class Problem:
     queries, keys : Distribution
         Owners of the queries, and of the keys, by grid rank, before any exchange of heads.  The U
         ranks of a Ulysses group are consecutive.  In self-attention the two are equal.
-    mask : Mask
-        A mask from `a2d_mpi.masks.mask.Mask.aligned`.
+    seen : CompiledMask, optional
+        The mask; None for exchanges of heads, which do not depend on it.
     """
 
     config: AttentionConfig
     queries: Distribution
     keys: Distribution
-    mask: Mask = field(default_factory=Full)
+    seen: CompiledMask | None = None
+
+    @property
+    def mask(self) -> Mask | None:
+        """Mask of `seen`, aligned."""
+        return self.seen and self.seen.mask
 
     @cached_property
     def visibility(self) -> Visibility:
         """Tokens of each shard that other shards require."""
-        return _visibility(self.mask, self.queries, self.keys)
+        return _visibility(self.seen, self.queries, self.keys)
 
     def cp_group(self, heads: int) -> Problem:
         """Return the problem of a context-parallel group: all tokens, 1/`heads` of the heads.
@@ -43,8 +49,8 @@ class Problem:
         ValueError
             If the heads cannot be divided among `heads` ranks.
         """
-        queries, keys = (_positions(x, heads) for x in (self.queries, self.keys))
-        return Problem(self.config.cp_group(heads), queries, keys, self.mask)
+        queries, keys = (x.positions(heads) for x in (self.queries, self.keys))
+        return Problem(self.config.cp_group(heads), queries, keys, self.seen)
 
     def of(self, owners: range) -> Problem:
         """Return the problem of the ranks `owners`: their tokens, numbered from 0, and no mask."""
@@ -53,5 +59,4 @@ class Problem:
         return Problem(self.config, queries, keys)
 
 
-_positions = lru_cache(maxsize=64)(Distribution.positions)  # it caches the runs of its shards
-_visibility = lru_cache(maxsize=8)(Visibility)  # the programs of all ranks share it
+_visibility = lru_cache(maxsize=8)(Visibility)  # the planner's candidates share it

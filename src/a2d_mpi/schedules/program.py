@@ -15,7 +15,7 @@ from a2d_mpi.masks.intervals import Runs, common, cut
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.schedules import steps
 from a2d_mpi.schedules.group import Group
-from a2d_mpi.schedules.slices import WHOLE, OfSlice
+from a2d_mpi.schedules.slices import ATTEND
 from a2d_mpi.schedules.steps import KINDS, KINDS_OF_KEYS, SUMS, Message, Rows, Step, TokenArray
 from a2d_mpi.sharding.progressions import concatenated, progressions, ranks_among
 from a2d_mpi.sharding.visibility import sees
@@ -34,15 +34,13 @@ class Program:
         Rank in the group.
     ranks : range
         Rank in the layout of every rank of the group.
-    of_slice : OfSlice
-        What it is of a slice of the heads.
+    stage : int
+        `a2d_mpi.schedules.slices.TAKE`, `ATTEND` or `PUT`.
 
     Attributes
     ----------
-    group, rank, ranks
+    group, rank, ranks, stage
         As above.
-    number, first, last
-        As of `of_slice`.
     arrays : dict of str to TokenArray
     mask : Mask
         Mask of the group's problem.
@@ -57,9 +55,9 @@ class Program:
         Which slice it belongs to, counted from 0; `a2d_mpi.schedules.pipeline` numbers them.
     """
 
-    def __init__(self, group: Group, rank: int, ranks: range, of_slice: OfSlice = WHOLE) -> None:
+    def __init__(self, group: Group, rank: int, ranks: range, stage: int = ATTEND) -> None:
         self.group, self.rank, self.ranks, self.mask = group, rank, ranks, group.problem.mask
-        self.stage, self.first, self.last = of_slice
+        self.stage = stage
         self.arrays: dict[str, TokenArray] = {}
         self.channels: dict[str, tuple[int, ...]] = {}
         self.steps: list[Step] = []
@@ -302,8 +300,8 @@ class Program:
             return True
         if type(self.mask) is Causal:
             return self.extremes(queries)[1] >= self.extremes(keys)[0]
-        problem, runs = self.group.problem, (self.token_runs(queries), self.token_runs(keys))
-        return sees(self.mask, problem.queries.seqlen, problem.keys.seqlen, *runs)
+        runs = self.token_runs(queries), self.token_runs(keys)
+        return sees(self.group.problem.seen, *runs)
 
     def in_order(self, rows: Rows) -> bool:
         """Return True if rows are in the order of tokens."""

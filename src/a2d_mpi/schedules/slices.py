@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.core.sizes import misfit
 
-# Bytes of keys and values in a slice of a shard.  Measured on 16 emulated nodes with
-# tests/tools/refinements.py: smaller slices gained nothing in the forward pass.
+# Bytes of keys and values in a slice of a shard.  Measured on 16 emulated nodes: smaller slices
+# gained nothing in the forward pass.
 SMALLEST = 1 << 17
 ALIVE = 3  # slices whose messages travel, or whose buffers hold anything, at the same time
 TAKE, ATTEND, PUT = range(3)  # programs of a slice
-
-
-class OfSlice(NamedTuple):
-    """The part that a program has of a slice of the heads.
-
-    Attributes
-    ----------
-    stage : int
-        `TAKE`, `ATTEND` or `PUT`.
-    first, last : bool
-        Whether the slice is the first, and the last, of those that share KV heads.
-    """
-
-    stage: int = ATTEND
-    first: bool = True
-    last: bool = True
-
-
-WHOLE = OfSlice()  # without slices
-
-
-def sharing(config: AttentionConfig, slices: int) -> int:
-    """Return how many slices share a KV head, at least 1; `config` has the heads of a rank."""
-    return max(1, slices // config.nheads_kv)
 
 
 def slices_of(
@@ -59,7 +32,7 @@ def slices_of(
     Raises
     ------
     ValueError
-        If the heads of a rank cannot be divided into this number of slices.
+        If a slice would not have whole KV heads of a rank.
     """
     own = config.cp_group(layout.heads)
     if asked is None:
@@ -68,17 +41,19 @@ def slices_of(
     if len(both) != 2 or not all(isinstance(x, int | np.integer) and x >= 1 for x in both):
         raise ValueError(f"slices must be a positive number, or two, got {asked!r}")
     for number in both:
-        if problem := misfit(own.nheads, own.nheads_kv, number):
-            raise ValueError(f"cannot cut the {own.nheads} heads of a rank: {problem}")
+        if own.nheads_kv % number:
+            raise ValueError(
+                f"cannot cut the {own.nheads_kv} KV heads of a rank into {number} slices of whole "
+                "KV heads"
+            )
     return int(both[0]), int(both[1])
 
 
 def default(own: AttentionConfig, layout: Layout) -> tuple[int, int]:
     """Return the slices of a plan that is not told, from the config with the heads of a rank.
 
-    Transfers inside a node are fast, and small messages are not worth their overhead.  Otherwise
-    slices do not share KV heads, and a shard has at least `SMALLEST` bytes of keys and values for
-    each slice.
+    Transfers inside a node are fast, and small messages are not worth their overhead.  Otherwise a
+    shard has at least `SMALLEST` bytes of keys and values for each slice.
     """
     if layout.size == 1 or (layout.nodes is not None and len(set(layout.nodes)) == 1):
         return 1, 1

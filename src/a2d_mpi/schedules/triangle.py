@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 
 from a2d_mpi.masks.intervals import Runs
-from a2d_mpi.schedules.line import Line, Trees, arrivals, seen_from
+from a2d_mpi.schedules.line import Line, Trees, Ways, arrivals, seen_from
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Rows
@@ -86,8 +86,8 @@ class TriangleLines:
         index = team.index(p.rank)  # the nearest previous ranks come first
         ordered = [*reversed(team[: index + 1]), *reversed(team[index + 1 :])]
         name = "row" if segment == self._pair[0] else "col"
-        both = trees_of(there), trees_of(back)
-        return Line(p, name, own.array, ordered, required, *both, kept).start()
+        ways = Ways(ordered, required, trees_of(there), trees_of(back), kept)
+        return Line(p, name, own.array, ways).start()
 
     def calls(self) -> Iterator[tuple[Line | None, int, Rows, Rows, bool]]:
         """Yield line and owner of the rows that arrived last, queries and keys of each call.

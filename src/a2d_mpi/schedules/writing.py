@@ -9,13 +9,14 @@ from itertools import chain
 
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.masks.mask import Causal, Full, Mask
+from a2d_mpi.masks.compiled import CompiledMask, compile_mask
+from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules.group import Group
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.passes import lowered
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.slices import WHOLE, OfSlice, sharing
+from a2d_mpi.schedules.slices import ATTEND, PUT, TAKE
 from a2d_mpi.sharding.distribution import Distribution, distribute
 
 
@@ -30,7 +31,7 @@ def default_distribution(
     method: str,
     layout: Layout,
     config: AttentionConfig,
-    mask: Mask,
+    seen: CompiledMask,
     speed: float | None = None,
 ) -> tuple[str, str]:
     """Return the default distribution of a method, and the reason for users.
@@ -41,7 +42,7 @@ def default_distribution(
         One of `METHODS`.
     layout : Layout
     config : AttentionConfig
-    mask : Mask
+    seen : CompiledMask
     speed : float, optional
         Speed of the machine, as in `a2d_mpi.sharding.choice.choose`.
 
@@ -49,12 +50,12 @@ def default_distribution(
     -------
     name, why : str
     """
-    chosen = METHODS[method]
+    chosen, mask = METHODS[method], seen.given
     if leaves_open(method, layout, config, mask):
         from a2d_mpi.sharding.choice import choose
 
         sizes = *chosen.even_tiles(layout), config.dtype_of("q").itemsize
-        return choose(mask, config.seqlen, *sizes, speed)
+        return choose(seen, *sizes, speed)
     if chosen.distribution:
         return chosen.distribution, f"the distribution of {method}"
     if layout.distribution:
@@ -66,7 +67,7 @@ def problem_of(
     method: str,
     layout: Layout,
     config: AttentionConfig,
-    mask: Mask,
+    mask: Mask | CompiledMask,
     distribution: str | None = None,
     distribution_kv: str | Distribution | None = None,
 ) -> Problem:
@@ -78,7 +79,8 @@ def problem_of(
         One of `METHODS`.
     layout : Layout
     config : AttentionConfig
-    mask : Mask
+    mask : Mask or CompiledMask
+        It is compiled here, unless it is already, for several problems of one mask.
     distribution : str, optional
         Distribution of the queries and, in self-attention, of the keys.  Default: see
         `default_distribution`.
@@ -89,26 +91,22 @@ def problem_of(
     Raises
     ------
     ValueError
-        If there is no method or distribution of this name, it does not fit, or the mask's
-        `visible` returns invalid intervals.
+        If there is no method or distribution of this name, it does not fit, or as of
+        `a2d_mpi.masks.compiled.compile_mask`.
     """
-    n, m = config.seqlen, config.seqlen_kv
-    chosen, aligned = METHODS[method], mask.aligned(n, m)
-    if type(aligned) not in (Causal, Full):
-        from a2d_mpi.masks.validity import check_visible
-
-        check_visible(aligned, n, m)
+    n, m, chosen = config.seqlen, config.seqlen_kv, METHODS[method]
+    seen = compile_mask(mask, n, m)
     name, why = distribution, "asked for"
     if name is None:
-        name, why = default_distribution(method, layout, config, mask)
+        name, why = default_distribution(method, layout, config, seen)
     sizes = *chosen.even_tiles(layout), layout.heads
-    keys = queries = distribute(name, mask if n == m else Full(), n, *sizes, why)
+    keys = queries = distribute(name, n, *sizes, why, seen if n == m else None)
     if isinstance(distribution_kv, Distribution):
         keys = distribution_kv
     elif n != m or distribution_kv not in (None, name):
-        keys = distribute(distribution_kv or name, Full(), m, *sizes)
+        keys = distribute(distribution_kv or name, m, *sizes)
     plain = AttentionConfig(**config.arguments)  # without the fields of a subclass
-    return Problem(plain, queries, keys, aligned)
+    return Problem(plain, queries, keys, seen)
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ class Draft:
         Rank in the layout of every rank of the group.  Drafts may be equal if these differ.
     overlap : bool
         Whether to compute while messages travel.
-    of_slice : OfSlice
+    stage : int
         As of a `Program`.
     """
 
@@ -135,18 +133,13 @@ class Draft:
     rank: int
     ranks: range = field(compare=False)
     overlap: bool
-    of_slice: OfSlice = WHOLE
+    stage: int = ATTEND
 
     def write(self) -> Program:
         """Write the program: the steps of the method, completed by all passes."""
-        program = Program(self.group, self.rank, self.ranks, self.of_slice)
+        program = Program(self.group, self.rank, self.ranks, self.stage)
         self.writer(program)
-        program = lowered(program, self.overlap)
-        if program.first and program.last:
-            return program
-        from a2d_mpi.schedules.pipeline import with_shared_keys
-
-        return with_shared_keys(program)
+        return lowered(program, self.overlap)
 
 
 def write(
@@ -163,8 +156,7 @@ def write(
         return programs[0]
     from a2d_mpi.schedules.pipeline import pipelined
 
-    shared = sharing(problem.config.cp_group(layout.heads), len(programs))
-    return pipelined(programs, shared, layout, overlap)
+    return pipelined(programs, layout, overlap)
 
 
 def drafts_of(
@@ -208,12 +200,8 @@ def drafts_of(
 
     take, put = EXCHANGES[phase]
     here = ulysses_group(position), head, range(position * u, (position + 1) * u), overlap
-    shared, drafts = sharing(problem.config.cp_group(u), slices), []
-    for i in range(slices):
-        ends = i % shared == 0, (i + 1) % shared == 0
-        three = (take, here), (attend, across), (put, here)  # TAKE, ATTEND, PUT
-        drafts.append([Draft(x, *at, OfSlice(k, *ends)) for k, (x, at) in enumerate(three)])
-    return drafts
+    three = Draft(take, *here, TAKE), Draft(attend, *across, ATTEND), Draft(put, *here, PUT)
+    return [[*three] for _ in range(slices)]
 
 
 @lru_cache(maxsize=4)  # the programs of all ranks share the caches of groups

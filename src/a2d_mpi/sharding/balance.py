@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from a2d_mpi.masks.compiled import CompiledMask
 from a2d_mpi.masks.intervals import merged
-from a2d_mpi.masks.mask import Mask
-from a2d_mpi.masks.stairs import Stairs, stairs_of
 from a2d_mpi.sharding.progressions import shares
 
 # Runs are halved until the largest area is at most EVEN_AREA times the mean area.
@@ -41,6 +40,13 @@ _TOTAL = 1 << 24
 Ranges = tuple[range, ...]
 
 
+@lru_cache(maxsize=8)  # up to 32 MiB each; the planner's grids share them
+def pairs_of_cuts(seen: CompiledMask, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bounds of `number` equal runs, and the visible pairs between any two runs."""
+    bounds = np.arange(number + 1, dtype=np.int64) * seen.seqlen // number
+    return bounds, seen.pairs(bounds)
+
+
 class Deal(NamedTuple):
     """Owners of runs of tokens, and how good they are.
 
@@ -62,14 +68,13 @@ class Deal(NamedTuple):
     traffic: float
 
 
-def balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1) -> tuple[Ranges, ...]:
+def balanced(seen: CompiledMask, rows: int, cols: int, heads: int = 1) -> tuple[Ranges, ...]:
     """Deal runs of tokens to the ranks of a grid so that all tiles have about the same area.
 
     Parameters
     ----------
-    mask : Mask
-    seqlen : int
-        N, the number of tokens.
+    seen : CompiledMask
+        Of N queries and N keys.
     rows, cols : int
         R and C of the grid; ``P x 1`` is a ring.
     heads : int
@@ -79,15 +84,9 @@ def balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1) -> t
     -------
     tuple of tuple of range
         The runs of every rank ``(r C + c) U + u``, ascending and not empty; together they are
-        ``[0, seqlen)``.  A rank has at most N / P tokens plus one run.
-
-    Raises
-    ------
-    ValueError
-        If the mask has another length.
+        ``[0, N)``.  A rank has at most N / P tokens plus one run.
     """
-    mask.check(seqlen)
-    dealt, of_ranks = deal(mask, seqlen, rows, cols), []
+    dealt, of_ranks = seen.once(deal, rows, cols), []
     for position in range(rows * cols):
         runs = np.flatnonzero(dealt.owner == position)
         # Neighbouring runs are joined, and empty runs are left out.
@@ -96,94 +95,20 @@ def balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1) -> t
     return tuple(of_ranks)
 
 
-@lru_cache(maxsize=8)  # grids with the same number of ranks share the result
-def pairs_of_cuts(mask: Mask, seqlen: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bounds of `number` equal runs, and the visible pairs between any two runs."""
-    bounds = np.arange(number + 1, dtype=np.int64) * seqlen // number
-    return bounds, visible_pairs(mask, bounds)
+def deal(seen: CompiledMask, rows: int, cols: int) -> Deal:
+    """Deal equal runs to the positions of a grid so that tiles have about the same area.
 
-
-def visible_pairs(mask: Mask, bounds: np.ndarray) -> np.ndarray:
-    """Count the visible pairs of every run of queries with every run of keys, (runs, runs) int64.
-
-    Parameters
-    ----------
-    mask : Mask
-    bounds : (runs + 1,) int64
-        Run i is the tokens ``[bounds[i], bounds[i + 1])``; the first bound is 0.
-
-    Notes
-    -----
-    A query with the interval [begin, end) sees ``(x - begin)+ - (x - end)+`` keys below x, where
-    ``(y)+ = max(y, 0)``.  A histogram of the ends of the intervals gives the sum over a run of
-    queries for all bounds x at once.  The ends of a piece of the mask's stairs lie in one bin.
+    The search takes a second or two: see `CompiledMask.once`.
     """
-    runs, seqlen = len(bounds) - 1, int(bounds[-1])
-    number = np.zeros(runs * (runs + 2))
-    total = np.zeros(runs * (runs + 2))
-    for stairs in stairs_of(mask, seqlen, seqlen):
-        x = cut(stairs, bounds, bounds)
-        run, size = np.searchsorted(bounds, x.first, side="right") - 1, x.last - x.first
-        for token, step, sign in ((x.begin, x.step_begin, 1), (x.end, x.step_end, -1)):
-            # These ends of intervals count for all bounds after the token, from `first` on.
-            first = run * (runs + 2) + np.searchsorted(bounds, token, side="right")
-            sums = size * token + step * size * (size - 1) // 2
-            number += sign * np.bincount(first, size, len(number))
-            total += sign * np.bincount(first, sums, len(number))
-    number, total = (
-        np.cumsum(x.reshape(runs, -1), axis=1)[:, : runs + 1] for x in (number, total)
-    )
-    return np.rint(np.diff(number * bounds - total, axis=1)).astype(np.int64)
-
-
-def cut(stairs: Stairs, queries: np.ndarray, keys: np.ndarray) -> Stairs:
-    """Cut runs at bounds of queries, and where an end of the interval arrives at a bound of keys.
-
-    Parameters
-    ----------
-    stairs : Stairs
-    queries, keys : (n,), (m,) int64
-        Bounds in ascending order.
-    """
-    first, last, begin, end, step_begin, step_end = stairs
-    cuts = [first]
-    for start, step, bounds in (
-        (first, 1, queries),
-        (begin, step_begin, keys),
-        (end, step_end, keys),
-    ):
-        least = np.searchsorted(bounds, start, side="right")
-        number = np.searchsorted(bounds, start + step * (last - first)) - least
-        number = np.maximum(number, 0)
-        run = np.repeat(np.arange(len(first)), number)
-        bound = np.arange(len(run)) + np.repeat(least - np.cumsum(number) + number, number)
-        cuts.append(first[run] + bounds[bound] - start[run])
-    new = np.sort(np.concatenate(cuts), kind="stable")  # faster than np.unique, which hashes
-    new = new[np.diff(new, prepend=-1) > 0]
-    run = np.searchsorted(first, new, side="right") - 1
-    moved = new - first[run]
-    return Stairs(
-        new,
-        np.minimum(last[run], np.append(new[1:], last[-1:])),
-        begin[run] + step_begin[run] * moved,
-        end[run] + step_end[run] * moved,
-        step_begin[run],
-        step_end[run],
-    )
-
-
-@lru_cache(maxsize=64)  # a search takes a second or two
-def deal(mask: Mask, seqlen: int, rows: int, cols: int) -> Deal:
-    """Deal equal runs to the positions of a grid so that tiles have about the same area."""
     positions = rows * cols
-    most = max(1, min(MOST_RUNS, seqlen) // positions)
+    most = max(1, min(MOST_RUNS, seen.seqlen) // positions)
     best, found = None, []
     for each in _FINER:
         enough = EVEN_AREA if each <= 8 else _ENOUGH
         if best is not None and (each > most or best.work <= enough):
             break
-        bounds, pairs = pairs_of_cuts(mask, seqlen, each * positions)
-        total = pairs.sum()
+        bounds, pairs = pairs_of_cuts(seen, each * positions)
+        total = seen.area
         scaled = np.rint(pairs * (_TOTAL / total)) if total > _TOTAL else pairs.astype(np.float64)
         for start in starts(each, positions):
             owner = _swap_runs(scaled, start, rows, cols)

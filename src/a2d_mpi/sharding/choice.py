@@ -9,10 +9,16 @@ planner knows the machine and simulates all three distributions.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-from a2d_mpi.masks.mask import Mask
-from a2d_mpi.sharding.balance import EVEN_AREA, MOST_RUNS, deal, measured, pairs_of_cuts, starts
+from a2d_mpi.masks.compiled import CompiledMask
+from a2d_mpi.sharding.balance import (
+    EVEN_AREA,
+    MOST_RUNS,
+    Deal,
+    deal,
+    measured,
+    pairs_of_cuts,
+    starts,
+)
 
 # Distributions to choose from.
 CHOICES = ("contiguous", "zigzag", "balanced")
@@ -30,13 +36,13 @@ _RUNS, _FINE = (64, 32, 16, 8, 4, 2), 1024
 
 
 def choose(
-    mask: Mask, seqlen: int, rows: int, cols: int, itemsize: int, speed: float | None = None
+    seen: CompiledMask, rows: int, cols: int, itemsize: int, speed: float | None = None
 ) -> tuple[str, str]:
     """Choose the distribution with the least predicted time.
 
     Parameters
     ----------
-    mask, seqlen, rows, cols, itemsize, speed
+    seen, rows, cols, itemsize, speed
         As of `predict_times`.
 
     Returns
@@ -45,24 +51,22 @@ def choose(
     why : str
         A clause for users, with the numbers that decided.
     """
-    times, numbers = predict_times(mask, seqlen, rows, cols, itemsize, speed)
+    times, numbers = predict_times(seen, rows, cols, itemsize, speed)
     if not times:
         return "balanced", "nothing to compare: one rank, very few tokens or over a thousand ranks"
     why = "least predicted time (of the busiest rank: work over the mean, tokens sent or received)"
     return min(times, key=times.get), f"{why}: {numbers}"
 
 
-@lru_cache(maxsize=64)
 def predict_times(
-    mask: Mask, seqlen: int, rows: int, cols: int, itemsize: int, speed: float | None = None
+    seen: CompiledMask, rows: int, cols: int, itemsize: int, speed: float | None = None
 ) -> tuple[dict[str, float], str]:
     """Predict the time of each distribution.
 
     Parameters
     ----------
-    mask : Mask
-    seqlen : int
-        N, the number of tokens.
+    seen : CompiledMask
+        Of N queries and N keys.
     rows, cols : int
         R and C of the grid; ``P x 1`` is a ring.
     itemsize : {2, 4, 8}
@@ -79,21 +83,27 @@ def predict_times(
     numbers : str
         The numbers that decided.
     """
+    deals = seen.once(_deals, rows, cols)
+    # Each visible pair takes four operations per element of a head.
+    even = 4 * float(seen.area) / (rows * cols) / (speed or _FLOPS_PER_BYTE[itemsize])
+    times = {}
+    for name, dealt in deals.items():
+        shorter, longer = sorted((dealt.work * even, dealt.traffic * seen.seqlen * itemsize))
+        times[name] = longer + _EXPOSED * shorter
+    return times, "; ".join(f"{name} {x.work:.2f}, {x.traffic:.2f} N" for name, x in deals.items())
+
+
+def _deals(seen: CompiledMask, rows: int, cols: int) -> dict[str, Deal]:
+    """Return the distributions to compare, as deals of runs."""
     positions = rows * cols
-    if positions == 1 or 2 * positions > min(MOST_RUNS, seqlen):
-        return {}, ""
-    each = next((x for x in _RUNS if x * positions <= min(_FINE, seqlen)), 2)
-    bounds, pairs = pairs_of_cuts(mask, seqlen, each * positions)
+    if positions == 1 or 2 * positions > min(MOST_RUNS, seen.seqlen):
+        return {}
+    each = next((x for x in _RUNS if x * positions <= min(_FINE, seen.seqlen)), 2)
+    bounds, pairs = pairs_of_cuts(seen, each * positions)
     zigzag, contiguous = (
         measured(bounds, pairs, owner, rows, cols) for owner in starts(each, positions)[:2]
     )
     deals = {"contiguous": contiguous, "zigzag": zigzag}
     if min(contiguous.work, zigzag.work) > EVEN_AREA:  # otherwise a search cannot gain much
-        deals["balanced"] = deal(mask, seqlen, rows, cols)
-    # Each visible pair takes four operations per element of a head.
-    even = 4 * float(pairs.sum()) / positions / (speed or _FLOPS_PER_BYTE[itemsize])
-    times = {}
-    for name, dealt in deals.items():
-        shorter, longer = sorted((dealt.work * even, dealt.traffic * seqlen * itemsize))
-        times[name] = longer + _EXPOSED * shorter
-    return times, "; ".join(f"{name} {x.work:.2f}, {x.traffic:.2f} N" for name, x in deals.items())
+        deals["balanced"] = seen.once(deal, rows, cols)
+    return deals

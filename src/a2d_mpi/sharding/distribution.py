@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 
 from a2d_mpi.core.config import DISTRIBUTIONS
+from a2d_mpi.masks.compiled import CompiledMask, compile_mask
 from a2d_mpi.masks.intervals import Runs, joined, members
-from a2d_mpi.masks.mask import Mask
+from a2d_mpi.masks.mask import Full
 from a2d_mpi.sharding.progressions import concatenated, ranks_among, share
 
 FORMULAS = DISTRIBUTIONS[:-1]  # distributions that follow from the sizes alone
@@ -166,9 +167,14 @@ class Distribution:
                 done += len(r)
 
 
-@lru_cache(maxsize=64)  # a distribution caches the runs of its shards
 def distribute(
-    name: str, mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1, why: str = ""
+    name: str,
+    seqlen: int,
+    rows: int,
+    cols: int,
+    heads: int = 1,
+    why: str = "",
+    seen: CompiledMask | None = None,
 ) -> Distribution:
     """Return the distribution of one sequence on ranks that compute rows x cols tiles.
 
@@ -176,15 +182,17 @@ def distribute(
     ----------
     name : str
         A name of `Distribution`.
-    mask : Mask
     seqlen, rows, cols, heads : int
         The number of tokens, and R, C and U.
     why : str
         Reason for the choice, for users.
+    seen : CompiledMask, optional
+        Mask of as many queries as keys, for "balanced".  Default: every query sees every key.
     """
     listed = None
     if name == "balanced":
         from a2d_mpi.sharding.balance import balanced
 
-        listed = balanced(mask, seqlen, rows, cols, heads)
+        seen = seen or compile_mask(Full(), seqlen, seqlen)
+        listed = balanced(seen, rows, cols, heads)
     return Distribution(name, seqlen, rows * cols * heads, heads, listed, why)

@@ -25,7 +25,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from a2d_mpi.sharding.distribution import Distribution
+    pass
 
 
 class Segment(NamedTuple):
@@ -102,14 +102,6 @@ def pieces(seqlen: int, t: int, rank: int) -> tuple[range, ...]:
     begin, first = segment(seqlen, t, i)[:2]
     early, late = (_cut(begin, first, x, 2 * i) for x in (j, 2 * i - 1 - j))
     return lower, upper, early, late
-
-
-def segment_begins(shards: Distribution) -> list[int]:
-    """Return the first token of every segment; an empty list for another distribution."""
-    if shards.name != "triangle":
-        return []
-    t = segments(shards.nshards // shards.group)
-    return [segment(shards.seqlen, t, s).begin for s in range(t)]
 
 
 def _segments(shards: int) -> int:

@@ -11,9 +11,9 @@ from functools import cache
 
 import numpy as np
 
+from a2d_mpi.masks.compiled import CompiledMask
 from a2d_mpi.masks.intervals import Runs, members, union
-from a2d_mpi.masks.mask import Full, Mask
-from a2d_mpi.masks.stairs import stairs_of
+from a2d_mpi.masks.mask import Full
 from a2d_mpi.sharding.distribution import Distribution
 from a2d_mpi.sharding.progressions import concatenated
 
@@ -27,7 +27,7 @@ class Visibility:
 
     Parameters
     ----------
-    mask : Mask
+    seen : CompiledMask
     queries, keys : Distribution
         Distributions with the same number of shards.
 
@@ -40,8 +40,8 @@ class Visibility:
         hash of a range or a frozenset is fastest.
     """
 
-    def __init__(self, mask: Mask, queries: Distribution, keys: Distribution) -> None:
-        self._mask, self._shards = mask, (queries, keys)
+    def __init__(self, seen: CompiledMask, queries: Distribution, keys: Distribution) -> None:
+        self._seen, self._shards = seen, (queries, keys)
         self.required = cache(self._places)
         self._of_shards, self._of_shard = cache(self._tokens_of_all), cache(self._tokens)
 
@@ -49,7 +49,7 @@ class Visibility:
         shards = self._shards[of_keys]
         if not others:
             return ()
-        if type(self._mask) is Full:
+        if type(self._seen.mask) is Full:
             count = shards.counts[owner]
             return ((0, count),) if count else ()
         return shards.places(owner, self._of_shards(of_keys, others))
@@ -59,22 +59,21 @@ class Visibility:
 
     def _tokens(self, of_keys: bool, other: int) -> Runs:
         """Return the keys that queries of a shard see, or the queries that see its keys."""
-        n, m = (x.seqlen for x in self._shards)
         own = [r for r in self._shards[not of_keys].runs(other) if r]
         find = _keys_seen if of_keys else _queries_seeing
-        return find(self._mask, n, m, _bounds(own))
+        return find(self._seen, _bounds(own))
 
 
-def sees(mask: Mask, n: int, m: int, queries: list[range], keys: list[range]) -> bool:
-    """Return True if any of the queries sees any of the keys, of n queries and m keys."""
-    seen = _keys_seen(mask, n, m, _bounds(queries))
+def sees(mask: CompiledMask, queries: list[range], keys: list[range]) -> bool:
+    """Return True if any of the queries sees any of the keys."""
+    seen = _keys_seen(mask, _bounds(queries))
     return any(members(r, seen) for r in keys)
 
 
-def _keys_seen(mask: Mask, seqlen: int, seqlen_kv: int, queries: np.ndarray) -> Runs:
+def _keys_seen(mask: CompiledMask, queries: np.ndarray) -> Runs:
     """Return the keys that any query in the ascending runs `queries`, (n, 2) int64, sees."""
     seen, (first, last) = [], queries.T
-    for x in stairs_of(mask, seqlen, seqlen_kv):
+    for x in mask.stairs:
         # Find the stairs that contain a query of each run.
         least = np.searchsorted(x.last, first, side="right")
         number = np.maximum(np.searchsorted(x.first, last) - least, 0)
@@ -87,18 +86,18 @@ def _keys_seen(mask: Mask, seqlen: int, seqlen_kv: int, queries: np.ndarray) -> 
     return _union(seen)
 
 
-def _queries_seeing(mask: Mask, seqlen: int, seqlen_kv: int, keys: np.ndarray) -> Runs:
+def _queries_seeing(mask: CompiledMask, keys: np.ndarray) -> Runs:
     """Return the queries that see any key in the runs `keys`, (n, 2) int64."""
     seeing = []
-    for x in stairs_of(mask, seqlen, seqlen_kv):
+    for x in mask.stairs:
         several = max(1, _TOGETHER // max(1, len(x.first)))
         for i in range(0, len(keys), several):
             begin, end = keys[i : i + several, :, None].transpose(1, 0, 2)  # (runs, 1)
             # Find the first query whose interval ends after the first key, and the first query
             # whose interval begins after all keys.
             late, early = begin - x.end + 1, end - x.begin
-            late = np.where(x.step_end | (late <= 0), np.maximum(late, 0), seqlen)
-            early = np.where(x.step_begin | (early <= 0), early, seqlen)
+            late = np.where(x.step_end | (late <= 0), np.maximum(late, 0), mask.seqlen)
+            early = np.where(x.step_begin | (early <= 0), early, mask.seqlen)
             run = x.first + late, np.minimum(x.last, x.first + early)
             seeing.append(tuple(y.ravel() for y in run))
     return _union(seeing)

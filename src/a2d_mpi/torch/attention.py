@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.agreement import PLANS, Caller
+from a2d_mpi.comm.calls import PLANS, Caller
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.torch.tensors import array_of, current_stream, tensor_of
 

@@ -22,6 +22,7 @@ from a2d_mpi.comm.agreement import Call, agree
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import check_range
+from a2d_mpi.masks.compiled import compile_mask
 from a2d_mpi.masks.documents import Documents
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules.method import METHODS
@@ -419,7 +420,8 @@ class ContextParallel:
         total = {"contiguous": 0.0, "zigzag": 0.0}
         for kind, layers in kinds.items():
             itemsize = torch.finfo(getattr(torch, kind.dtype)).bits // 8
-            times, _ = predict_times(masks[kind], seqlen, *method.even_tiles(layout), itemsize)
+            seen = compile_mask(masks[kind], seqlen, seqlen)
+            times, _ = predict_times(seen, *method.even_tiles(layout), itemsize)
             for name in total:
                 total[name] += layers * kind.nheads * kind.headdim * times.get(name, 0)
         return min(total, key=total.get)

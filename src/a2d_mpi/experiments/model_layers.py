@@ -1,0 +1,136 @@
+"""The layers of a model of transformers, by its config: heads, masks, parameters.
+
+PyTorch and transformers are imported when a config is read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from a2d_mpi.masks.documents import Documents
+from a2d_mpi.masks.mask import Causal, Full, Mask
+from a2d_mpi.masks.windows import SlidingWindow
+from a2d_mpi.planning.workload import Workload
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_REFUSED = {"index_topk": "sparse attention", "is_encoder_decoder": "an encoder with a decoder"}
+_SIZES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, as far as attention and memory need it.
+
+    Attributes
+    ----------
+    family : str
+        `model_type` of the config.
+    heads : dict of str to int
+        nheads, nheads_kv, headdim and headdim_v, as of a plan.
+    layers : dict of (str, int) to int
+        Number of layers of each kind: "full_attention", or "sliding_attention" or
+        "chunked_attention" with the tokens of the window or of a chunk.
+    dtype : str or None
+    parameters : int
+    cached : int
+        Elements of a token in the KV cache of a layer: of keys and values, or of MLA's latents.
+    """
+
+    family: str
+    heads: Mapping[str, int]
+    layers: Mapping[tuple[str, int], int]
+    dtype: str | None
+    parameters: int
+    cached: int
+
+    def workloads(self, work: Workload) -> list[tuple[int, Workload]]:
+        """Return the number of layers with each mask, and their workload.
+
+        `work` has the mask of the layers without a window; they come first.  The others have this
+        mask, too.
+        """
+        found: Counter[Mask] = Counter()
+        for (kind, size), number in self.layers.items():
+            found[_inside(work.mask, kind, size, work.seqlen)] += number
+        order = sorted(found, key=lambda mask: mask != work.mask)
+        return [(found[mask], replace(work, mask=mask)) for mask in order]
+
+    def cache(self, seqlen: int) -> int:
+        """Return the elements of the KV cache; layers with a window keep that only."""
+        kept = (n * min(size or seqlen, seqlen) for (_, size), n in self.layers.items())
+        return self.cached * sum(kept)
+
+
+def _inside(mask: Mask, kind: str, size: int, seqlen: int) -> Mask:
+    """Return what a mask shows inside a window or inside chunks; size 0: everywhere."""
+    if size == 0 or size >= seqlen:
+        return mask
+    inside: Mask = SlidingWindow(size - 1, 0 if mask == Causal() else size - 1)
+    if kind == "chunked_attention":
+        cuts = np.array([*range(0, seqlen, size), seqlen])
+        inside = Documents(cuts, causal=mask == Causal())
+    return inside if mask in (Causal(), Full()) else mask & inside
+
+
+def read_model(path: Path) -> Model:
+    """Read the config.json of a model of transformers, or of a folder that has one.
+
+    The model is made without its weights, to count them.
+
+    Raises
+    ------
+    ValueError
+        If transformers is not installed or cannot make the model, or no plan computes such a
+        model.
+    """
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ValueError(f"--model: {error}; pip install a2d_mpi[torch]") from None
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+        with torch.device("meta"):
+            # Of an encoder with a decoder it makes the decoder, and changes the config.
+            size = AutoModelForCausalLM.from_config(deepcopy(config)).num_parameters()
+    except Exception as error:  # of any kind: what is in the file is the user's
+        what = " ".join(str(error).split())[:400] or type(error).__name__
+        raise ValueError(f"transformers cannot make the model of {path}: {what}") from error
+    try:
+        return _model(config, size)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _model(config: PreTrainedConfig, parameters: int) -> Model:
+    def given(name: str) -> Any:
+        return getattr(config, name, None)
+
+    for name, what in _REFUSED.items():
+        if given(name):
+            raise ValueError(f"{name}: no plan computes {what}")
+    nheads = config.num_attention_heads
+    kv = given("num_key_value_heads") or (1 if given("multi_query") else nheads)
+    d = dv = given("head_dim") or config.hidden_size // nheads
+    cached = 2 * kv * d
+    if latent := given("kv_lora_rank"):  # MLA
+        rotated = config.qk_rope_head_dim
+        kv, d, dv = nheads, config.qk_nope_head_dim + rotated, config.v_head_dim
+        cached = latent + rotated
+    heads = {"nheads": nheads, "nheads_kv": kv, "headdim": d, "headdim_v": dv}
+    usual = next((x for x, name in _SIZES.items() if given(name)), "full_attention")
+    types = given("layer_types") or [usual] * config.num_hidden_layers
+    if others := set(types) - {"full_attention", *_SIZES}:
+        raise ValueError(f"layer_types: no plan computes a layer of {min(others)}")
+    layers = Counter((x, given(_SIZES[x]) if x in _SIZES else 0) for x in types)
+    dtype = given("dtype") and str(config.dtype).removeprefix("torch.")
+    return Model(config.model_type, heads, layers, dtype, parameters, cached)
