@@ -70,15 +70,6 @@ class Text:
             "labels": np.where(first, -100, ids),
         }
 
-    def sizes(self) -> dict[str, object]:
-        """Return documents, tokens and unigram entropy by their names in result files.
-
-        The unigram entropy, nats per token, is the least loss of a model without context.
-        """
-        share = np.unique(self.tokens, return_counts=True)[1] / len(self.tokens)
-        sizes = {"documents": len(self._begins) - 1, "tokens": len(self.tokens)}
-        return sizes | {"unigram_entropy": float(-(share * np.log(share)).sum())}
-
 
 def read_documents(
     paths: Sequence[Path],

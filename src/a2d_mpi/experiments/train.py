@@ -138,13 +138,12 @@ class Job:
         steps = [x for x in trainer.state.log_history if "loss" in x]
         sent, rows = comm.gather(notes.sent) or [], lambda x: np.array([*x])
         options = {x: y if isinstance(y, (int, float)) else str(y) for x, y in vars(args).items()}
-        options |= {"accumulate": self.of_step, "parameters": model.num_parameters()}
+        options |= {"sequences": self.of_step, "parameters": model.num_parameters()}
         tree = {
             **origin_of(comm, device),
             "config": options | grid.layout.attributes,
-            "text": {"name": ", ".join(x.name for x in args.text), "sha256": self.run["text"],
-                     **self._text.sizes()},
-            "held_out": {} if held is None else {"loss": held, **self._held.sizes()},
+            "text": {"name": ", ".join(x.name for x in args.text), "sha256": self.run["text"]},
+            "held_out": {} if held is None else {"loss": held},
             "seconds": {x: rows(y["seconds"][x] for y in steps) for x in steps[0]["seconds"]},
             "traffic": {x: rows(y.get(x, 0) for y in sent) for x in notes.sent},
             **{x: rows(y.get(x, np.nan) for y in steps) for x in CURVES},
@@ -304,11 +303,8 @@ def report(tree: Mapping[str, Any], tokens: int, checks: Mapping[str, Check]) ->
         print(f"first step, {name}: error {x.error:.1e} against one process in float64 "
               f"({x.verdict}, bound {x.bound:.0e})")  # fmt: skip
     loss, rate = tree["loss"], tokens / np.median(tree["seconds"]["total"])
-    print(
-        f"{tree['config']['parameters']} parameters, {len(loss)} steps of {tokens} tokens; "
-        f"{rate:.0f} tokens/s\nloss {loss[0]:.4f} at first, {loss[-20:].mean():.4f} in the last "
-        f"{len(loss[-20:])} steps; unigram entropy {tree['text']['unigram_entropy']:.4f} nats"
-    )
+    print(f"{tree['config']['parameters']} parameters, {len(loss)} steps of {tokens} tokens; "
+          f"{rate:.0f} tokens/s\nloss {loss[0]:.4f} at first, {loss[-20:].mean():.4f} in the last "
+          f"{len(loss[-20:])} steps")  # fmt: skip
     if held := tree["held_out"]:
-        print(f"held-out text: loss {held['loss']:.4f}, unigram entropy "
-              f"{held['unigram_entropy']:.4f} nats")  # fmt: skip
+        print(f"held-out text: loss {held['loss']:.4f}")
