@@ -141,7 +141,7 @@ done
 if [[ $torch == missing ]]; then
   lines+=("torch: not in the active environment, so its tests were not run")
 elif [[ $torch ]]; then
-  use_env any test,torch test,torch .venv-torch
+  use_env any test,torch,trainers test,torch,trainers .venv-torch
   record "torch, serial" yielding limited "$most" \
     python -m pytest tests/torch -q --color=no -m "not mpi" "$@"
   record "torch, 4 ranks" run_mpi 4 "$most" \

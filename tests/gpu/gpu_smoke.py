@@ -111,7 +111,7 @@ def main() -> int:
     seqlen, nheads, headdim = args.shape
     sizes = {"seqlen": seqlen, "nheads": nheads, "headdim": headdim, "dtype": "bfloat16"}
     grid, (device, _) = ProcessGrid(MPI.COMM_SELF, 1, 1), bind_gpu(MPI.COMM_SELF)
-    built, problems = watch(graphs_of(device.index, False))
+    built, problems = watch(graphs_of(device.index))
     print(device.description)
     inputs, ceiling = {}, {}
     for mask in (Full(), Causal(), SlidingWindow(seqlen // 8, 0)):

@@ -6,6 +6,7 @@ from helpers import ROOT
 
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.patterns import make_mask
+from a2d_mpi.planning.candidate import Candidate
 from a2d_mpi.planning.machine import KernelModel, Link, Machine
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.workload import Workload
@@ -21,6 +22,14 @@ def machine(between=SLOW, inside=FAST, name="test", **others):
     """Return a machine of slow links between nodes of one rank, and one kernel."""
     kernels = {"float32": {"forward": KERNEL, "backward": KERNEL}}
     return Machine(name, inside, between, kernels, **{"ranks_per_node": 1, **others})
+
+
+def planned(machine, method, layout, work, room=None):
+    """Return the candidate of one plan, simulated."""
+    found = Candidate(machine, method, layout, work, room)
+    while found.refine():
+        pass
+    return found
 
 
 def plan_of(c: Mapping[str, object]) -> tuple[str, Layout, Workload]:

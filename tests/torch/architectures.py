@@ -29,7 +29,6 @@ from test_context import (
     build,
     distance,
     sequence,
-    spread_step,
     step,
 )
 
@@ -121,13 +120,13 @@ def line_of(grid: ProcessGrid, kind: str, config: str, options: dict) -> str:
         return f"refused: {error}"
     ids = sequence(N)
     masked = any(x.mask == Full() for x in cp.layers.values())
-    labels = ids.roll(5) if masked else ids
+    given = {"input_ids": ids, "labels": ids.roll(5) if masked else ids}
     try:
-        exact = step(one, ids, labels, [0, N])
+        exact = step(one, given)
     except Exception as error:
         return f"fails on one process: {type(error).__name__}: {error}"
     try:
-        far = distance(spread_step(cp, model, ids, labels if masked else None), exact)
+        far = distance(step(model, given), exact)
     except ValueError as error:
         return f"refused in the call: {error}"
     finally:

@@ -1,53 +1,144 @@
-"""What belongs to a call of a model in `ContextParallel` comes with the call, or it is refused.
+"""Calls of a model in `ContextParallel`: equal to the same calls on one process, or refused.
 
 Needs the extra `torch`: `bash jobs/test.sh torch`.
 """
-
-# ruff: noqa: F401, F811  the fixtures grid and parallel
 
 import copy
 import gc
 import pickle
 import threading
+from functools import partial
+from zlib import crc32
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from helpers import assert_all
-from refused import assert_raises
+from mpi4py import MPI
+from refused import assert_raises, message_of
 from test_context import (
     BERT,
-    ENDS,
     EQUAL,
     EXPERTS,
-    LOCAL,
-    OWN,
-    N,
+    GPT2,
+    VOCAB,
     assert_near,
     build,
-    gradients,
-    grid,
-    parallel,
+    loss_of,
     sequence,
-    spread_step,
     step,
 )
 from torch.utils.checkpoint import checkpoint
 
 from a2d_mpi.torch import ContextParallel
+from a2d_mpi.torch.whole import Rows
 
-pytestmark = pytest.mark.mpi(min_size=4)
-torch.set_num_threads(1)
-transformers.logging.set_verbosity_error()
-PACKED = [ENDS, np.array([0, 30, N])]  # of two batches
-# Three ranks in a row, and one alone.
-ON = pytest.mark.parametrize("grid", ["three"], indirect=True)
+pytestmark = pytest.mark.mpi(min_size=2)
+ON = pytest.mark.parametrize("grid", ["all", "three"], indirect=True)
+KINDS = EQUAL | {
+    "Mixtral": ("MixtralForCausalLM", "MixtralConfig", EXPERTS | {
+        "output_router_logits": True, "router_aux_loss_coef": 0.3}),
+    "BertModel": ("BertModel", "BertConfig", BERT),
+    "Bert of tokens": ("BertForTokenClassification", "BertConfig", BERT),
+    "Bert of sequences": ("BertForSequenceClassification", "BertConfig", BERT),
+    "Llama of sequences": ("LlamaForSequenceClassification", "LlamaConfig", {}),
+    "dropout": ("GPT2LMHeadModel", "GPT2Config", GPT2 | {"attn_pdrop": 0, "resid_pdrop": 0.3}),
+    "tied": ("LlamaForCausalLM", "LlamaConfig", {"tie_word_embeddings": True}),
+    "many experts": ("MixtralForCausalLM", "MixtralConfig", {
+        "num_local_experts": 16, "num_experts_per_tok": 1, "output_router_logits": True}),
+}  # fmt: skip
+IDS, B, N = sequence(40, 3), 3, 40
+BOTH, BEHIND = torch.ones_like(IDS), torch.ones_like(IDS)  # the sides of padding
+BOTH[0, 30:] = BOTH[1, :5] = BEHIND[1, 20:] = 0
+LABELS = IDS.masked_fill(BOTH == 0, -100)
+LABELS[1, 5] = -100  # the first token of a row that is padded on the left
+SOME = LABELS.masked_fill(torch.arange(N) % 5 > 0, -100)
+ENDS = torch.tensor([0, 1, 41, 43, 100], dtype=torch.int32)
+PLACES = torch.cat([torch.arange(x) for x in ENDS.diff()])[None]
+LONG = sequence(100)
+PADDED = {"input_ids": IDS, "attention_mask": BOTH, "labels": LABELS}
+PACKED = {
+    "input_ids": LONG, "position_ids": PLACES, "labels": LONG.masked_fill(PLACES == 0, -100),
+}  # fmt: skip
+BOUNDS = {"cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS, "max_length_q": 57, "max_length_k": 57}
+EMBEDDED = torch.randn(2, 30, 32, generator=torch.Generator().manual_seed(2)).double()
+TWO = {"input_ids": IDS, "labels": IDS}
+CLASSES = torch.tensor([0, 1, 1])
+# A model and the arguments of a call.
+CASES = {
+    "a batch": ("Llama", TWO),
+    "padding": ("Llama", PADDED),
+    "given number of labels": ("Qwen3", PADDED | {"num_items_in_batch": 77}),
+    "number of labels as a tensor": ("Llama", TWO | {"num_items_in_batch": torch.tensor(77)}),
+    "documents": ("GPT-2", PACKED),
+    "documents and their bounds": ("Gemma 3", PACKED | BOUNDS),
+    "embeddings": ("Llama", {"inputs_embeds": EMBEDDED, "labels": IDS[:2, :30]}),
+    "token types": ("GPT-2", TWO | {"token_type_ids": IDS.flip(1)}),
+    "shifted labels": ("Llama", TWO | {"shift_labels": IDS.roll(1, 1)}),
+    "hidden states": ("Llama", PADDED | {"output_hidden_states": True}),
+    "a tuple": ("Llama", TWO | {"return_dict": False}),
+    "the last logits": ("Llama", {"input_ids": IDS, "logits_to_keep": 3}),
+    "some logits": ("Llama", {"input_ids": IDS, "logits_to_keep": torch.tensor([2, 39])}),
+    "two tokens": ("Llama", {"input_ids": IDS[:1, :2], "labels": IDS[:1, :2]}),
+    "one token": ("Llama", {"input_ids": IDS[:1, :1]}),
+    "rows of one token": ("gpt-oss", {"input_ids": IDS[:, :1]}),
+    "balance loss": ("Mixtral", TWO),
+    "balance loss and padding": ("Mixtral", PADDED),
+    "embeddings of a text": ("BertModel", {"input_ids": IDS, "attention_mask": BEHIND}),
+    "masked tokens": ("BERT", PADDED | {"labels": SOME}),
+    "masked tokens and windows": ("ModernBERT", PADDED | {"labels": SOME}),
+    "classes of tokens": (
+        "Bert of tokens", PADDED | {"labels": (IDS % 2).masked_fill(BOTH == 0, -100)}),
+    "classes of texts": (
+        "Bert of sequences", {"input_ids": IDS, "attention_mask": BEHIND, "labels": CLASSES % 2}),
+    "classes by a causal model": (
+        "Llama of sequences",
+        {"input_ids": IDS * BOTH, "attention_mask": BOTH, "labels": CLASSES}),
+}  # fmt: skip
 
 
-def logits_of(model, hidden):
-    return model.lm_head(hidden.last_hidden_state)
+def flat(output):
+    """Return the tensors of an output."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    items = output.values() if isinstance(output, dict) else output
+    return [y for x in items if x is not None for y in flat(x)]
+
+
+def results(model, given):
+    """Return the loss of a call, and all gradients and outputs, without padding."""
+    given = {
+        name: x.clone().requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x
+        for name, x in given.items()
+    }
+    kept = given.get("attention_mask", BOTH.new_ones(0)).bool()
+    outputs = flat(model(**given))
+    outputs = [
+        x[kept]
+        if x.shape[:2] == kept.shape
+        else x[kept.flatten()]
+        if x.shape[:1] == kept.flatten().shape
+        else x
+        for x in outputs
+    ]
+    is_loss = outputs[0].dim() == 0
+    loss = outputs[0] if is_loss else sum(x.double().tanh().square().mean() for x in outputs)
+    loss.backward()
+    grads = [x.grad for x in (*model.parameters(), *given.values()) if hasattr(x, "grad")]
+    return loss.item(), grads + [x.detach() for x in outputs]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equal_to_one_process(comm, parallel, name):
+    """Loss, outputs and all gradients are those of the same call on one process in float64."""
+    kind, given = CASES[name]
+    model, one = build(*KINDS[kind]), build(*KINDS[kind])
+    one.config.use_cache = False  # or transformers takes documents for one
+    found, exact = results(parallel(model).model, given), results(one, given)
+    shapes = [[y.shape for y in x[1] if y is not None] for x in (found, exact)]
+    assert_all(comm, shapes[0] == shapes[1], f"{shapes}")
+    assert_near(comm, found, exact)
 
 
 def in_a_thread(call):
@@ -59,145 +150,386 @@ def in_a_thread(call):
     return found[0]
 
 
+def only(given):
+    return {x: y for x, y in given.items() if x != "labels"}
+
+
+def hooked(model, given):
+    """Call a model with hooks of accelerate, which replace `forward`, too."""
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    add_hook_to_module(model.model, ModelHook())
+    logits = model(**only(given)).logits
+    remove_hook_from_module(model.model)
+    return logits
+
+
 # Ways to compute the logits of a batch.
 WAYS = {
-    "call": lambda model, given: model(**given).logits,
-    "submodel": lambda model, given: logits_of(model, model.model(**given)),
-    "forward": lambda model, given: model.forward(**given).logits,
-    "forward of the submodel": lambda model, given: logits_of(model, model.model.forward(**given)),
-    "positional": lambda model, given: (
-        model(given["input_ids"], None, given["position_ids"]).logits
+    "call": lambda model, given: model(**only(given)).logits,
+    "forward": lambda model, given: model.forward(**only(given)).logits,
+    "model in the model": lambda model, given: model.lm_head(
+        model.model(**only(given)).last_hidden_state
     ),
+    "positional": lambda model, given: model(given["input_ids"], given["attention_mask"])[0],
     "embeddings": lambda model, given: (
         model(
             inputs_embeds=model.model.embed_tokens(given["input_ids"]),
-            position_ids=given["position_ids"],
+            attention_mask=given["attention_mask"],
         ).logits
     ),
-    "thread": lambda model, given: in_a_thread(lambda: model(**given).logits),
+    "thread": lambda model, given: in_a_thread(lambda: model(**only(given)).logits),
     "functional": lambda model, given: (
-        torch.func.functional_call(model, dict(model.named_parameters()), (), dict(given)).logits
+        torch.func.functional_call(model, dict(model.named_parameters()), (), only(given)).logits
     ),
     "checkpoint": lambda model, given: checkpoint(
-        lambda: model(**given).logits, use_reentrant=False
+        lambda: model(**only(given)).logits, use_reentrant=False
     ),
-    "compiled": lambda model, given: torch.compile(model, backend="eager")(**given).logits,
+    "accelerate": hooked,
 }
 
 
-def two_steps(cp, way, passes=2):
-    """Return the sum of two losses and its gradients; the first batch is computed last."""
-    cp.model.zero_grad()
-    ids = sequence(N)
-    batches = [cp.shard(ids, cu_seqlens=x) for x in PACKED]
-    losses = [cp.loss(way(cp.model, dict(x.inputs)), x) for x in batches]
-    sum(losses).backward()
-    cp.sum_gradients()
-    return sum(cp.grid.comm.allgather(sum(losses).item())), gradients(cp.model)
+def own_loss(logits, labels):
+    """Return a loss of whole logits that a user writes."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def two_exact(name):
-    one = [step(build(*EQUAL[name]), *[sequence(N)] * 2, x) for x in PACKED]
-    return sum(x[0] for x in one), [x + y for x, y in zip(one[0][1], one[1][1])]
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_call(comm, parallel, way):
+    """A loss of the user's own of two batches of other lengths, with one backward pass."""
+    short = {x: y[:2, :27] for x, y in PADDED.items()}
+
+    def call(model, given):
+        return own_loss(WAYS[way](model, given), given["labels"])
+
+    model, one = build(*EQUAL["Llama"]), build(*EQUAL["Llama"])
+    found = step(parallel(model).model, PADDED, short, way=call)
+    assert_near(comm, found, step(one, PADDED, short, way=call))
 
 
+def accumulated(model, cp):
+    """Call a model several times before an optimizer steps, with a penalty by itself."""
+    (0.1 * sum(x.square().sum() for x in model.parameters())).backward()
+    loss_of(model, PADDED).backward()
+    (0.1 * sum(x.square().sum() for x in model.parameters())).backward()
+    return loss_of(model, TWO)
+
+
+def distilled(model, cp):
+    """Compare with another model."""
+    with torch.no_grad():
+        target = build(*EQUAL["Qwen3"])(IDS).logits.softmax(-1)
+    return -(target * model(IDS).logits.log_softmax(-1)).sum(-1).mean()
+
+
+def own_rows(model, cp):
+    """Make a loss of this rank's logits."""
+    targets = F.pad(LABELS[:, 1:], (0, 1), value=-100).flatten()
+    logits = model(IDS, BOTH).logits
+    if cp is None:
+        return F.cross_entropy(logits.flatten(0, 1), targets)
+    part = F.cross_entropy(logits.own, targets[cp.rows], reduction="sum")
+    return cp.total(part) / (targets != -100).sum()
+
+
+@pytest.mark.parametrize("loss", [accumulated, distilled, own_rows])
 @ON
-def test_two_batches(comm, grid, parallel):
-    """Two packed batches are sharded before the first is computed, in any way to call a model."""
-    model = build(*EQUAL["Llama"])
-    cp, exact = parallel(model), two_exact("Llama")
-    for name, way in WAYS.items():
-        if comm.rank == 0:
-            print(name, flush=True)
-        assert_near(comm, two_steps(cp, way), exact)
+def test_losses(comm, grid, parallel, loss):
+    """What all ranks compute alike after the model is right, and what they make of own rows."""
+    model, one = build(*EQUAL["Llama"]), build(*EQUAL["Llama"])
+    cp = parallel(model)
+    found = step(model, None, way=lambda model, _: loss(model, cp))
+    assert_near(comm, found, step(one, None, way=lambda model, _: loss(model, None)))
+    bits = [crc32(x.numpy()) for x in found[1] if x is not None]
+    assert_all(comm, len({*grid.comm.allgather((*bits,))}) == 1, "ranks differ")
 
 
-def test_a_call_during_a_call_of_another_thread(comm, parallel):
-    """Each thread has the plans of its own batch."""
+def test_logits_are_gathered_when_they_are_read(comm, parallel, monkeypatch):
+    """A step that takes the loss, or own rows, gathers nothing; all is gathered once."""
+    calls, real = [], Rows.joined
+    monkeypatch.setattr(Rows, "joined", lambda *x: calls.append(0) or real(*x))
     model = build(*EQUAL["Llama"])
     cp = parallel(model)
-    first, second = (cp.shard(sequence(N), cu_seqlens=x).inputs for x in PACKED)
-    expected, found = [model(**x).logits for x in (first, second)], []
+    output = model(**TWO)
+    output.loss.backward()
+    own, text = output.logits.detach().own, repr(output.logits)
+    assert_all(comm, not calls and text == "Whole((3, 40, 53), torch.float64)", f"{calls} {text}")
+    logits, places = torch.from_numpy(output.logits.detach().numpy()), cp.rows.tolist()
+    same = [torch.equal(logits.flatten(0, 1)[places], own), torch.equal(output.logits, logits)]
+    copies = [copy.deepcopy(output.logits), pickle.loads(pickle.dumps(output.logits.detach()))]
+    same += [torch.equal(x, logits) for x in copies] + [output.logits.tolist() == logits.tolist()]
+    every = sorted(x for y in comm.allgather(places) for x in y)
+    assert_all(comm, every == [*range(IDS.numel())], "places of rows")
+    assert_all(comm, all(same) and len(calls) <= 2, f"{same} {len(calls)}")
 
-    def between(*_):
-        handle.remove()
-        found.append(in_a_thread(lambda: model(**second).logits))
 
-    handle = model.model.layers[0].mlp.register_forward_hook(between)
-    found.insert(0, model(**first).logits)
-    assert_all(comm, all(map(torch.equal, found, expected)), "another result")
-
-
-def test_each_way_alone_is_refused_without_a_batch(comm, parallel):
-    """Without the positions of a batch no way leads into the model, also on rank 0 alone."""
-    model, ids = build(*EQUAL["Llama"]), sequence(N)
-    cp = parallel(model)
-    batch = cp.shard(ids, cu_seqlens=ENDS)
-    copied = batch.inputs["position_ids"].clone()
-    for more in ({"position_ids": copied}, {"position_ids": None}):
-        for ways in (model, model.forward, model.model, model.model.forward):
-            for ranks in ([0], range(comm.size)):
-                wrong = more if comm.rank in ranks else {}
-                assert_raises(comm, OWN, ways, **batch.inputs | wrong)
-    hidden = model.model.embed_tokens(batch.inputs["input_ids"])
-    turned = model.model.rotary_emb(hidden, batch.inputs["position_ids"])
-    assert_raises(comm, OWN, model.model.layers[0], hidden, position_embeddings=turned)
-    assert_raises(comm, "shift labels", model.forward, **batch.inputs, labels=batch.labels)
-    for same in (copy.deepcopy(batch), pickle.loads(pickle.dumps(batch))):
-        assert_raises(comm, OWN, model, **same.inputs)
-    batch.inputs["position_ids"].copy_(copied)  # as into a buffer of a CUDA graph
-    assert_raises(comm, "the positions of the batch have changed", model, **batch.inputs)
-    with torch.inference_mode():
-        model(**cp.shard(ids).inputs)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation(comm, parallel, mode):
+    """Between steps of training, with other lengths than theirs."""
+    model, one = parallel(build(*EQUAL["Gemma 3"])).model, build(*EQUAL["Gemma 3"])
+    for n in (40, 21, 8, 33):
+        given = {"input_ids": IDS[:, :n], "labels": IDS[:, :n]}
+        assert_near(comm, step(model, given), step(one, given))
+        with mode():
+            found, exact = (x.eval()(**given) for x in (model, one))
+        near = torch.allclose(found.logits, exact.logits)
+        near &= abs(found.loss.item() / exact.loss.item() - 1) < 1e-6
+        assert_all(comm, near, f"evaluation of {n}")
+        model.train(), one.train()
 
 
 @pytest.mark.filterwarnings("ignore")  # of reentrant checkpoints
 @pytest.mark.parametrize("reentrant", [False, True])
-@ON
-def test_two_batches_with_checkpoints(comm, grid, parallel, reentrant):
-    """Layers are computed again after the forward pass of the other batch."""
-    model = build(*EQUAL["Gemma 3"])
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert_near(comm, two_steps(parallel(model), WAYS["submodel"]), two_exact("Gemma 3"))
+@pytest.mark.parametrize("name", ["Gemma 3", "Mixtral", "BERT"])
+def test_layers_that_are_computed_again(comm, parallel, name, reentrant):
+    """Each layer has the plans of its own batch, after the forward pass of another one."""
+    model, one = build(*KINDS[name]), build(*KINDS[name])
+    for x in (model, one):  # a reentrant checkpoint loses the gradient of the balance loss
+        x.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    batches = TWO, {x: y[1:, :23].contiguous() for x, y in TWO.items()}
+    found = step(parallel(model).model, *batches)
+    assert_near(comm, found, step(one, *batches))
 
 
-def test_a_layer_without_a_mask_is_not_computed_again(comm, parallel, monkeypatch):
-    """A layer that gets no mask has the plans of its call, and in the backward pass none."""
-    from transformers.models.bert import modeling_bert
+def test_adapters(comm, parallel):
+    """LoRA of PEFT, made before or after, and merged at the end."""
+    from peft import LoraConfig, get_peft_model
 
-    monkeypatch.setattr(modeling_bert, "create_bidirectional_mask", lambda **_: None)
-    model, ids = build(*EQUAL["BERT"]), sequence(N)
-    cp = parallel(model)
-    found = spread_step(cp, model, ids, ids.roll(5), ENDS)
-    assert_near(comm, found, step(build(*EQUAL["BERT"]), ids, ids.roll(5), ENDS))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    batches = [cp.shard(ids, ids.roll(5), x) for x in PACKED]
-    loss = cp.loss(model(**batches[0].inputs).logits, batches[0])
-    assert_raises(comm, OWN, loss.backward)
+    def tuned():
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = build(*EQUAL["Llama"])
+        return model, get_peft_model(model, config).train()
 
-
-def causal_off(model):
-    model.config.is_causal = False
-
-
-def windows(model):
-    model.config.sliding_window = 5
-
-
-def swapped(model):
-    model.config.layer_types = model.config.layer_types[::-1]
+    exact = step(tuned()[1], PADDED)
+    before, wrapped = tuned()
+    assert_near(comm, step(parallel(wrapped).model and wrapped, PADDED), exact)
+    before = build(*EQUAL["Llama"])
+    cp = parallel(before)
+    after = get_peft_model(before, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    after.load_state_dict(tuned()[1].state_dict())
+    assert_near(comm, step(after.double().train(), PADDED), step(tuned()[1].train(), PADDED))
+    cp.free()
+    merged = after.merge_and_unload()(IDS).logits
+    assert_all(comm, torch.allclose(merged, tuned()[1](IDS).logits, atol=1e-6), "merged")
 
 
-def chunks(model):
-    model.config.attention_chunk_size = 8
+def test_dropout(comm, parallel):
+    """Ranks draw different numbers, the same ones when a layer is computed again."""
+    model, shown = build(*KINDS["dropout"]), []
+    cp, found = parallel(model), []
+    handle = model.transformer.h[0].mlp.dropout.register_forward_hook(
+        lambda module, given, out: shown.append(out[0, :10] == 0)
+    )
+    model(IDS)
+    handle.remove()
+    different = {x.numpy().tobytes() for x in comm.allgather(shown[-1])}
+    assert_all(comm, len(different) == comm.size and shown[-1].any(), f"{len(different)}")
+    for how in (None, {"use_reentrant": False}):
+        if how:
+            model.gradient_checkpointing_enable(how)
+        torch.manual_seed(7)
+        found.append(step(model, TWO))
+        same = {x.numpy().tobytes() for x in comm.allgather(torch.get_rng_state())}
+        assert_all(comm, len(same) == 1, "another random state afterwards")
+    assert_near(comm, *found)
+    assert_all(comm, step(model, TWO)[0] != found[0][0], "no other numbers")
+    one = build(*KINDS["dropout"]).eval()
+    assert_near(comm, step(cp.model.eval(), TWO), step(one, TWO))
+
+
+def test_dropout_of_attention_is_refused_in_training(comm, parallel):
+    kind, config, options = KINDS["dropout"]
+    model = parallel(build(kind, config, options | {"attn_pdrop": 0.1})).model
+    assert_raises(comm, "dropout must be 0 in attention, got 0.1", model, IDS)
+    one = build(kind, config, options).eval()
+    assert_near(comm, step(model.eval(), TWO), step(one, TWO))
+
+
+HOLES = BOTH.clone()
+HOLES[0, 3] = 0
+# Arguments that are wrong on all ranks, and what the error says.
+WRONG = {
+    "an argument that ranks cannot share": (
+        TWO | {"foo": torch.ones(3)}, "ranks cannot share the argument foo: it must have a row"),
+    "no tokens": ({"labels": IDS}, "give one of input_ids and inputs_embeds, got 0"),
+    "two kinds of tokens": (
+        {"input_ids": IDS[:2, :30], "inputs_embeds": EMBEDDED}, "inputs_embeds, got 2"),
+    "one row": ({"input_ids": IDS[0]}, "input_ids must be tokens of a batch, (B, N, ...)"),
+    "no row": ({"input_ids": IDS[:0]}, "input_ids must be tokens of a batch"),
+    "a cache": (
+        {"input_ids": IDS, "past_key_values": transformers.DynamicCache()}, "call model.generate"),
+    "use_cache": ({"input_ids": IDS, "use_cache": True}, "call model.generate"),
+    "labels of some logits": (TWO | {"logits_to_keep": 2}, "labels or logits_to_keep, not both"),
+    "a first token after padding": (
+        PADDED | {"labels": IDS.masked_fill(BOTH == 0, -100)},
+        "padding would predict labels[1, 5]: it must be -100"),
+    "labels of padding": (PADDED | {"labels": IDS}, "padding would predict labels[0, 31]"),
+    "other labels": (TWO | {"labels": IDS[:, 1:]}, "labels must have shape (3, 40)"),
+    "labels in floats": (TWO | {"labels": IDS.double()}, "labels must be integers"),
+    "holes": (TWO | {"attention_mask": HOLES}, "must be 1 for consecutive tokens of a row"),
+    "an empty row": (TWO | {"attention_mask": BOTH * 0}, "row 0 of attention_mask has no token"),
+    "a mask of four dimensions": (
+        TWO | {"attention_mask": BOTH[:, None, None]}, "attention_mask must be integers"),
+    "documents and padding": (
+        PACKED | {"attention_mask": torch.ones_like(LONG)}, "take no attention_mask"),
+    "other bounds": (
+        PACKED | BOUNDS | {"cu_seq_lens_q": ENDS[1:]}, "other documents than position_ids"),
+    "bounds behind the end": (
+        PACKED | {"cu_seq_lens_q": ENDS * 2}, "cu_seq_lens_q[0, 4] must be 0 to 100, got 200"),
+    "weights of attention": (TWO | {"output_attentions": True}, "output_attentions must be false"),
+    "a token behind the vocabulary": (
+        {"input_ids": IDS + VOCAB}, f"must be 0 to {VOCAB - 1}, got"),
+    "a label behind the vocabulary": (TWO | {"labels": IDS + VOCAB}, "labels["),
+    "not causal": (TWO | {"is_causal": False}, "asks for Full() in this call, but its plan has"),
+    "a window": (TWO | {"sliding_window": 3}, "passes sliding_window=3, but its mask has none"),
+    "too many tokens": (
+        {"input_ids": sequence(81, 3)}, "the batch has 243 tokens, but seqlen is 200"),
+    "too large token types": (
+        TWO | {"token_type_ids": IDS + 10}, "token_type_ids[", "BERT"),
+    "a pooler of padding": (
+        {"input_ids": IDS, "attention_mask": BOTH}, "the pooler would take padding", "BertModel"),
+    "documents of an encoder": (PACKED, "give cu_seq_lens_q, too", "BERT"),
+    "an encoder that is causal": (TWO | {"is_causal": True}, "is_causal=True", "ModernBERT"),
+}  # fmt: skip
+# Arguments of one rank, where the others pass TWO or PADDED.
+OTHER = {
+    "tokens": (TWO, {"input_ids": IDS.roll(1)}, "ranks disagree on input_ids"),
+    "labels": (TWO, {"labels": IDS.roll(1)}, "ranks disagree on labels"),
+    "padding": (PADDED, {"attention_mask": BEHIND}, ""),
+    "number": (TWO, {"num_items_in_batch": 3}, "ranks disagree on num_items_in_batch"),
+    "dtype": (TWO, {"input_ids": IDS.int()}, "ranks disagree on input_ids"),
+    "length": ({"input_ids": IDS}, {"input_ids": IDS[:, 1:]}, "ranks disagree on input_ids"),
+    "no labels": ({"input_ids": IDS}, {"labels": IDS}, "ranks disagree on labels"),
+    "no classes": (
+        {"input_ids": IDS},
+        {"labels": IDS % 2},
+        "ranks disagree on the model",
+        "Bert of tokens",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def models(grid):
+    """Return a `ContextParallel` of each name, which is kept for all tests of this file."""
+    kept = {}
+
+    def model_of(name):
+        if name not in kept:
+            kept[name] = ContextParallel(grid, build(*KINDS[name]), seqlen=200, longest=64)
+        return kept[name].model
+
+    yield model_of
+    for x in kept.values():
+        x.free()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(comm, models, name):
+    """An error of all ranks, which says what is wrong, also if one rank alone passes it."""
+    given, text, *kind = WRONG[name]
+    model = models(*kind or ["Llama"])
+    said = message_of(comm, lambda: model(**given), ValueError)
+    assert_all(comm, text in said, f"{text!r} is not in {said!r}")
+    for wrong in [0, comm.size - 1]:
+        mine = given if comm.rank == wrong else {"input_ids": IDS}
+        message_of(comm, lambda mine=mine: model(**mine), (ValueError, RuntimeError))
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_arguments_of_one_rank(comm, models, name):
+    given, other, text, *kind = OTHER[name]
+    model = models(*kind or ["Llama"])
+    for wrong in [0, comm.size - 1]:
+        mine = given | (other if comm.rank == wrong else {})
+        assert_raises(comm, text, model, **mine)
+    for switch in (torch.set_grad_enabled, model.train):
+        switch(comm.rank == 0)
+        assert_raises(comm, "ranks disagree on", model, **given)
+        switch(True)
+
+
+def test_after_errors(comm, models):
+    """A model is as before, after all that was refused."""
+    assert_near(comm, step(models("Llama"), PADDED), step(build(*EQUAL["Llama"]), PADDED))
+
+
+def test_gradients_that_are_refused(comm, parallel):
+    """`torch.autograd.grad` of parameters would be of own tokens; there are no second ones."""
+    model, one = parallel(build(*EQUAL["Llama"])).model, build(*EQUAL["Llama"])
+    told = "backward reached no parameter: torch.autograd.grad would give gradients of this rank's"
+    parameters = [*model.parameters()]
+    assert_raises(comm, told, torch.autograd.grad, loss_of(model, TWO), parameters)
+    loss = model(**TWO).logits.square().mean()
+    loss.backward(create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        sum(x.grad.square().sum() for x in parameters).backward()
+    assert_near(comm, step(model, TWO), step(one, TWO))
+    found = []
+    for x in (model, one):
+        x.requires_grad_(False)
+        given = EMBEDDED.clone().requires_grad_()
+        loss = x(inputs_embeds=given, labels=IDS[:2, :30]).loss
+        found.append((loss.item(), torch.autograd.grad(loss, given)))
+    assert_near(comm, *found)
+
+
+def frozen(model, yes=True):
+    model.model.embed_tokens.requires_grad_(not yes)
+
+
+def tied(model):
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def nothing(model):
+    return
+
+
+# A model, and what is changed before each call.
+TRAINED = {
+    "frozen embeddings": ("Llama", [frozen, nothing]),
+    "unfrozen later": ("Llama", [frozen, partial(frozen, yes=False)]),
+    "tied": ("tied", [nothing, nothing]),
+    "tied later": ("Llama", [nothing, tied]),
+    "experts without tokens": ("many experts", [nothing, nothing]),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_parameters(comm, parallel, name):
+    """Parameters that are trained on some ranks, or in some steps, have right gradients."""
+    kind, changes = TRAINED[name]
+    model, one = build(*KINDS[kind]), build(*KINDS[kind])
+    parallel(model)
+    for change in changes:
+        for given in (TWO, {x: y[:1, :5] for x, y in TWO.items()}):
+            change(model), change(one)
+            assert_near(comm, step(model, given), step(one, given))
+
+
+def test_sparse_gradients_are_refused(comm, parallel):
+    model = parallel(build(*EQUAL["Llama"])).model
+    model.model.embed_tokens.sparse = True
+    assert_raises(comm, "gradients must be dense, got layout", step, model, TWO)
 
 
 def of_layers(**values):
+    """Change attributes of layers."""
+
     def change(model):
         for x in model.modules():
             for name, value in values.items():
                 if hasattr(x, name) and not hasattr(x, "model"):
                     setattr(x, name, value)
+
+    return change
+
+
+def of_config(**values):
+    def change(model):
+        for name, value in values.items():
+            setattr(model.config, name, value)
 
     return change
 
@@ -210,10 +542,19 @@ def sdpa_in_one_layer(model):
 
 def another_layer(model):
     model.model.layers[1] = copy.deepcopy(model.model.layers[0])
+    model.model.layers[1].self_attn.layer_idx = 1
 
 
-def dropout(model):
-    model.transformer.h[0].mlp.dropout.p = 0.1
+def mixing_layer(model):
+    class Mixing(torch.nn.Module):
+        def forward(self, x):
+            return x + x.mean(1, keepdim=True)
+
+    model.model.layers[1].mlp = torch.nn.Sequential(model.model.layers[1].mlp, Mixing())
+
+
+def mixing_hook(model):
+    model.model.layers[1].mlp.register_forward_hook(lambda module, given, out: out.cumsum(1))
 
 
 def scaled(model):
@@ -229,234 +570,98 @@ def adapted(model):
     model.double()
 
 
-def shared(model):
-    model.model.layers[1] = model.model.layers[0]
-    model.config.use_cache = False
-
-
-def one_layer(model):
-    model.config.num_hidden_layers = 1
-
-
-def nothing(model):
-    return
-
-
 ASKS = "in this call, but its plan has"
-CHANGED = ": make a new ContextParallel"
-# A model, what is changed after ContextParallel was made, arguments of the call, and the error, or
-# None: then it is equal to one process with the same change.
+MIXES = "mixes tokens outside of transformers' attention"
+SWAPPED = ["full_attention", "sliding_attention"]
+# What is changed after the trials, and the error, or None: equal to one process.
 CHANGES = {
-    "is_causal": ("Llama", nothing, {"is_causal": False}, f"asks for Full() {ASKS} Causal()"),
-    "the last logits": ("Llama", nothing, {"logits_to_keep": 1}, "logits_to_keep would count"),
-    "direction of an encoder": ("ModernBERT", nothing, {"is_causal": True}, "has is_causal=True"),
-    "another window in the call": (
-        "Llama",
-        nothing,
-        {"sliding_window": 3},
-        "but its mask has none",
+    "scale": ("Llama", of_layers(scaling=0.5), None),
+    "soft-cap": ("Gemma 2", of_layers(attn_logit_softcapping=5.0), None),
+    "frequencies": ("Llama", scaled, None),
+    "adapters": ("Llama", adapted, None),
+    "another layer": ("Llama", another_layer, "does not know a layer: it is of a copy"),
+    "fewer layers": ("Llama", of_config(num_hidden_layers=1), None),
+    "a layer that mixes tokens": ("Llama", mixing_layer, MIXES),
+    "a hook that mixes tokens": ("Llama", mixing_hook, MIXES),
+    "temperature": (
+        "Llama 4",
+        of_layers(attn_temperature_tuning=True, floor_scale=16),
+        "counts positions",
     ),
-    "is_causal of a window": ("Mistral", nothing, {"is_causal": False}, ASKS),
-    "is_causal of the config": ("Llama", causal_off, {}, f"asks for Full() {ASKS} Causal()"),
-    "is_causal of layers": (
-        "Llama",
-        of_layers(is_causal=False),
-        {},
-        "self_attn.is_causal was True and is False: make",
-    ),
-    "window": ("Mistral", windows, {}, ASKS),
-    "window of one layer": ("Gemma 3", windows, {}, ASKS),
-    "types of layers": ("Gemma 3", swapped, {}, "passes sliding_window=9, but its mask has none"),
-    "chunks": ("Llama 4", chunks, {}, ASKS),
-    "temperature": ("Llama 4", of_layers(attn_temperature_tuning=True), {}, CHANGED),
-    "soft-cap": ("Gemma 2", of_layers(attn_logit_softcapping=5.0), {}, CHANGED),
-    "scale": ("Llama", of_layers(scaling=0.5), {}, CHANGED),
-    "dropout in attention": ("Llama", of_layers(attention_dropout=0.1), {}, CHANGED),
-    "other dropout": ("GPT-2", dropout, {}, CHANGED),
-    "sdpa in one layer": ("Llama", sdpa_in_one_layer, {}, "another attention implementation"),
-    "another layer": ("Llama", another_layer, {}, "ContextParallel does not know a layer"),
-    "frequencies": ("Llama", scaled, {}, None),
-    "adapters": ("Llama", adapted, {}, None),
-    "a shared layer": ("Llama", shared, {}, None),
-    "fewer layers": ("Llama", one_layer, {}, None),
-    "hidden states": ("Llama", nothing, {"output_hidden_states": True}, None),
-    "no cache": ("Gemma 3", nothing, {"use_cache": False}, None),
-    "token types": ("BERT", nothing, {"token_type_ids": "ones"}, None),
+    "is_causal of layers": ("Llama", of_layers(is_causal=False), "has is_causal=False, but its"),
+    "is_causal of the config": ("Llama", of_config(is_causal=False), f"asks for Full() {ASKS}"),
+    "window": ("Mistral", of_config(sliding_window=5), ASKS),
+    "types of layers": ("Gemma 3", of_config(layer_types=SWAPPED), "but its mask has none"),
+    "chunks": ("Llama 4", of_config(attention_chunk_size=8), ASKS),
+    "dropout": ("Llama", of_layers(attention_dropout=0.1), "dropout must be 0 in attention"),
+    "sdpa in one layer": ("Llama", sdpa_in_one_layer, "the model has got the attention sdpa"),
 }
 
 
-# In turn on all ranks, and on three of them and the rest: each change once.
-WHERE = [(("all", "three")[i % 2], name) for i, name in enumerate(CHANGES)]
-
-
-@pytest.mark.parametrize("grid, name", WHERE, indirect=["grid"])
-def test_changes(comm, grid, parallel, name):
-    """What is changed after making is right or refused, also if it is changed on rank 0 alone."""
-    model_name, change, more, text = CHANGES[name]
-    model, ids = build(*EQUAL[model_name]), sequence(N)
-    cp, labels = parallel(model), ids.roll(5) if "BERT" in model_name else ids
-    batch = cp.shard(ids, None if labels is ids else labels)
-    more = {x: torch.ones_like(batch.labels) if y == "ones" else y for x, y in more.items()}
-    if text is None:
-        one = build(*EQUAL[model_name])
-        for x in (one, model):
-            change(x)
-        model.zero_grad()
-        loss = cp.loss(model(**batch.inputs, **more).logits, batch)
-        loss.backward()
-        cp.sum_gradients()
-        if "token_type_ids" in more:
-            one.bert.embeddings.token_type_ids.fill_(1)
-        exact = step(one, ids, labels, [0, N])
-        found = sum(grid.comm.allgather(loss.item())), gradients(model)
-        return assert_near(comm, found, exact)
-    model(**batch.inputs)
-    if grid.comm.rank == 0:
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes(comm, parallel, name):
+    """What is changed later is tried again, or refused, also if it is changed on rank 0 alone."""
+    kind, change, text = CHANGES[name]
+    model, one, given = build(*KINDS[kind]), build(*KINDS[kind]), {"input_ids": LONG[:, :40]}
+    parallel(model)
+    model(**given)
+    if text is not None or name in ("scale", "adapters"):
+        if comm.rank == 0:
+            change(model)
+        message_of(comm, lambda: model(**given))
+        if comm.rank != 0:
+            change(model)
+    else:
         change(model)
-    only = more if grid.comm.rank == 0 else {}
-    assert_raises(grid.comm, text, model, **batch.inputs, **only)
-    if grid.comm.rank != 0:
-        change(model)
-    for call in (model, model.forward):
-        assert_raises(grid.comm, text, call, **batch.inputs, **more)
+    if text is not None:
+        return assert_raises(comm, text, model, **given)
+    change(one)
+    given |= {"labels": LONG[:, :40]}
+    assert_near(comm, step(model, given), step(one, given))
 
 
-def own_logits(model, ids):
-    """Return the logits of the model's own attention, or None if it is not its own."""
-    model.eval()
-    found = model(ids).logits
-    return found if found.shape[1] == ids.shape[1] else None
+def test_copies(comm, parallel):
+    """A copy is a model as any other: rank 0 alone may call it; a new object takes its place."""
+    model = build(*EQUAL["Llama"])
+    expected = step(build(*EQUAL["Llama"]), PADDED)
+    cp = parallel(model)
+    copies = [copy.deepcopy(model), copy.deepcopy(model)]
+    if comm.rank == 0:
+        assert_near(MPI.COMM_SELF, step(copies[0], PADDED), expected)
+    assert_near(comm, step(parallel(copies[0]).model, PADDED), expected)
+    with torch.no_grad():
+        copies[1].lm_head.weight.zero_()
+    assert_all(comm, not copies[1](IDS).logits.any(), "not the copy's weights")
+    assert_near(comm, step(cp.model, PADDED), expected)
 
 
-def test_free_undoes_all(comm, grid):
-    """`free`, the end of a `ContextParallel`, and a new one that takes its place."""
-    model, ids = build(*EQUAL["Llama"]), sequence(N)
-    before = {x: dict(vars(x)) for x in model.modules()}
-    attention = model.config._attn_implementation
-    exact = step(build(*EQUAL["Llama"]), ids, ids, ENDS)
+def test_free(comm, grid):
+    """`free`, and the end of an object, give the model back; a new one takes its place."""
+    model = build(*EQUAL["Llama"])
+    before = {x: {*vars(x)} for x in model.modules()}
+    attention, exact = model.config._attn_implementation, step(build(*EQUAL["Llama"]), PADDED)
 
     def made():
-        cp = ContextParallel(grid, model, seqlen=N)
-        assert_near(comm, spread_step(cp, model, ids, ends=ENDS), exact)
+        cp = ContextParallel(grid, model)
+        assert_near(comm, step(model, PADDED), exact)
         return cp
 
-    def is_undone():
-        same = [vars(x).keys() == y.keys() for x, y in before.items()]
-        hooks = [x._forward_pre_hooks or x._forward_hooks for x in before]
-        return all(same) and not any(hooks) and model.config._attn_implementation == attention
+    def assert_undone():
+        gc.collect()
+        same = all({*vars(x)} == y for x, y in before.items())
+        same &= model.config._attn_implementation == attention
+        assert_all(comm, same, "not undone")
+        assert_near(comm, step(model, PADDED), exact)
 
     cp = made()
-    assert_all(comm, not is_undone(), "not made")
-    batch = cp.shard(ids)
-    cp.free()
-    cp.free()
-    assert_all(comm, model.config._attn_implementation == attention, "not its own attention")
-    found = step(model, ids, ids, ENDS)
-    assert_near(comm, found, exact)
-    for call in (model, model.forward, model.model):
-        assert_raises(
-            grid.comm, "the ContextParallel of this batch has been freed", call, **batch.inputs
-        )
-    del cp, batch
-    gc.collect()
-    assert_all(comm, is_undone(), "not undone by free")
+    cp.free(), cp.free()
+    assert_undone()
     made()  # and dropped
-    gc.collect()
-    assert_all(comm, is_undone(), "not undone by the end")
+    assert_undone()
     first = made()
-    batch = first.shard(ids, cu_seqlens=ENDS)
     second = made()  # a cell of a notebook that is run again
     del first
-    assert_raises(grid.comm, OWN, model, **batch.inputs)
-    del batch
     gc.collect()
-    assert_near(comm, spread_step(second, model, ids, ends=ENDS), exact)
+    assert_near(comm, step(model, PADDED), exact)
     second.free()
-    del second
-    gc.collect()
-    assert_all(comm, is_undone(), "not undone by the second")
-
-
-def test_a_batch_keeps_what_its_model_needs(comm, grid):
-    """A `ContextParallel` that only a batch keeps computes it."""
-    model, ids = build(*EQUAL["Llama"]), sequence(N)
-    cp = ContextParallel(grid, model, seqlen=N)
-    batch = cp.shard(ids, cu_seqlens=ENDS)
-    expected = model(**batch.inputs).logits
-    del cp
-    gc.collect()
-    assert_all(comm, torch.equal(model(**batch.inputs).logits, expected), "another result")
-    attention = model.config._attn_implementation
-    del batch
-    gc.collect()
-    assert_all(comm, model.config._attn_implementation != attention, "not undone")
-
-
-def test_copies(comm, grid, parallel):
-    """A copy of a model is a model as any other, and gets a `ContextParallel` of its own."""
-    model, ids = build(*EQUAL["Llama"]), sequence(N)
-    exact = step(build(*EQUAL["Llama"]), ids, ids, ENDS)
-    expected = own_logits(build(*EQUAL["Llama"]), ids)
-    cp = parallel(model)
-    batch = cp.shard(ids, cu_seqlens=ENDS)
-    copies = [copy.deepcopy(model) for _ in range(3)]
-    copies.append(pickle.loads(pickle.dumps(model)))
-    for x in copies[:3]:
-        assert_raises(grid.comm, "a copy of a model needs a ContextParallel", x, **batch.inputs)
-    alone = own_logits(copies[0], ids)
-    assert_all(comm, torch.allclose(alone, expected), "not the copy's own attention")
-    assert_raises(grid.comm, "a copy of a model needs", copies[0], **batch.inputs)
-    with torch.no_grad():
-        for x in copies[1].parameters():
-            x.zero_()
-    assert_all(comm, not own_logits(copies[1], ids).any(), "not the copy's weights")
-    for x in copies[2:]:
-        assert_near(comm, spread_step(parallel(x.train()), x, ids, ends=ENDS), exact)
-    assert_near(comm, spread_step(cp, model, ids, ends=ENDS), exact)
-    del cp, batch
-    late = copy.deepcopy(copies[2])
-    del copies
-    assert_near(comm, spread_step(parallel(late), late, ids, ends=ENDS), exact)
-
-
-def test_adapters_afterwards(comm, parallel):
-    """The message says in which order, and adapters call `forward` of the model."""
-    model, ids = build(*EQUAL["Llama"]), sequence(N)
-
-    class Adapter(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, **given):
-            return self.model.forward(**given)
-
-    told = "make ContextParallel of the model first, and then what wraps it"
-    assert_raises(comm, told, parallel, Adapter())
-    cp = parallel(model)
-    batch = cp.shard(ids, cu_seqlens=ENDS)
-    loss = cp.loss(Adapter()(**batch.inputs).logits, batch)
-    loss.backward()
-    cp.sum_gradients()
-    exact = step(build(*EQUAL["Llama"]), ids, ids, ENDS)
-    assert_near(comm, (sum(comm.allgather(loss.item())), gradients(model)), exact)
-
-
-@pytest.mark.parametrize("first", ["accelerate", "ContextParallel"])
-def test_hooks_of_accelerate(comm, parallel, first):
-    """They replace `forward`, too, before or afterwards."""
-    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-
-    model, ids = build(*EQUAL["Llama"]), sequence(N)
-    if first == "accelerate":
-        add_hook_to_module(model.model, ModelHook())
-    cp = parallel(model)
-    if first != "accelerate":
-        add_hook_to_module(model.model, ModelHook())
-    exact = step(build(*EQUAL["Llama"]), ids, ids, ENDS)
-    assert_near(comm, spread_step(cp, model, ids, ends=ENDS), exact)
-    cp.free()
-    assert_near(comm, step(model, ids, ids, ENDS), exact)
-    if first != "accelerate":
-        remove_hook_from_module(model.model)
-    del cp
+    assert_undone()

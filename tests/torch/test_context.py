@@ -3,25 +3,16 @@
 Needs the extra `torch`: `bash jobs/test.sh torch`.
 """
 
-import copy
-
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from helpers import assert_all
 from refused import assert_raises, message_of
 
-from a2d_mpi import ProcessGrid
-from a2d_mpi.torch import ContextParallel
-
-pytestmark = pytest.mark.mpi(min_size=4)
-torch.set_num_threads(1)
-transformers.logging.set_verbosity_error()
+pytestmark = pytest.mark.mpi(min_size=2)
 N, VOCAB = 61, 53
 ENDS = np.array([0, 23, 24, 58, N])  # of documents
-OWN = "call the model with **batch.inputs"
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2,
@@ -74,45 +65,51 @@ def build(kind, config, options, dtype=torch.float64):
     return getattr(transformers, kind)(config).to(dtype).train()
 
 
-def sequence(n):
-    return torch.randint(VOCAB, (1, n), generator=torch.Generator().manual_seed(1))
+def sequence(n=N, rows=1):
+    return torch.randint(3, VOCAB, (rows, n), generator=torch.Generator().manual_seed(1))
 
 
-def step(model, ids, labels, ends):
-    """Return the mean loss of one process, each document alone, and the model's gradients."""
+def batch_of(name, n=N, ends=None):
+    """Return the arguments of a call with one sequence, or with documents."""
+    ids = sequence(n)
+    given = {"input_ids": ids, "labels": ids.roll(5) if "Masked" in EQUAL[name][0] else ids}
+    if ends is not None:
+        positions = torch.cat([torch.arange(x) for x in np.diff(ends)])[None]
+        given |= {"position_ids": positions, "labels": given["labels"].clone()}
+        if "Masked" in EQUAL[name][0]:
+            given["cu_seq_lens_q"] = torch.from_numpy(ends)
+        else:
+            given["labels"][positions == 0] = -100
+    return given
+
+
+def loss_of(model, given):
+    return model(**given).loss
+
+
+def step(model, *batches, way=loss_of):
+    """Return the sum of the losses of batches, and the model's gradients."""
     model.zero_grad()
-    total, count = 0.0, 0
-    for begin, end in zip(ends[:-1], ends[1:]):
-        logits = model(input_ids=ids[:, begin:end]).logits[0]
-        wanted = labels[0, begin:end]
-        if labels is ids:  # of the next token
-            logits, wanted = logits[:-1], wanted[1:]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        total = total + F.cross_entropy(logits, wanted, reduction="sum")
-        count += int((wanted >= 0).sum())
-    (total / count).backward()
-    return total.item() / count, gradients(model)
-
-
-def gradients(model):
-    return [None if x.grad is None else x.grad.double() for x in model.parameters()]
-
-
-def spread_step(cp, model, ids, labels=None, ends=None):
-    """Return the loss and gradients of all ranks."""
-    model.zero_grad()
-    batch = cp.shard(ids, labels, ends)
-    loss = cp.loss(model(**batch.inputs).logits, batch)
+    loss = sum(way(model, x) for x in batches)
     loss.backward()
-    cp.sum_gradients()
-    return sum(cp.grid.comm.allgather(loss.item())), gradients(model)
+    return loss.item(), [None if x.grad is None else x.grad.double() for x in model.parameters()]
+
+
+def alone(name, ends, dtype=torch.float64, **options):
+    """Return the step of one process that computes each document alone."""
+    given, shifted = batch_of(name, ends[-1]), "Masked" not in EQUAL[name][0]
+    count = {"num_items_in_batch": int(ends[-1]) - shifted * (len(ends) - 1)}
+    parts = [{x: y[:, a:b] for x, y in given.items()} for a, b in zip(ends, ends[1:])]
+    kind, config, more = EQUAL[name]
+    one = build(kind, config, more | options, dtype)
+    return step(one, *(x | count for x in parts if x["labels"].shape[1] > shifted))
 
 
 def distance(found, exact):
     """Return the relative distance of losses, and the largest one of gradients."""
     far = [abs(found[0] - exact[0]) / abs(exact[0])]
     largest = max(float(y.norm()) for y in exact[1] if y is not None)
-    for x, y in zip(found[1], exact[1]):
+    for x, y in zip(found[1], exact[1], strict=True):
         if y is not None and float(y.norm()) > 1e-12 * largest:  # otherwise of rounding only
             far.append(1.0 if x is None else float((x - y).norm() / y.norm()))
     return max(far)
@@ -124,31 +121,6 @@ def assert_near(comm, found, exact, bound=1e-6):
     assert_all(comm, far <= bound, f"off by {far}, more than {bound}")
 
 
-@pytest.fixture(scope="module")
-def grid(comm, request):
-    """Return a grid of all ranks, or of three of them and of the rest."""
-    part = comm.Split(getattr(request, "param", "all") == "three" and comm.rank >= 3, comm.rank)
-    rows = 2 if part.size % 2 == 0 else 1
-    grid = ProcessGrid(part, rows, part.size // rows)
-    yield grid
-    grid.free()
-    part.Free()
-
-
-@pytest.fixture
-def parallel(grid):
-    """Make a `ContextParallel` on the grid; it is freed after the test."""
-    made = []
-
-    def make(model, seqlen=N, **options):
-        made.append(ContextParallel(grid, model, seqlen=seqlen, **options))
-        return made[-1]
-
-    yield make
-    for x in made:
-        x.free()
-
-
 # In turn on all ranks, and on three of them and the rest: each model once.
 WHERE = [(("all", "three")[i % 2], name) for i, name in enumerate(EQUAL)]
 
@@ -156,118 +128,74 @@ WHERE = [(("all", "three")[i % 2], name) for i, name in enumerate(EQUAL)]
 @pytest.mark.parametrize("grid, name", WHERE, indirect=["grid"])
 def test_equal_to_one_process(comm, grid, parallel, name):
     """Loss and all gradients are those of one process in float64."""
-    n = N if grid.comm.size == comm.size else N - 1  # uneven and even shards
-    model, ids = build(*EQUAL[name]), sequence(n)
-    bidirectional = "Masked" in EQUAL[name][0]
-    labels = ids.roll(5) if bidirectional else ids
-    exact = step(build(*EQUAL[name]), ids, labels, [0, n])
-    found = spread_step(parallel(model, n), model, ids, labels if bidirectional else None)
-    assert_near(comm, found, exact)
+    given = batch_of(name, N if grid.comm.size == comm.size else N - 1)  # uneven and even shards
+    model, one = build(*EQUAL[name]), build(*EQUAL[name])
+    assert_near(comm, step(parallel(model).model, given), step(one, given))
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma 3", "Llama 4", "ModernBERT"])
 def test_documents(comm, parallel, name):
     """Each document is computed as if it were alone; plans of the same documents are kept."""
-    model, ids = build(*EQUAL[name]), sequence(N)
-    labels = ids.roll(5) if "Masked" in EQUAL[name][0] else ids
-    cp = parallel(model)
+    cp = parallel(build(*EQUAL[name]))
     for ends in (ENDS, np.array([0, 30, N]), ENDS):
-        found = spread_step(cp, model, ids, None if labels is ids else labels, ends)
-        assert_near(comm, found, step(build(*EQUAL[name]), ids, labels, ends))
-    assert_all(comm, len(cp._sets) == 3, "plans were made again")
+        assert_near(comm, step(cp.model, batch_of(name, N, ends)), alone(name, ends))
+    assert_all(comm, len(cp._sets) == 2, f"plans were made again: {len(cp._sets)}")
 
 
-@pytest.mark.parametrize("name", ["BERT", "Llama 4"])
-def test_longest_document(comm, parallel, name):
+@pytest.mark.parametrize("grid", ["three"], indirect=True)
+def test_longest_document(comm, grid, parallel):
     """A model needs positions for the longest document only; longer ones are refused."""
-    kind, config, options = EQUAL[name]
-    options = options | {"max_position_embeddings": 35}
-    model, ids = build(kind, config, options), sequence(N)
-    labels = ids.roll(5) if "Masked" in kind else ids
-    cp = parallel(model, longest=35)
-    found = spread_step(cp, model, ids, None if labels is ids else labels, ENDS[:4])
-    assert_near(comm, found, step(build(kind, config, options), ids, labels, ENDS[:4]))
-    for ends in (None, [0, 36, N], [0, 20]):
-        assert_raises(comm, "documents must have at most 35 tokens", cp.shard, ids, None, ends)
-
-
-def test_padding_and_labels(comm, parallel):
-    """Tokens after the last document are padding; labels of -100 do not count."""
-    model, ids = build(*EQUAL["Llama"]), sequence(N)
-    labels = ids.clone()
-    labels[0, 10:20] = -100
-    for n in (N, 50):
-        one, cp = build(*EQUAL["Llama"]), parallel(model)
-        logits = one(input_ids=ids[:, :n]).logits[0]
-        loss = F.cross_entropy(logits[:-1], labels[0, 1:n])
-        loss.backward()
-        found = spread_step(cp, model, ids, labels, np.array([0, n]))
-        assert_near(comm, found, (loss.item(), gradients(one)))
-        cp.free()
+    kind, config, options = EQUAL["GPT-2"]
+    few = {"max_position_embeddings": 35}
+    model = parallel(build(kind, config, options | few)).model
+    for _ in range(2):
+        given = batch_of("GPT-2", ENDS[3], ENDS[:4])
+        assert_near(comm, step(model, given), alone("GPT-2", ENDS[:4], **few))
+        assert_raises(grid.comm, "index out of range", model, **batch_of("GPT-2", 36))
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma 3", "gpt-oss"])
 def test_bfloat16(comm, parallel, name):
     """Errors against float64 are at most twice those of one process in bfloat16."""
-    ids, dtype = sequence(N), torch.bfloat16
-    exact = step(build(*EQUAL[name]), ids, ids, ENDS)
-    one = distance(step(build(*EQUAL[name], dtype), ids, ids, ENDS), exact)
-    model = build(*EQUAL[name], dtype)
-    assert_near(comm, spread_step(parallel(model), model, ids, ends=ENDS), exact, 2 * one)
+    exact, kind = alone(name, ENDS), torch.bfloat16
+    model = parallel(build(*EQUAL[name], kind)).model
+    bound = 2 * distance(alone(name, ENDS, kind), exact)
+    assert_near(comm, step(model, batch_of(name, N, ENDS)), exact, bound)
 
 
 @pytest.mark.parametrize("grid, method, name", [
     ("three", "ring", "Gemma 3"), ("three", "triangle", "Llama"),
 ], indirect=["grid"])  # fmt: skip
 def test_methods(comm, grid, parallel, method, name):
-    """Any method will do; the root alone has the sequence."""
-    model, ids, part = build(*EQUAL[name]), sequence(N), grid.comm
-    exact = step(build(*EQUAL[name]), ids, ids, [0, N])
-    cp, root = parallel(model, method=method), part.size - 1
-    batch = cp.shard(ids if part.rank == root else None, root=root)
-    loss = cp.loss(model(**batch.inputs).logits, batch, averaged_over=part.size) / part.size
-    loss.backward()
-    cp.sum_gradients()
-    assert_near(comm, (sum(part.allgather(loss.item())), gradients(model)), exact)
+    given, one = batch_of(name), build(*EQUAL[name])
+    model = parallel(build(*EQUAL[name]), method=method).model
+    assert_near(comm, step(model, given), step(one, given))
 
 
 def test_autocast(comm, parallel):
-    """Under autocast the options name the dtype of attention; the probe runs without it."""
-    ids = sequence(N)
-    exact = step(build(*EQUAL["Llama"]), ids, ids, [0, N])
-    model = build(*EQUAL["Llama"], torch.float32)
+    """Attention has autocast's dtype; the trials run without it."""
+    given, dtype = batch_of("Llama"), torch.float32
+    exact = step(build(*EQUAL["Llama"]), given)
+    cp = parallel(build(*EQUAL["Llama"], dtype), distribution="striped")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        cp = parallel(model, dtype="bfloat16", distribution="striped")
-        found = spread_step(cp, model, ids)
-        one = step(build(*EQUAL["Llama"], torch.float32), ids, ids, [0, N])
-    assert_near(comm, found, exact, 2 * distance(one, exact))
-    plans = [*cp.plans.values()]
-    good = [(x.dtype.name, x.distribution.name) == ("bfloat16", "striped") for x in plans]
-    assert_all(comm, all(good), f"{plans}")
+        found = step(cp.model, given)
+        bound = 2 * distance(step(build(*EQUAL["Llama"], dtype), given), exact)
+    assert_near(comm, found, exact, bound)
+    plans = {(x.dtype.name, x.distribution.name) for x in cp.plans.values()}
+    assert_all(comm, plans == {("bfloat16", "striped")}, f"{plans}")
+    step(cp.model, given)
+    assert_all(comm, {x.dtype.name for x in cp.plans.values()} == {"float32"}, "of autocast")
 
 
 def test_two_models(comm, parallel):
-    """A batch belongs to one model: another one may have another distribution."""
-    models = [build(*EQUAL[x]) for x in ("Llama", "Gemma 3")]
-    batches = [parallel(x).shard(sequence(N)) for x in models]
-    for model, batch in zip(models, batches):
-        model(**batch.inputs)
-    assert_raises(comm, OWN, models[0], **batches[1].inputs)
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")  # its name before 6
-def test_two_batches_with_checkpoints(comm, parallel):
-    """A layer that is computed again in the backward pass has the plans of its own batch."""
-    model, ids = build(*EQUAL["Gemma 3"]), sequence(N)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    cp = parallel(model)
-    batches = [cp.shard(ids, cu_seqlens=x) for x in (ENDS, None)]
-    losses = [cp.loss(model(**x.inputs, use_cache=False).logits, x) for x in batches]
+    """Each model has its own plans, here of other distributions."""
+    names = "Llama", "Gemma 3"
+    models = [parallel(build(*EQUAL[x])).model for x in names]
+    losses = [loss_of(x, batch_of(y)) for x, y in zip(models, names)]
     sum(losses).backward()
-    cp.sum_gradients()
-    one = [step(build(*EQUAL["Gemma 3"]), ids, ids, x) for x in (ENDS, [0, N])]
-    exact = sum(x[0] for x in one), [x + y for x, y in zip(one[0][1], one[1][1])]
-    assert_near(comm, (sum(comm.allgather(sum(losses).item())), gradients(model)), exact)
+    for x, name, loss in zip(models, names, losses):
+        found = loss.item(), [y.grad for y in x.parameters()]
+        assert_near(comm, found, step(build(*EQUAL[name]), batch_of(name)))
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
@@ -305,12 +233,6 @@ REFUSED = {
         "roberta.embeddings.position_embeddings does not count positions 0, 1, 2, ..."),
     "BART": ("BartForConditionalGeneration", "BartConfig", {"d_model": 32},
              "an encoder with a decoder has two sequences"),
-    "a class of the sequence": ("LlamaForSequenceClassification", "LlamaConfig", {},
-                                "its output has no row for each token"),
-    "other dropout": (
-        "GPT2LMHeadModel", "GPT2Config", GPT2 | {"attn_pdrop": 0, "resid_pdrop": 0.1},
-        "transformer.h.0.attn.resid_dropout is random in training: set its dropout to 0"),
-    "dropout": ("GPT2LMHeadModel", "GPT2Config", GPT2, "transformer.h.0.attn has dropout 0.1"),
     "layerdrop": ("OPTForCausalLM", "OPTConfig",
                   {"layerdrop": 0.1, "ffn_dim": 48, "word_embed_proj_dim": 32},
                   "layerdrop must be 0, got 0.1"),
@@ -326,9 +248,16 @@ def test_refused(comm, parallel, name):
     *what, text = REFUSED[name]
     model = build(*what)
     before = model.config._attn_implementation
-    said = message_of(comm, lambda: parallel(model))
+    said = message_of(comm, lambda: parallel(model, seqlen=N))
     assert_all(comm, text in said and what[0] in said, f"{text!r} is not in {said!r}")
     assert_all(comm, model.config._attn_implementation == before and model.training, "changed")
+
+
+def test_refused_when_a_document_is_longer(comm, parallel):
+    """The trials are repeated for longer documents than before."""
+    model = parallel(build(*REFUSED["dynamic RoPE"][:3])).model
+    model(sequence(32))
+    assert_raises(comm, LARGEST, model, sequence(33))
 
 
 def test_the_probe_compares_with_the_models_own_attention(comm, parallel, monkeypatch):
@@ -368,57 +297,9 @@ def test_masks_of_no_plan(comm, parallel, monkeypatch):
             lambda extra=extra, **others: real(**others, and_mask_function=extra),
         )
         told = "model.layers.0.self_attn has a mask that is no window"
-        assert_raises(comm, told, parallel, build(*EQUAL["Llama"]), seqlen)
+        assert_raises(comm, told, parallel, build(*EQUAL["Llama"]), seqlen=seqlen)
 
 
-def test_calls_that_are_refused(comm, parallel):
-    """What a user may do wrong with a model or a batch, on rank 0 or on all."""
-    model, ids = build(*EQUAL["Llama"]), sequence(N)
-    cp = parallel(model)
-    batch = cp.shard(ids)
-    given, padding = batch.inputs, torch.ones_like(batch.labels)
-    padding[:, -1] = 0
-    cases = [
-        ({"labels": batch.labels}, "would shift labels on each rank alone"),
-        ({"position_ids": given["position_ids"].clone()}, OWN),
-        ({"position_ids": None}, OWN),
-        ({"attention_mask": padding}, "a plan takes no padding mask"),
-        ({"output_attentions": True}, "a plan does not keep the weights"),
-    ]
-    for wrong, text in cases:
-        for ranks in ([0], range(comm.size)):
-            more = wrong if comm.rank in ranks else {}
-            assert_raises(comm, text, model, **given | more)
-    # The Trainer calls a model like this, with the whole sequence.
-    assert_raises(comm, OWN, model, input_ids=ids, labels=ids)
-    assert_raises(comm, OWN, model.generate, ids, max_new_tokens=1)
-    cp._training = False  # as if it had been made of a model that was not training
-    assert_raises(comm, "call model.train() before ContextParallel", model, **given)
-    model.eval()(**given)
-    model.train()
-    cp._training = True
-    model.set_attn_implementation("sdpa")
-    assert_raises(comm, "has got another attention implementation", model, **given)
-    model.set_attn_implementation(cp._name)
-    assert_raises(comm, "a copy of a model needs", copy.deepcopy(model), **given)
-    shards = [
-        (lambda: cp.shard(ids.roll(comm.rank)), "ranks disagree on input_ids"),
-        (lambda: cp.shard(ids[:, 1:]), "one sequence of 61 tokens, got 60"),
-        (lambda: cp.shard(ids.double()), "need integers"),
-        (lambda: cp.shard(ids, ids[:, 1:]), "labels must be 61 numbers, got 60"),
-        (lambda: cp.shard(ids, None, [0, 70]), "ends at 70, the sequence at 61"),
-        (lambda: cp.shard(None, root=0), "input_ids must be one sequence"),
-        (lambda: cp.shard(ids, root=9), "root must be a rank, got 9"),
-        (lambda: cp.shard(ids, root=comm.rank), "ranks disagree on root"),
-    ]
-    for call, text in shards:
-        assert_raises(comm, text, call)
-    with pytest.raises(ValueError, match="logits must be"):
-        cp.loss(torch.zeros(1, N, VOCAB), batch)
-    ends = [np.array([0, x, N]) for x in range(30, 39)]
-    first, *_ = (cp.shard(ids, cu_seqlens=x) for x in ends)  # whose plans are not kept for ever
-    assert_raises(comm, f"{OWN} of a new batch", model, **first.inputs)
-    model(**given)
-    cp.free()
-    assert_all(comm, model(input_ids=ids).logits.shape[1] == N, "not the model's own attention")
-    assert_raises(comm, "it is no PreTrainedModel", parallel, torch.nn.Linear(2, 2))
+def test_no_model_of_transformers(comm, parallel):
+    told = "make ContextParallel of the model first, and then what wraps it"
+    assert_raises(comm, told, parallel, torch.nn.Linear(2, 2))

@@ -4,20 +4,12 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_all
-from refused import assert_raises, message_of
+from refused import assert_raises
 from torch.utils.checkpoint import checkpoint
 
 from a2d_mpi import Attention2D, Causal, Documents, ProcessGrid
 from a2d_mpi.comm.calls import PlanCall
-from a2d_mpi.torch import (
-    GradientHooks,
-    attend,
-    gradients,
-    shard,
-    shift_labels,
-    sum_gradients,
-    unshard,
-)
+from a2d_mpi.torch import attend, shard, shift_labels, unshard
 from a2d_mpi.torch.tensors import array_of, tensor_of
 
 pytestmark = pytest.mark.mpi(min_size=4)
@@ -177,26 +169,6 @@ def noting(call, cupy, streams):
     return noted
 
 
-@pytest.mark.parametrize("cupy", ["real"], indirect=True)
-def test_sums_of_gradients_on_a_gpu(comm, cupy):
-    from a2d_mpi.comm.gpus import bind_gpu
-
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU: torch is built for CPUs")
-    torch.cuda.set_device(bind_gpu(comm)[0].index)
-    model = torch.nn.Linear(300, 7, device="cuda", dtype=torch.bfloat16)
-    hooks = GradientHooks(model, comm)
-    for _ in range(2):
-        model.zero_grad()
-        x = torch.full((3, 300), 1.0 + comm.rank, device="cuda", dtype=torch.bfloat16)
-        model(x).sum().backward()
-        hooks.finish()
-    total = 3 * sum(1 + rank for rank in range(comm.size))
-    good = bool((model.weight.grad == total).all() and (model.bias.grad == 3 * comm.size).all())
-    hooks.free()
-    assert_all(comm, good, f"{model.weight.grad} {model.bias.grad}")
-
-
 def test_lse_or_out_alone(make, comm):
     """A loss of lse alone, or of out on one rank only, works."""
     plan = make(dtype="float64")
@@ -329,133 +301,3 @@ def test_shift_labels(make, comm, ends):
     expected[ends[-1] - 1 :] = -100  # after the last document nobody sees anything
     found = shift_labels(plan, labels[plan.tokens])
     assert_all(comm, same(found, expected[plan.tokens]), f"{found}")
-
-
-class Model(torch.nn.Module):
-    """A model with weights of two dtypes, a tied one, and one that rank 0 does not use."""
-
-    def __init__(self, dtype):
-        super().__init__()
-        made = torch.Generator().manual_seed(3)
-        shapes = ((5, 3), (3, 5), (7,), (2,))
-        self.weights = torch.nn.ParameterList(
-            torch.randn(x, generator=made).to(dtype) for x in shapes
-        )
-        self.weights[3].requires_grad_(False)
-
-    def forward(self, x, extra):
-        first, second, third, _ = self.weights
-        y = (x @ first @ second @ first).float().square().sum()
-        return y + third.float().square().sum() if extra else y
-
-
-@pytest.mark.parametrize("bucket", [1, 60, 1 << 20])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_sums_of_gradients(comm, monkeypatch, dtype, bucket):
-    """Two passes are summed in the order of ranks, bit for bit, without frozen weights."""
-    monkeypatch.setattr(gradients, "BUCKET", bucket)
-    model, wide = Model(dtype), torch.promote_types(dtype, torch.float32)
-    inputs = [torch.full((4, 5), 0.3 + rank).to(dtype) for rank in range(comm.size)]
-
-    def backward(rank):
-        model.zero_grad()
-        model(inputs[rank], rank > 0).backward()
-        return [x.grad for x in model.weights]
-
-    parts = [backward(rank) for rank in range(comm.size)]
-    expected = []
-    for grads in list(zip(*parts))[:3]:
-        total = torch.zeros_like(grads[1], dtype=wide)
-        for x in grads:
-            total += torch.zeros_like(total) if x is None else x.to(wide)
-        expected.append(total.to(dtype))
-    backward(comm.rank)
-    sum_gradients(model, comm)
-    good = [same(x.grad, y) for x, y in zip(model.weights, expected)]
-    hooks = GradientHooks(model, comm)
-    for _ in range(2):
-        backward(comm.rank)
-        # Rank 0's last message waits for the weight that it does not use.
-        good.append(hooks._started == len(hooks._buckets) or comm.rank == 0)
-        hooks.finish()
-        good += [same(x.grad, y) for x, y in zip(model.weights, expected)]
-    hooks.free()
-    good.append(model.weights[3].grad is None)
-    assert_all(comm, all(good), f"{good}")
-
-
-def test_gradients_that_no_rank_has(comm):
-    """A gradient that no rank has stays None."""
-    model = torch.nn.ModuleList(torch.nn.Linear(3, 2) for _ in range(2))
-    model[0].weight.sum().backward()
-    if comm.rank == 1:
-        model[0].bias.sum().backward()
-    sum_gradients(model, comm)
-    good = [x.grad is None for x in model.parameters()] == [False, False, True, True]
-    good &= bool((model[0].weight.grad == comm.size).all() and (model[0].bias.grad == 1).all())
-    assert_all(comm, good, "other gradients")
-
-
-@pytest.mark.parametrize("bucket", [1, 60, 1 << 20])
-def test_sums_of_several_passes(comm, monkeypatch, bucket):
-    """Each step has other numbers of passes, on some ranks more than on others."""
-    monkeypatch.setattr(gradients, "BUCKET", bucket)
-    model, alone, good = Model(torch.float64), Model(torch.float64), []
-    hooks = GradientHooks(model, comm)
-
-    def passes_of(rank, model, count):
-        for turn in range(count + rank):
-            model(torch.full((4, 5), 0.3 + rank + turn).double(), turn != rank).backward()
-
-    for step, count in enumerate((2, 2, 1, 3)):
-        alone.zero_grad()
-        for rank in range(comm.size):
-            passes_of(rank, alone, count)
-        model.zero_grad(set_to_none=step < 2)
-        passes_of(comm.rank, model, count)
-        good.append(step != 1 or not hooks._late)  # as many as before: nothing is sent in vain
-        hooks.finish()
-        good += [
-            torch.allclose(x.grad, y.grad, 1e-14) for x, y in zip(model.weights, alone.weights[:3])
-        ]
-    hooks.free()
-    assert_all(comm, all(good), f"{good}")
-
-
-def test_sums_that_are_refused(comm):
-    model = Model(torch.float32)
-    hooks = GradientHooks(model, comm)
-    x = torch.ones(4, 5)
-    model(x, True).backward()
-    hooks.finish()
-    summed = "a gradient still holds the sum over ranks of an earlier step: call zero_grad()"
-    for passes in (0, 1, 2):  # each time all gradients would be summed again
-        for _ in range(passes):
-            model(x, True).backward()
-        assert_raises(comm, summed, hooks.finish)
-        model.zero_grad(set_to_none=passes == 0)
-        model(x, True).backward()
-        hooks.finish()
-    hooks.free()
-    assert_raises(comm, summed, sum_gradients, model, comm)
-    model(x, True).backward()
-    assert_raises(comm, summed, sum_gradients, model, comm)
-    table = torch.nn.Embedding(5, 3, sparse=True)
-    table.weight.grad = torch.zeros(5, 3)
-    if comm.rank == 1:  # one rank alone
-        table.weight.grad = None
-        table(torch.tensor([2])).sum().backward()
-    said = message_of(comm, lambda: sum_gradients(table, comm))
-    assert_all(comm, said.startswith("gradients must be dense, got one of layout torch.sp"), said)
-    assert_all(comm, said.endswith("(on rank 1)"), said)
-    disagree = "ranks disagree on parameters: 2 tensors of"
-    first, last = torch.nn.Linear(3, 2, False), torch.nn.Linear(2, 3, False)
-    for other, text in (
-        (torch.nn.Linear(3 + (comm.rank == 0), 2), f"{disagree} 10"),
-        # As many elements, of another dtype or in another order.
-        (torch.nn.Linear(3, 2, dtype=torch.float64 if comm.rank else torch.float32), disagree),
-        (torch.nn.Sequential(*([first, last] if comm.rank else [last, first])), disagree),
-        (torch.nn.Linear(3, 2, dtype=torch.complex64), "complex parameters"),
-        (torch.nn.Module(), "no parameters"),
-    ):
-        assert_raises(comm, text, sum_gradients, other, comm)

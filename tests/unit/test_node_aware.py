@@ -12,7 +12,7 @@ from a2d_mpi import Causal, Full
 from a2d_mpi.attention.tags import mpi_tag
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.experiments.results import summarise
+from a2d_mpi.experiments.results import plan_text, summarise
 from a2d_mpi.planning.layouts import layouts
 from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.memory import most_memory, peak_memory
@@ -115,7 +115,7 @@ def test_drivers(tmp_path):
     for name, result in found.items():
         assert (result["config"]["block"], result["config"]["nodes"]) == ("2x1", "0 0 0 0")
         assert result["passed"] and result["predicted"]["forward seconds"] > 0
-        assert summarise(result).shape == "2x2x1@rcu/2x1"
+        assert plan_text(summarise(result).config).startswith("node aware 2x2x1@rcu/2x1")
         inside = name.startswith("node") and {"row node", "col node"}
         assert not inside or inside <= result["traffic"]["forward"].keys()
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from helpers import drive, parser_of
-from machines import A100, H100, MACHINES, RESULTS
+from machines import A100, H100, MACHINES, RESULTS, planned
 
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.experiments.plan import rank, read_problem
@@ -20,7 +20,7 @@ from a2d_mpi.planning.candidate import Candidate
 from a2d_mpi.planning.layouts import known_as, layouts
 from a2d_mpi.planning.memory import peak_memory
 from a2d_mpi.planning.model import predict
-from a2d_mpi.planning.planner import best_candidate, candidate, candidates, why_not
+from a2d_mpi.planning.planner import best_candidate, candidates, why_not
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.survey import essence
 from a2d_mpi.planning.workload import Workload
@@ -61,7 +61,7 @@ def test_one_axis_inside_the_nodes():
     """Orders differ on A100 nodes, and bytes between nodes follow the layout."""
     job = work(backward=False, mask=Full())
     n, p = 1024, 96 * 128 * 2
-    across = candidate(A100, "attention2d", Layout(8, 8), job)  # rows of eight ranks: two nodes
+    across = planned(A100, "attention2d", Layout(8, 8), job)  # rows of eight ranks: two nodes
     assert across.crossing == 4 * n * (4 * (p + p + 96 * 4) + 7 * 2 * p)
     assert across.received == n * (7 * (2 * p + 96 * 4) + 7 * 2 * p)
 

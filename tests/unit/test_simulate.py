@@ -218,7 +218,7 @@ def test_plans_of_one_workload_are_one_group(simulated):
     options = ["--masks", mask, "--seqlens", 96, "--ranks", 4, "--plans", "attention2d:2x2,auto"]
     found = job.read_summaries(simulated(*options))
     assert len({x.name.count("-") for x in found}) == len(found) == 2
-    (workload,) = {x.workload for x in found}
+    (workload,) = {x.config["workload"] for x in found}
     assert workload == f"{mask}-n96-h4-kv4-d8-float32-forward-switch-test"
 
 

@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from machines import H100
+from machines import H100, planned
 
 from a2d_mpi import Causal
 from a2d_mpi.attention import tags
@@ -16,7 +16,7 @@ from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.arrays import IntervalMask
 from a2d_mpi.planning.model import predict, slowest_seconds
-from a2d_mpi.planning.planner import candidate, candidates
+from a2d_mpi.planning.planner import candidates
 from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules.slices import ALIVE, SMALLEST, default
 from a2d_mpi.schedules.steps import KINDS as TENSORS_OF
@@ -209,7 +209,7 @@ def test_default():
 def test_the_planner_tries_slices():
     """The pick is simulated with its slices; with little memory, plans take more slices."""
     work = Workload(1 << 17, 8, 128, mask=Causal(), backward=True)
-    found = candidate(H100, "attention2d", Layout(4, 4), work)
+    found = planned(H100, "attention2d", Layout(4, 4), work)
     assert found.layout.slices in (None, (1, 1))
     best = candidates(H100, 16, work, methods=("attention2d",))
     sliced = next(x for x in best if x.layout.positions == 16 and x.phases)
@@ -219,7 +219,7 @@ def test_the_planner_tries_slices():
     whole = predict(H100, sliced.method, replace(sliced.layout, slices=None), work)
     assert sliced.seconds < 0.95 * slowest_seconds(whole)
     limit = int(0.8 * found.memory)
-    tight = candidate(H100, "attention2d", Layout(4, 4), work, limit)
+    tight = planned(H100, "attention2d", Layout(4, 4), work, limit)
     assert tight.fits and tight.layout.slices[0] > 2 and tight.memory < limit
 
 

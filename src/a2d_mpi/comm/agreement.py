@@ -43,11 +43,12 @@ def agree(comm: MPI.Intracomm, problem: str | None, config: Mapping[str, object]
         ranks = [r for r, p in problems if p == text]
         where = f"rank {rank}" if len(ranks) == 1 else f"{len(ranks)} of {comm.size} ranks"
         raise CollectiveError(text if len(ranks) == comm.size else f"{text} (on {where})")
-    for key, value in everyone[0][1].items():
-        for rank, (_, other) in enumerate(everyone):
-            if other.get(key) != value:
+    for key in dict.fromkeys(x for _, values in everyone for x in values):
+        first, *others = (values.get(key) for _, values in everyone)
+        for rank, other in enumerate(others, 1):
+            if other != first:
                 raise CollectiveError(
-                    f"ranks disagree on {key}: {value} on rank 0, {other.get(key)} on rank {rank}"
+                    f"ranks disagree on {key}: {first} on rank 0, {other} on rank {rank}"
                 )
 
 

@@ -332,14 +332,14 @@ class _Lines(tqdm):
         super().__init__(items, gui=True, bar_format=form, mininterval=0, miniters=1, **options)
         self._said = time.monotonic()
 
+    def clear(self, *_: object, **__: object) -> None:
+        """Leave the screen as it is, before other text is printed: there is no bar on it."""
+
     def display(self, *_: object, **__: object) -> None:
         """Add a line to the log if the last one is old enough."""
         if (now := time.monotonic()) >= self._said + LINES:
             self._said = now
             log.info("%s", self)
-
-    def clear(self, *_: object, **__: object) -> None:
-        """Make room for what is printed: a line of the log takes none."""
 
 
 def progress(items: Iterable | None = None, rank: int = 0, **options: object) -> tqdm:

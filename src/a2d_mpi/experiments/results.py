@@ -144,56 +144,27 @@ class Summary:
     predicted: float = math.nan
     passed: bool = True
 
-    @property
-    def workload(self) -> str:
-        """Name of the workload."""
-        return str(self.config["workload"])
 
-    @property
-    def method(self) -> str:
-        """Name of the method in `a2d_mpi.schedules.method.METHODS`."""
-        return str(self.config["method"])
+def layout_of(config: Mapping[str, object]) -> Layout:
+    """Return the grid and the order of the ranks of a result."""
+    rows, cols, heads = (int(config[x]) for x in ("rows", "cols", "heads"))
+    block = tuple(map(int, str(config["block"]).split("x")))
+    return Layout(rows, cols, heads, str(config["order"]), block)
 
-    @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-        return int(self.config["ranks"])
 
-    @property
-    def picked(self) -> bool:
-        """True if the planner chose this plan."""
-        return bool(self.config["picked"])
+def family_of(config: Mapping[str, object]) -> str:
+    """Return the method, or its common name as in papers; "+ heads" if ranks share the heads."""
+    layout, method = layout_of(config), str(config["method"])
+    known = known_as(method, layout)
+    return (known if known in FAMILIES else method) + " + heads" * (layout.heads > 1)
 
-    @property
-    def overlap(self) -> bool:
-        """True if the plan computes while messages travel."""
-        return bool(self.config["overlap"])
 
-    @property
-    def layout(self) -> Layout:
-        """Grid and order of the ranks."""
-        rows, cols, heads = (int(self.config[x]) for x in ("rows", "cols", "heads"))
-        block = tuple(map(int, str(self.config["block"]).split("x")))
-        return Layout(rows, cols, heads, str(self.config["order"]), block)
-
-    @property
-    def family(self) -> str:
-        """The method, or its common name as in papers; "+ heads" if ranks share the heads."""
-        known = known_as(self.method, self.layout)
-        name = known if known in FAMILIES else self.method
-        return name + " + heads" * (self.layout.heads > 1)
-
-    @property
-    def shape(self) -> str:
-        """Shape of the grid and order of its ranks, as ROWSxCOLSxHEADS@ORDER/BLOCK."""
-        return f"{self.layout.shape}@{self.layout.numbering}"
-
-    @property
-    def plan(self) -> str:
-        """Method and shape, slices, and "in turn" if it computes and communicates in turn."""
-        slices = self.config["slices"]
-        sliced = f" in {slices} slices" * (slices != "1x1")
-        return f"{self.method} {self.shape}{sliced}" + " in turn" * (not self.overlap)
+def plan_text(config: Mapping[str, object]) -> str:
+    """Return method, grid, slices, and "in turn" if a plan computes and communicates in turn."""
+    layout, slices = layout_of(config), config["slices"]
+    sliced = f" in {slices} slices" * (slices != "1x1")
+    grid = f"{config['method']} {layout.shape}@{layout.numbering}"
+    return grid + sliced + " in turn" * (not config["overlap"])
 
 
 def summarise(run: Mapping[str, Any], phases: Sequence[str] = ()) -> Summary:
@@ -233,18 +204,19 @@ def table(summaries: Sequence[Summary]) -> str:
     first, rows = summaries[0], [TABLE]
     for summary in summaries:
         rivals = [y for y in summaries if y.phase == summary.phase]
-        best = min(rivals, key=lambda y: (not y.picked, y.seconds))
+        best = min(rivals, key=lambda y: (not y.config["picked"], y.seconds))
         rows.append((
-            f"  {summary.plan}",
+            f"  {plan_text(summary.config)}",
             summary.phase,
             f"{1e3 * summary.seconds:.2f}",
             f"{summary.seconds / best.seconds:.2f}",
             f"{1e3 * summary.parts['wait']:.2f}",
             "" if math.isnan(summary.predicted) else f"{1e3 * summary.predicted:.2f}",
             f"{summary.received or ''}",
-            ("passed" if summary.passed else "FAILED") + "  (picked)" * summary.picked,
+            ("passed" if summary.passed else "FAILED")
+            + "  (picked)" * bool(summary.config["picked"]),
         ))  # fmt: skip
-    title = f"{first.workload}, {first.ranks} ranks"
+    title = f"{first.config['workload']}, {first.config['ranks']} ranks"
     return f"{title}\n{aligned(rows, left=(0, 1, len(TABLE) - 1))}"
 
 
@@ -256,11 +228,13 @@ def print_study(files: Sequence[Path], read: Callable[[Path], list[Summary]]) ->
         ended = "passed" if all(x.passed for x in summaries) else "FAILED"
         passed &= ended == "passed"
         print(f"\n{path.name}: checks {ended}")
-        for workload, ranks in dict.fromkeys((x.workload, x.ranks) for x in summaries):
-            these = [x for x in summaries if (x.workload, x.ranks) == (workload, ranks)]
+        groups: dict[tuple[object, object], list[Summary]] = {}
+        for x in summaries:
+            groups.setdefault((x.config["workload"], x.config["ranks"]), []).append(x)
+        for these in groups.values():
             print(table(these))
-            plans = [x for x in these if x.overlap]
-            pick = next((x for x in plans if x.picked), None)
+            plans = [x for x in these if x.config["overlap"]]
+            pick = next((x for x in plans if x.config["picked"]), None)
             if pick and len(plans) > 1:
                 picks += 1
                 good += pick.seconds <= CLOSE * min(x.seconds for x in plans)

@@ -20,7 +20,9 @@ from a2d_mpi.experiments.results import (
     FAMILIES,
     PARTS,
     Summary,
+    family_of,
     kernel_speeds,
+    plan_text,
     read_measured,
 )
 from a2d_mpi.figures.pictures import (
@@ -82,9 +84,9 @@ def _best(
 ) -> dict[str, dict[int, Summary]]:
     """Choose the plan of least `key` for each family and number of ranks, both in order."""
     best: dict[str, dict[int, Summary]] = {}
-    for x in sorted(plans, key=lambda x: x.ranks):
-        of_family = best.setdefault(x.family, {})
-        of_family[x.ranks] = min(of_family.get(x.ranks, x), x, key=key)
+    for x in sorted(plans, key=lambda x: x.config["ranks"]):
+        of_family = best.setdefault(family_of(x.config), {})
+        of_family[x.config["ranks"]] = min(of_family.get(x.config["ranks"], x), x, key=key)
     return {name: best[name] for name in sorted(best, key=_order)}
 
 
@@ -115,7 +117,7 @@ class Runs:
         """Find each method's plan of least `key` at every number of ranks from `fewest` on."""
         # Only `phases` shows plans that communicate and compute in turn, if both kinds were run.
         plans = [x for x in self.of_workload if x.overlap] or self.of_workload
-        return _best((x for x in plans if x.ranks >= fewest), key)
+        return _best((x for x in plans if x.config["ranks"] >= fewest), key)
 
     @property
     def title(self) -> str:
@@ -128,13 +130,13 @@ def read_runs(args: argparse.Namespace) -> Runs:
     """Read the runs that --workload and --ranks choose."""
     if not (runs := read_measured(args.results)):
         raise ValueError(f"{args.results} has no result to plot")
-    names = Counter(x.workload for x in runs)
-    ranks = Counter(x for x, _ in {(x.workload, x.ranks) for x in runs})
+    names = Counter(x.config["workload"] for x in runs)
+    ranks = Counter(x for x, _ in {(x.config["workload"], x.config["ranks"]) for x in runs})
     workload = args.workload or max(names, key=lambda x: (ranks[x], names[x], x))
-    shown = [x for x in runs if x.workload == workload]
+    shown = [x for x in runs if x.config["workload"] == workload]
     if not shown:
         raise ValueError(f"no workload {workload!r}: {', '.join(sorted(names))}")
-    everyone = {x.ranks for x in shown}
+    everyone = {x.config["ranks"] for x in shown}
     if args.ranks not in (None, *everyone):
         raise ValueError(f"{workload} was not run on {args.ranks} ranks")
     return Runs(runs, shown, args.ranks or max(everyone))
@@ -144,28 +146,31 @@ def draw_scaling(plt, runs: Runs):
     """Draw per cent of ideal scaling by number of ranks."""
     plans = runs.best(lambda x: x.seconds)
     each = (x for best in plans.values() for x in best.values())
-    first = min(each, key=lambda x: (x.ranks, x.seconds))
-    ideal = 100 * first.seconds * first.ranks  # of one rank, times 100 %
+    first = min(each, key=lambda x: (x.config["ranks"], x.seconds))
+    ideal = 100 * first.seconds * first.config["ranks"]  # of one rank, times 100 %
     speeds = {
         name: {ranks: ideal / ranks / x.seconds for ranks, x in best.items()}
         for name, best in plans.items()
     }
-    title = f"100 %: {duration(first.seconds)} on {first.ranks} ranks"
+    title = f"100 %: {duration(first.seconds)} on {first.config['ranks']} ranks"
     return finish(_by_ranks(plt, {title: speeds}, "speed, % of ideal"), runs.title)
 
 
 def draw_phases(plt, runs: Runs):
     """Draw the times of the plans of one workload, and the shares of their parts."""
-    shown = [x for x in runs.of_workload if x.ranks == runs.ranks]
+    shown = [x for x in runs.of_workload if x.config["ranks"] == runs.ranks]
     shown.sort(key=lambda x: x.seconds)
     best, names = 1e3 * shown[0].seconds, []
     figure, (times, shares) = plt.subplots(
         1, 2, sharey=True, figsize=(WIDTH, 0.8 + 0.17 * len(shown))
     )
     for y, x in enumerate(shown):
-        ms, known = 1e3 * x.seconds, x.family.partition(" + ")[0]
-        names.append(x.plan.removesuffix("@rcu") + f" ({known})" * (known != x.method))
-        times.plot(ms, y, **style(x.family))
+        ms, known = 1e3 * x.seconds, family_of(x.config).partition(" + ")[0]
+        names.append(
+            plan_text(x.config).removesuffix("@rcu")
+            + f" ({known})" * (known != x.config["method"])
+        )
+        times.plot(ms, y, **style(family_of(x.config)))
         times.annotate(f"  {float(f'{ms:.3g}'):g} ({ms / best:.2f}x)", (ms, y), va="center")
     left = np.zeros(len(shown))
     for part in PARTS:
@@ -191,10 +196,10 @@ def draw_bytes(plt, runs: Runs):
     counted = {y: {ranks: x.received / 1e6 for ranks, x in plans[y].items()} for y in plans}
     figure = _by_ranks(plt, {"": counted}, "MB received by a rank", log=True)
     each = [x for best in plans.values() for x in best.values()]
-    bounds = {x.ranks: x.bound / 1e6 for x in each if x.bound > 0}
+    bounds = {x.config["ranks"]: x.bound / 1e6 for x in each if x.bound > 0}
     for axes in figure.axes:
-        axes.plot([x.ranks for x in each], [x.formula / 1e6 for x in each], "k_", markersize=9,
-                  label="formula", zorder=3)  # fmt: skip
+        ranks, mb = zip(*((x.config["ranks"], x.formula / 1e6) for x in each))
+        axes.plot(ranks, mb, "k_", markersize=9, label="formula", zorder=3)
         if bounds:
             axes.plot(*zip(*sorted(bounds.items())), "k:", label="bound without heads")
             # The bound may be next to nothing on few ranks. Then the line leaves the axes.
@@ -213,9 +218,11 @@ def draw_model(plt, runs: Runs):
         for band, grey in ((0.3, "#EEEEEE"), (0.15, "#CCCCCC")):
             axes.fill_between(ends, ends * (1 - band), ends * (1 + band), color=grey, linewidth=0)
         axes.plot(ends, ends, color="black", linewidth=0.8)
-        families = {x.family for x in runs if (" + heads" in x.family) == heads}
+        families = {
+            family_of(x.config) for x in runs if (" + heads" in family_of(x.config)) == heads
+        }
         for name in sorted(families, key=_order):
-            of_family = [x for x in runs if x.family == name]
+            of_family = [x for x in runs if family_of(x.config) == name]
             axes.plot([1e3 * x.seconds for x in of_family], [1e3 * x.predicted for x in of_family],
                       linestyle="none", markersize=3, label=name.partition(" + ")[0],
                       **style(name))  # fmt: skip
@@ -300,11 +307,13 @@ def read_crossover(args: argparse.Namespace) -> Crossover:
         best = {name: x for name, of_ranks in plans.items() for x in of_ranks.values()}
         if (ring := best.pop("ring", None)) is None:
             raise ValueError(f"{path} has no ring")
-        link = read_machine(path.with_suffix(".toml")).links(ring.ranks)[1]
+        link = read_machine(path.with_suffix(".toml")).links(ring.config["ranks"])[1]
         ratio = ring.parts["compute"] / (ring.received / link.bandwidth)
         for name, x in best.items():
             gains.setdefault(name, []).append((ratio, ring.seconds / x.seconds))
-        title = f"{workload_title(ring.config, ring.config['seqlen'])}, {ring.ranks} ranks"
+        title = (
+            f"{workload_title(ring.config, ring.config['seqlen'])}, {ring.config['ranks']} ranks"
+        )
     if not gains:
         raise ValueError(f"{args.results} has no file */*.h5")
     return Crossover({name: sorted(x) for name, x in gains.items()}, title)

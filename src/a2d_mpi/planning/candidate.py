@@ -33,8 +33,13 @@ class Candidate:
 
     Parameters
     ----------
-    machine, method, layout, work, room
-        As in `a2d_mpi.planning.planner.candidate`.
+    machine : Machine
+    method : str
+        One of `a2d_mpi.schedules.method.METHODS`.
+    layout : Layout
+    work : Workload
+    room : int or None
+        Bytes that a rank has for the plan; None: no limit.
 
     Attributes
     ----------

@@ -170,19 +170,12 @@ class Machine:
     @property
     def share(self) -> float:
         """Share of a core that a rank has when all ranks of its node compute."""
-        return min(1.0, self._cores / self.ranks_per_node)
-
-    @property
-    def _cores(self) -> float:
-        return self.ranks_per_node if self.cores_per_node is None else self.cores_per_node
+        cores = self.ranks_per_node if self.cores_per_node is None else self.cores_per_node
+        return min(1.0, cores / self.ranks_per_node)
 
     def copying(self, size: float) -> float:
         """Return the seconds that a copy or a sum of this many bytes takes."""
         return size / self.copy / self.share
-
-    def with_ranks_per_node(self, ranks: int) -> Machine:
-        """Return the same nodes with another number of ranks, which share the same cores."""
-        return replace(self, ranks_per_node=ranks, cores_per_node=self._cores)
 
     def links_alone(self) -> Machine:
         """Return the same links between ranks that compute, copy and merge in almost no time."""

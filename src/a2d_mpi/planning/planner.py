@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
-from a2d_mpi.core.layout import Layout
 from a2d_mpi.planning.candidate import Candidate, Stack
 from a2d_mpi.planning.layouts import fewer_ranks, layouts
 from a2d_mpi.planning.machine import Machine
@@ -221,29 +220,3 @@ def duration(seconds: float) -> str:
 
 def _percent(x: float) -> str:
     return f"{100 * x:.0f} %" if x < 9.995 else f"{x + 1:.0f}x"
-
-
-def candidate(
-    machine: Machine, method: str, layout: Layout, work: Workload, room: int | None = None
-) -> Candidate:
-    """Predict the cost of one plan by simulating it.
-
-    Parameters
-    ----------
-    machine : Machine
-    method : str
-        One of `a2d_mpi.schedules.method.METHODS`.
-    layout : Layout
-    work : Workload
-    room : int, optional
-        Bytes that a rank has for the plan.  Default: no limit.
-
-    Raises
-    ------
-    ValueError
-        If the heads do not fit the layout, or the machine has no kernel for the dtype.
-    """
-    found = Candidate(machine, method, layout, work, room)
-    while found.refine():
-        pass
-    return found

@@ -42,9 +42,9 @@ class Kept:
         For each row, the position from which on no token has been dropped.
     first : list of int
         For each row, the slot of its first token.
-    hidden : dict of int to (queries, m) bool tensor or None
-        By row: what the queries of the present step do not see.  All layers with the mask share
-        it.
+    seen : list of (int, int, (n, m) bool tensor or None)
+        In a step: for each row its first slot, its m tokens, and which of them its n queries do
+        not see, if there are any.  All layers with the mask share it.
     """
 
     def __init__(self, mask: Mask, rows: int) -> None:
@@ -52,7 +52,7 @@ class Kept:
         self.positions: Rows = [np.empty(0, np.int64)] * rows
         self.floors, self.first = [0] * rows, [0] * rows
         self._free = [-1] * rows  # slots behind the tokens; -1: there is no buffer yet
-        self.hidden: dict[int, torch.Tensor | None] = {}
+        self.seen: list[tuple[int, int, torch.Tensor | None]] = []
 
     def floor(self, position: int) -> int:
         """Return the first position that a token at `position`, or a later one, sees."""
@@ -75,7 +75,6 @@ class Kept:
             In a call of plans: for each row, tokens of all ranks after the call.  What later
             tokens do not see is then dropped at once.
         """
-        self.hidden.clear()
         slots = self._drop(old)
         self.positions = [np.append(x, y) for x, y in zip(self.positions, new)]
         self._free = [x - len(y) for x, y in zip(self._free, new)]
@@ -91,6 +90,16 @@ class Kept:
         # A sixteenth more than it needs, so that a step seldom moves a row.
         self._free = [len(x) // 16 + 16 for x in self.positions]
         self._place(self._free)
+
+    def see(self, lengths: Sequence[int], counts: Sequence[int], n: int) -> None:
+        """Note what the last n columns see, of which `counts` are no padding, in each row."""
+        self.seen = []
+        for first, keys, end, count in zip(self.first, self.positions, lengths, counts):
+            hidden = np.ones((n, len(keys)), bool)
+            for begin, stop in self.mask.visible(np.arange(end - count, end)):
+                hidden[n - count :] &= (keys < begin[:, None]) | (stop[:, None] <= keys)
+            hidden = torch.from_numpy(hidden) if hidden.any() else None
+            self.seen.append((first, len(keys), hidden))
 
     def _drop(self, lengths: Sequence[int]) -> list[slice]:
         """Drop tokens that tokens from `lengths` on do not see; return the slots of the others."""
@@ -123,11 +132,14 @@ class Kept:
         seen : (1, KV heads, slots, elements) tensor
             For the attention of the call.
         """
+        if self._parts is None and not len(self._to):
+            return buffer, buffer[None]
         x = x.transpose(0, 1).flatten(1, 2)  # (KV heads, tokens, elements)
         if self._parts is None:
-            buffer[:, self._to] = x[:, self._from]
+            buffer.index_copy_(1, self._to, x.index_select(1, self._from))
             return buffer, buffer[None]
 
+        @torch.inference_mode(False)  # so that a later step may write into it in any mode
         def joined(rows: list[list[torch.Tensor]]) -> torch.Tensor:
             free = [x.new_empty(len(x), y, x.shape[2]) for y in self._free]
             return torch.cat([z for row, y in zip(rows, free) for z in (*row, y)], 1)
@@ -268,6 +280,8 @@ class SpreadCache(Cache):
         for kept in self.kept.values():
             new = [x + y for x, y in zip(old, own)]
             kept.begin(old, new, sources, self.lengths if planned else None)
+            if not planned:
+                kept.see(self.lengths, counts, n)
 
     def _owners_of_step(self, n: int) -> np.ndarray:
         """Return the ranks that keep the next n tokens: in turn, or those with the most room."""

@@ -24,7 +24,7 @@ from a2d_mpi.comm.agreement import Call
 from a2d_mpi.core.sizes import check_range
 from a2d_mpi.torch.attention import IGNORED
 from a2d_mpi.torch.batches import check_padding, digest
-from a2d_mpi.torch.entry import give_back
+from a2d_mpi.torch.entry import Running, give_back
 from a2d_mpi.torch.whole import Rows, cut, join, total
 
 if TYPE_CHECKING:
@@ -71,7 +71,11 @@ class Arranged(NamedTuple):
 
 
 def arranged(
-    given: dict[str, np.ndarray | None], shape: tuple[int, int], follows: bool, least: int
+    given: dict[str, np.ndarray | None],
+    shape: tuple[int, int],
+    follows: bool,
+    least: int,
+    causal: bool = True,
 ) -> Arranged:
     """Pack a batch without padding; ValueError if arguments are wrong.
 
@@ -86,6 +90,8 @@ def arranged(
         Whether a token predicts the label of the next one.
     least : int
         Least T.
+    causal : bool
+        Whether the model is causal.  Others take no jumps of positions for documents.
     """
     mask, positions, ends = (
         given.get(x) for x in ("attention_mask", "position_ids", "cu_seq_lens_q")
@@ -105,6 +111,11 @@ def arranged(
             firsts[:, 1:] |= jumps
         elif jumps.any():
             raise ValueError("packed documents, jumps of position_ids, take no attention_mask")
+        if jumps.any() and ends is None and not causal:
+            raise ValueError(
+                "a model that is not causal takes no jumps of position_ids for documents: give "
+                "cu_seq_lens_q, too"
+            )
     else:
         positions = np.broadcast_to(np.arange(shape[1]), shape)
     places = np.flatnonzero(kept)
@@ -152,7 +163,9 @@ def _targets(given: dict, kept: np.ndarray, follows: bool) -> np.ndarray | None:
     return targets
 
 
-def enter(module: torch.nn.Module, owner: Callable[[], ContextParallel | None]) -> None:
+def enter(
+    module: torch.nn.Module, owner: Callable[[], ContextParallel | None], running: Running
+) -> None:
     """Let `forward` of a model, also of a copy, compute over ranks."""
     own = vars(module).get("forward")
     inner = getattr(own or module.forward, "__func__", None)
@@ -172,8 +185,7 @@ def enter(module: torch.nn.Module, owner: Callable[[], ContextParallel | None]) 
         return _Call(cp, module, names, given)
 
     @torch.compiler.disable(recursive=False)  # the model itself is compiled
-    @wraps(inner)
-    def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def entered(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args)) | kwargs
         call = begun(module, given)
         if call is None:
@@ -183,6 +195,12 @@ def enter(module: torch.nn.Module, owner: Callable[[], ContextParallel | None]) 
         finally:
             call.end()
         return output if call.rows is None else call.whole(output)
+
+    @wraps(inner)
+    def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and running.shared is not None:
+            return inner(module, *args, **kwargs)  # of a model in the model: no break
+        return entered(module, *args, **kwargs)
 
     ENTERED[forward] = own
     module.forward = MethodType(forward, module)
@@ -277,11 +295,13 @@ def _begin(
     with call.checks():
         _check(cp, module, given, kept)
         shape = next(given[x] for x in TOKENS if given.get(x) is not None).shape[:2]
-        said = {name: _digest(x) for name, x in given.items()}
+        said = {name: _digest(x) for name, x in given.items() if x is not None}
         known = {name: _integers(name, given.get(name)) for name in INTEGERS}
-        batch = arranged(known, tuple(shape), _follows(module, given), 2 * comm.size)
+        follows = _follows(module, given)
+        batch = arranged(known, tuple(shape), follows, 2 * comm.size, cp._causal)
         cp._check_tokens(given.get("input_ids"), batch)
-    said |= {"changes of modules": cp._print.changed(), "training": module.training}
+    said |= {"the model": type(module).__name__, "training": module.training}
+    said |= {"changes of modules": cp._print.changed()}
     said |= {"torch.is_grad_enabled()": torch.is_grad_enabled()}
     with cp.grid.failures.translated():
         call.agree(said)

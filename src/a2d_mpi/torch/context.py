@@ -63,6 +63,7 @@ PROBED = 16  # tokens of a rank in the probe
 TRIED = 1024  # tokens of a document in the first trial
 KEPT = 2, 8  # sizes of batches whose plans are kept, and sets of documents of each size
 GENERATES = "transformers>=5.0"  # for generation; the oldest in which all tried models are right
+ENDS: weakref.WeakKeyDictionary[torch.nn.Module, weakref.finalize] = weakref.WeakKeyDictionary()
 ENTRY = "a layer was called alone: call the model, and do not change its attention implementation"
 
 
@@ -168,8 +169,10 @@ class ContextParallel:
         self._loss_later, self._losses = later(self._running), set()
         owner = next(NUMBERS)
         self._name = f"a2d_mpi_{owner}"
+        if model in ENDS:  # another object, which this one takes the place of
+            ENDS.pop(model)()
         if hasattr(model, "set_attn_implementation"):
-            _undo(model, own_attention, {})
+            _undo(model, own_attention, {})  # of a copy
         owners[owner] = self
         register(self._name, *functions(owner, f"_{self._name}", self._running))
         self._find_out(longest or seqlen or self._first())
@@ -180,7 +183,7 @@ class ContextParallel:
         self._attach(owner)
         self._print = Fingerprint(model)
         self._end = weakref.finalize(self, _undo, model, [self._name], self._sets)
-        self._end.atexit = False
+        self._end.atexit, ENDS[model] = False, self._end
 
     def _first(self) -> int:
         """Return the tokens of the first trial."""
@@ -216,6 +219,8 @@ class ContextParallel:
             core,
             {core} if has_loss else set(),
         )
+        sees = (x.mask.visible(np.zeros(1, int)) for x in kinds)  # the first token
+        self._causal = all(int(end[0]) == 1 for ((_, end), *_) in sees)
         self._masks, kinds = Masks(longest, [x.mask for x in kinds]), [*dict.fromkeys(kinds)]
         self._firsts = [next(x for x, y in found.items() if y == kind) for kind in kinds]
         for module, kind in found.items():
@@ -526,7 +531,7 @@ class ContextParallel:
         attention_mask : tensor like `input_ids`, optional
             0 for padding, before or behind the tokens of a prompt.  Default: as transformers'.
         root : int, optional
-            The rank of ``grid.comm`` that passes the two tensors.  Default: all do.
+            The rank of ``grid.comm`` that passes the tensors.  Default: all do.
         room : sequence of int, optional
             Most tokens that each rank may keep, of all prompts together.  A new token then goes to
             the rank with the most room.  Default: new tokens go to the ranks in turn.
@@ -613,7 +618,7 @@ class ContextParallel:
                 and "position_ids" in inspect.signature(x.forward).parameters
             ):
                 self._entries.add(x)
-                enter(x, get)
+                enter(x, get, self._running)
         if hasattr(model, "generate"):
             model.generate = MethodType(_generate(get, type(model).generate), model)
 

@@ -8,7 +8,10 @@ every rank attends to the keys that it keeps.  Rank 0 chooses the tokens, and de
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from gc import get_objects
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import proxy
 
@@ -62,19 +65,33 @@ class Generation:
         self._plans: dict[tuple[int, ...], dict[Kind, AttentionPlan]] = {}
         self._probed = False
         self._agreed = False  # whether all ranks are known to have the same tokens
-        takes = inspect.signature(cp.model.forward).parameters
+        self._takes = takes = inspect.signature(cp.model.forward).parameters
         self._named = "cache" if "cache" in takes else "past_key_values"
-        self._last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-        self.longest = 0
+        # Of the last token only, and without a loss of routers, of which no result has anything.
+        usual = {"logits_to_keep": 1, "output_router_logits": False}
+        self._usual = {x: y for x, y in usual.items() if x in takes}
+        self._random: torch.Tensor | None = None  # the state of the generator before a call
+        self.longest, self._refused = 0, 0  # tokens; and those that a trial refused
         self._extend(cp.longest, cp.layers)
 
     def _extend(self, total: int, layers: dict[torch.nn.Module, Kind] | None = None) -> None:
         """Find out what the layers compute among `total` tokens, if more than before."""
         if total <= self.longest:
             return
+        most = getattr(self.cp.model.config.get_text_config(), "max_position_embeddings", None)
+        # Many at once, so that steps seldom come here, but a trial may refuse so many.
+        more = (total + self._refused) // 2 if self._refused else 2 * self.longest
+        for longest in sorted({total, max(total, min(more, most or total))}, reverse=True):
+            try:
+                return self._try(longest, layers)
+            except CollectiveError:
+                self._refused = longest
+                if longest == total:
+                    raise
+
+    def _try(self, longest: int, layers: dict[torch.nn.Module, Kind] | None) -> None:
+        """Find out what the layers compute among `longest` tokens, if `layers` do not say it."""
         model, call, masks = self.cp.model, Call(self.comm), {}
-        most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or total
-        longest = max(total, min(2 * self.longest, most))
         with (
             call.checks(text=lambda x: f"{type(model).__name__}, {longest} tokens: {x}"),
             self.cp._rest(),
@@ -98,7 +115,8 @@ class Generation:
         old, counts = np.array(cache.lengths or [0] * rows), np.full(rows, n)
         if not self._agreed:
             with self.cp.grid.failures.translated():
-                agree(self.comm, None, {"input_ids": ids.tolist(), "the cache": old.tolist()})
+                same = {"input_ids": ids.tolist(), "the cache": old.tolist()}
+                agree(self.comm, self._problem_of(cache), same)
         if len(old) != rows:
             raise CollectiveError(f"the cache has {len(old)} rows, got {rows}")
         if mask is not None:
@@ -108,22 +126,53 @@ class Generation:
                 raise CollectiveError(
                     f"attention_mask must show {old.tolist()} tokens of the cache, and new ones"
                 )
-        self._extend(int((old + counts).max()))
+        self._extend(_reach(old + counts, given))
         cache.set_masks(self.masks)
         cache.begin(ids, counts)
-        self.steps.cache = cache
+        self.steps.cache, self._random = cache, self._random_state()
         return self.step
+
+    def check_call(self, cache: SpreadCache, columns: int) -> None:
+        """Raise ValueError on all ranks if a call of the model was not right over ranks."""
+        if cache.layers[0].length != columns:
+            raise CollectiveError("the model did not use the cache: call model.eval()")
+        if not torch.equal(self._random, self._random_state()):
+            raise CollectiveError(
+                "the model draws random numbers (dropout?), other ones on each rank: call "
+                "model.eval()"
+            )
+
+    def _random_state(self) -> torch.Tensor:
+        """Return the state of the generator from which the model would draw."""
+        device = self.cp.model.device
+        if device.type == "cpu":
+            return torch.get_rng_state()
+        return torch.get_device_module(device).get_rng_state(device)
+
+    def _problem_of(self, cache: Any) -> str | None:
+        """Return why a cache is none of this grid, if so.  Local."""
+        here = self.comm.rank, self.comm.size
+        if not isinstance(cache, SpreadCache) or cache.ranks != here[1]:
+            got = f"{type(cache).__name__} on {getattr(cache, 'ranks', 1)}"
+            return f"the cache must be of `prefill` on {here[1]} ranks, got {got}"
+        if cache.rank != here[0]:
+            return (
+                f"the cache is of a grid that numbers the same ranks otherwise: rank {here[0]} of "
+                f"this grid was rank {cache.rank} of that one"
+            )
+        return None
 
     @torch.no_grad()
     def prefill(
         self, input_ids: Any, attention_mask: Any, root: int | None, room: Sequence[int] | None
     ) -> SpreadCache:
         """Compute all tokens but the last of each row; see `ContextParallel.prefill`."""
-        *_, ids, mask = self._batch(input_ids, attention_mask, root, room)
+        given = {"input_ids": input_ids, "attention_mask": attention_mask}
+        *_, ids, mask, _ = self._batch(given, root, room, {})
         self._extend(int(mask.sum(1).max()))
         self._probe()
         cache, ids, mask = self._new_cache(room), ids[:, :-1], mask[:, :-1]
-        self._compute_by_plans(cache, ids, mask)
+        self._compute_by_plans(cache, ids, mask, self._tensors(position_ids=_positions(mask)))
         if cache.length < ids.shape[1]:
             self._compute_in_step(cache, ids, mask)
         return cache
@@ -139,12 +188,14 @@ class Generation:
     ) -> Any:
         """Generate tokens; see `ContextParallel.generate`."""
         first, call, taken, new = self.comm.rank == 0, Call(self.comm), {}, 0
-        masked, given, ids, mask = self._batch(input_ids, attention_mask, root, room)
+        given = {"input_ids": input_ids, "attention_mask": attention_mask}
+        masked, given, ids, mask, others = self._batch(given, root, room, options)
         caches = [options.pop(x, None) for x in ("cache", "past_key_values")]
         cache = next((x for x in caches if x is not None), None) or self._new_cache(room)
         streamer = options.pop("streamer", None)
         with call.checks():
-            taken = self._checked(ids, mask if masked else None, cache, options)
+            prompt = {"inputs": ids} | others | ({"attention_mask": mask} if masked else {})
+            taken, others = self._checked(prompt, cache, options)
             ids, found = taken["input_ids"].numpy(force=True), taken.get("attention_mask")
             mask = np.ones_like(ids) if found is None else found.numpy(force=True)
             _check_old(cache, ids, mask)
@@ -153,16 +204,16 @@ class Generation:
                 streamer.put(torch.from_numpy(given))
         call.agree({"new tokens": new})
         cache.room = cache.room if room is None else room
-        self._extend(int(mask.sum(1).max()) + new - 1)
+        self._extend(_reach(mask.sum(1), others) + new - 1)
         cache.set_masks(self.masks)
         self._probe()
-        self._compute_by_plans(cache, ids[:, :-1], mask[:, :-1], new * len(ids))
-        criteria = _Decisions(taken.pop("stopping_criteria"), self.steps, streamer)
-        if first:
-            taken["logits_processor"].insert(0, criteria.begin)
-        else:  # it takes the tokens of rank 0
+        self._compute_by_plans(cache, ids[:, :-1], mask[:, :-1], others, new * len(ids))
+        check = partial(self.check_call, cache)
+        criteria = _Decisions(taken.pop("stopping_criteria"), self.steps, streamer, check)
+        if not first:  # it takes the tokens of rank 0
             taken["logits_processor"] = LogitsProcessorList()
             taken["generation_config"].do_sample = False
+        taken["logits_processor"].insert(0, criteria.begin)
         self._agreed = True
         try:
             found = self.cp.model._sample(stopping_criteria=criteria, **taken)
@@ -183,53 +234,77 @@ class Generation:
         """Return an empty cache."""
         return SpreadCache(self.masks, self.comm.rank, self.comm.size, room)
 
-    def _batch(
-        self, input_ids: Any, attention_mask: Any, root: int | None, room: Sequence[int] | None
-    ) -> tuple[bool, np.ndarray, np.ndarray, np.ndarray]:
-        """Return whether there is a mask, tokens as given, and both with all padding in front."""
-        vocabulary, ranks = self.cp.model.get_input_embeddings().num_embeddings, self.comm.size
+    def _batch(self, batch: dict, root: int | None, room: Any, options: dict) -> tuple:
+        """Return whether there is a mask, tokens as given, and both with all padding in front.
 
-        def arrange(ids: np.ndarray | None, given: np.ndarray | None) -> tuple:
+        Also take the other tensors of the model out of the options, and return them as arrays.
+        """
+        vocabulary, ranks = self.cp.model.get_input_embeddings().num_embeddings, self.comm.size
+        named = [x for x in sorted(options) if x in self._takes]
+        tensors = {x: options.pop(x) for x in named if isinstance(options[x], torch.Tensor)}
+        call = Call(self.comm)
+        with call.checks():
+            for name, x in tensors.items():
+                _check_argument(name, x, x.dim() < 3 and not x.is_floating_point())
+        call.agree({"arguments of the model": [*tensors] if root is None else None})
+        if root in range(ranks):
+            tensors = {x: tensors.get(x) for x in self.comm.bcast([*tensors], root)}
+
+        def arrange(ids: np.ndarray | None, given: np.ndarray | None, *others: Any) -> tuple:
             if room is not None and (len(room) != ranks or min(room) < 0):
                 raise ValueError(f"room must be tokens for each of {ranks} ranks, got {room}")
             check_tokens(ids, vocabulary)
             mask = np.ones_like(ids) if given is None else given
             check_padding(mask, ids.shape)
-            return given is not None, ids, *left_padded(ids, mask)
+            for name, x in zip(tensors, others):
+                _check_argument(name, x, x.shape == ids.shape)
+            moved = [left_padded(x, mask)[0] for x in others]
+            return given is not None, ids, *left_padded(ids, mask), dict(zip(tensors, moved))
 
-        given = {"input_ids": input_ids, "attention_mask": attention_mask}
-        return agreed(self.comm, given, root, arrange)
+        return agreed(self.comm, batch | tensors, root, arrange)
 
-    def _checked(
-        self, ids: np.ndarray, mask: np.ndarray | None, cache: Any, options: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Let transformers check the options; return what it would pass to its loop.  Local."""
+    def _checked(self, prompt: dict, cache: Any, options: dict) -> tuple[dict, dict]:
+        """Let transformers check the options.  Local.
+
+        Return what it would pass to its loop, and the model's arguments for the whole prompt
+        besides tokens, mask and cache.
+        """
         model, taken = self.cp.model, {}
 
         def take(model: Any, input_ids: torch.Tensor, **given: Any) -> torch.Tensor:
             taken.update(given, input_ids=input_ids)
             return input_ids
 
-        for name in ("custom_generate", "inputs", "inputs_embeds", "position_ids"):
+        def asked(name: str) -> Any:
+            configs = options.get("generation_config"), model.generation_config
+            found = options.get(name), *(getattr(x, name, None) for x in configs)
+            return next((x for x in found if x is not None), None)
+
+        for name in ("custom_generate", "inputs"):
             if options.get(name) is not None:
                 raise ValueError(f"generation over ranks takes no {name}")
-        ranks, got = self.comm.size, getattr(cache, "ranks", 1)
-        if not isinstance(cache, SpreadCache) or got != ranks:
-            got = f"{type(cache).__name__} on {got}"
-            raise ValueError(f"the cache must be of `prefill` on {ranks} ranks, got {got}")
+        if problem := self._problem_of(cache):
+            raise ValueError(problem)
+        if (kind := asked("cache_implementation")) not in (None, "hybrid"):
+            raise ValueError(
+                f"cache_implementation is {kind!r}, as an option or in the generation config, but "
+                "ranks have a cache of their own: set it to None"
+            )
+        _check_wrappers(model)
         # transformers keeps the tokenizer from a loop that is not its own.
-        tokenizer, stop = options.pop("tokenizer", None), options.pop("stop_strings", None)
-        given = {"inputs": ids} if mask is None else {"inputs": ids, "attention_mask": mask}
-        given = self._tensors(**given) | {self._named: cache, "custom_generate": take}
-        model.generate(**given, **options)
-        if stop is not None:
+        tokenizer, stop = options.pop("tokenizer", None), asked("stop_strings")
+        if own_stop := stop is not None and tokenizer is not None:
+            options["stop_strings"] = None
+        given = self._tensors(**prompt) | {self._named: cache, "custom_generate": take}
+        model.generate(**options | given | self._usual)
+        if own_stop:
             taken["stopping_criteria"].append(StopStringCriteria(tokenizer, stop))
         config = taken["generation_config"]
         mode = config.get_generation_mode(options.get("assistant_model"))
+        chosen = GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE
         problems = {
-            f"over ranks there are greedy search and sampling, no {mode.value}": (
-                mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-            ),
+            f"over ranks there are greedy search and sampling, no {mode.value}": mode
+            not in chosen,
             "use_cache must be true": not taken["use_cache"],
             "guidance_scale needs a second prompt": config.guidance_scale not in (None, 1),
             "output_attentions and output_hidden_states must be false": (
@@ -239,27 +314,44 @@ class Generation:
         for problem, is_there in problems.items():
             if is_there:
                 raise ValueError(problem)
-        return taken
+        return taken, self._arguments(taken)
+
+    def _arguments(self, taken: dict[str, Any]) -> dict[str, Any]:
+        """Return what transformers would pass to the model for a whole prompt.  Local."""
+        model, cache, ids = self.cp.model, self._new_cache(), taken["input_ids"]
+        columns = taken["generation_config"].max_length - 1
+        last, ones = (x.new_ones(len(ids), columns) for x in (ids, ids))
+        given = {"attention_mask": ones, self._named: cache, "use_cache": True}
+        if model.prepare_inputs_for_generation(last, **given).get(self._named) is not cache:
+            kind = type(model).__name__
+            raise ValueError(f"{kind} drops its cache within {columns} columns, with padding")
+        loop = inspect.signature(model._sample).parameters
+        given = {x: y for x, y in taken.items() if x not in loop} | {self._named: cache}
+        given = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **given)
+        known = {"input_ids", "attention_mask", "use_cache", self._named, *self._usual}
+        given = {x: y for x, y in given.items() if y is not None and x not in known}
+        for name, x in given.items():
+            of_tokens = getattr(x, "shape", ())[-2:] in ((1, ids.shape[1]), ids.shape)
+            _check_argument(name, x, of_tokens or isinstance(x, (bool, int, float, str)))
+        return given
 
     def _tensors(self, **arrays: np.ndarray) -> dict[str, torch.Tensor]:
         """Return tensors of arrays, on the device of the model."""
         return {x: torch.from_numpy(y).to(self.cp.model.device) for x, y in arrays.items()}
 
     def _compute_by_plans(
-        self,
-        cache: SpreadCache,
-        ids: np.ndarray,
-        mask: np.ndarray,
-        later: int = 0,
-        least: int = MANY,
-    ) -> None:
+        self, cache: SpreadCache, ids: np.ndarray, mask: np.ndarray, others: dict[str, Any],
+        later: int = 0, least: int = MANY,
+    ) -> None:  # fmt: skip
         """Let plans compute the new tokens of a batch, if there are at least `least`.
 
-        Before that, check that the cache has room for them, and for `later` tokens of steps.
+        `others` are the model's arguments for all tokens, or more.  Before that, check that the
+        cache has room for them, and for `later` tokens of steps.
         """
-        ids, shown, ranks = ids[:, cache.length :], mask[:, cache.length :] > 0, self.comm.size
+        begin, (rows, end), ranks = cache.length, ids.shape, self.comm.size
+        shown = mask[:, begin:] > 0
         counts, plans, owners = shown.sum(1), {}, np.empty(0, np.int64)
-        old, total = cache.lengths or [0] * len(ids), int(counts.sum())
+        total = int(counts.sum())
         if total >= max(least, 2 * ranks):
             plans = self._plans_of(cache, counts)
             owners = _owners(next(iter(plans.values())).distribution)
@@ -273,15 +365,19 @@ class Generation:
                 )
         if not plans:
             return
-        cache.begin(ids, counts, owners)
-        own, positions = owners == self.comm.rank, [*map(np.arange, old, old + counts)]
-        given = {"input_ids": ids[shown], "position_ids": np.concatenate(positions)}
-        given = self._tensors(**{x: y[own][None] for x, y in given.items()})
+        cache.begin(ids[:, begin:], counts, owners)
+        own = np.flatnonzero(shown.reshape(-1))[owners == self.comm.rank]
+
+        def share(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            x = x[..., begin:end].expand(*x.shape[:-2], rows, -1)
+            return x.flatten(-2)[..., None, own]  # (..., 1, n)
+
+        given = {x: share(y) for x, y in (self._tensors(input_ids=ids) | others).items()}
         self.cp._sets[self.prompt] = plans
         with self.cp._within(self.prompt):
             self._call(cache, given)
-        if cache.layers[0].length != cache.length:
-            raise CollectiveError("the model did not use the cache: call model.eval()")
         for plan in plans.values():
             plan.free()
 
@@ -291,18 +387,19 @@ class Generation:
         """Compute n new tokens, or all, in a step; return the last logits, (B, V)."""
         begin = cache.length
         end = begin + n if n else ids.shape[1]
-        positions = (mask.cumsum(1) - 1).clip(0)[:, begin:end]
-        given = {"input_ids": ids[:, begin:end], "position_ids": positions}
+        given = {"input_ids": ids[:, begin:end], "position_ids": _positions(mask)[:, begin:end]}
         return self._call(cache, self._tensors(**given, attention_mask=mask[:, :end]))
 
     def _call(self, cache: SpreadCache, given: dict[str, torch.Tensor]) -> torch.Tensor:
         """Call the model; return the logits after the last token, (B, V)."""
-        given = given | {self._named: cache, "use_cache": True} | self._last
-        self._agreed = True
+        given = given | {self._named: cache, "use_cache": True} | self._usual
+        self._agreed, self._random = True, self._random_state()
         try:
-            return self.cp.model(**given).logits[:, -1]
+            logits = self.cp.model(**given).logits[:, -1]
         finally:
             self._agreed = False
+        self.check_call(cache, cache.length)
+        return logits
 
     def _plans_of(self, cache: SpreadCache, counts: np.ndarray) -> dict[Kind, AttentionPlan]:
         """Make or find the plans of new tokens, given by the number of each row.  Collective."""
@@ -354,7 +451,8 @@ class Generation:
         ones, sizes = np.ones_like(ids), sizes[-len(PROBED) :]
         first = n - sum(sizes)
         with call.checks(), attention_of(model, model.config._attn_implementation):
-            self._compute_by_plans(cache, ids[:, :first], ones[:, :first], least=1)
+            positions = self._tensors(position_ids=_positions(ones))
+            self._compute_by_plans(cache, ids[:, :first], ones[:, :first], positions, least=1)
             if first > cache.length:  # too few for plans
                 self._compute_in_step(cache, ids, ones, first)
             steps = [self._compute_in_step(cache, ids, ones, x)[0] for x in sizes]
@@ -367,14 +465,18 @@ class Generation:
 class _Decisions(StoppingCriteriaList):
     """The tokens that rank 0 chooses, and when it stops, in place of those of each rank."""
 
-    def __init__(self, criteria: StoppingCriteriaList, steps: Steps, streamer: Any) -> None:
+    def __init__(
+        self, criteria: StoppingCriteriaList, steps: Steps, streamer: Any, check_call: Callable
+    ) -> None:
         super().__init__(criteria)
         self.steps, self.streamer, self.done = steps, streamer, False
+        self.check_call = check_call
         self.awaited = False  # whether the other ranks wait for a token of this one
 
     def begin(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Note that the model has been called: rank 0 chooses tokens now."""
-        self.awaited = True
+        """Check the call of the model, after which rank 0 chooses tokens."""
+        self.check_call(input_ids.shape[1])
+        self.awaited = self.steps.comm.rank == 0
         return scores
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **others: Any) -> torch.Tensor:
@@ -423,6 +525,40 @@ def _check_old(cache: SpreadCache, ids: np.ndarray, mask: np.ndarray) -> None:
         )
     if (mask[:, :old].sum(1) != cache.lengths).any():
         raise ValueError("attention_mask must be that of the cache, and 1 for new tokens")
+
+
+def _check_argument(name: str, x: Any, of_tokens: bool) -> None:
+    """Raise ValueError if an argument of the model is not `of_tokens`."""
+    if not of_tokens:
+        got = f"{type(x).__name__} of shape {(*x.shape,)}" if hasattr(x, "shape") else type(x)
+        raise ValueError(
+            f"generation over ranks takes no {name} that is not a number for each token, got {got}"
+        )
+
+
+def _check_wrappers(model: torch.nn.Module) -> None:
+    """Raise ValueError if a wrapper of PEFT puts virtual tokens before those of a model."""
+    peft = sys.modules.get("peft")
+    if peft is None or any(x.requires_grad for x in model.parameters()):
+        return  # such wrappers freeze the model, which knows nothing of them
+    wrappers = (x for x in get_objects() if issubclass(type(x), peft.PeftModel))
+    for config in (x.active_peft_config for x in wrappers if x.base_model is model):
+        if config.is_prompt_learning:
+            raise ValueError(
+                f"{config.peft_type.value} of PEFT puts virtual tokens before the prompt, which "
+                "generation over ranks would leave out"
+            )
+
+
+def _reach(counts: np.ndarray, given: dict[str, Any]) -> int:
+    """Return the tokens of the longest row, or more if the positions of a call are further on."""
+    positions = given.get("position_ids")
+    return max(int(counts.max()), 0 if positions is None else 1 + int(positions.max()))
+
+
+def _positions(mask: np.ndarray) -> np.ndarray:
+    """Return the position of each token of rows with padding before them, as transformers does."""
+    return (mask.cumsum(1) - 1).clip(0)
 
 
 def _owners(distribution: Distribution) -> np.ndarray:

@@ -7,7 +7,7 @@ from hashlib import blake2b
 import torch
 from mpi4py import MPI
 
-from a2d_mpi.comm.agreement import agree
+from a2d_mpi.comm.agreement import Call
 from a2d_mpi.comm.survival import NoFailures
 from a2d_mpi.torch.sums import GradientSum
 from a2d_mpi.torch.tensors import array_of, current_stream
@@ -57,6 +57,7 @@ class Gradients:
         RanksLost
             With `failures`, on all surviving ranks, if a rank died.
         """
+        call = Call(self._comm)
         # An optimizer also steps on the gradient of a parameter that was frozen after `backward`.
         every = [x for x in self._model.parameters() if x.requires_grad or x.grad is not None]
         for x in every:
@@ -68,7 +69,8 @@ class Gradients:
         kinds = str([(tuple(x.shape), x.dtype) for x in every]).encode()
         said = f"{len(every)} tensors (digest {blake2b(kinds, digest_size=4).hexdigest()})"
         with self._failures.translated(), current_stream():
-            agree(self._comm, problem, {"parameters to train": said})
+            call.problem = problem
+            call.agree({"parameters to train": said})
             if every:
                 self._make(every, said)
             for bucket in self._buckets if every else ():

@@ -542,7 +542,8 @@ def run(model: torch.nn.Module, inputs: dict[str, Any], note: Note, every: bool 
             output = tuple(x for name, x in output.items() if name != "aux_loss")  # comes first
         x = output[0] if isinstance(output, tuple) and output else output
         has_rows = isinstance(x, torch.Tensor) and x.dim() == 3 and x.shape[:2] == (1, n)
-        return x[0] if has_rows and x.is_floating_point() else None
+        # A copy, because the model may change it in place later.
+        return x[0].clone() if has_rows and x.is_floating_point() else None
 
     def begun(name: str, module: torch.nn.Module, args: tuple) -> tuple | None:
         x = rows(args)
