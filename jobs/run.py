@@ -51,8 +51,10 @@ docs python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/do
 train use_env any torch torch .venv-torch
 train mkdir -p {folder}
 train run_mpi 4 3600 python drivers/train.py llama-tiny data/new_testament.txt
-    --seqlen 1024 --rate 4e-3 --warmup-steps 50 --steps 1000 --validate 0.05
-    --rows 2 --cols 2 --folder {folder}/checkpoints --resume --output {folder}/training.h5
+    --seqlen 1024 --steps 1000 --validate 0.05 --set learning_rate=4e-3 --set warmup_steps=50
+    --set lr_scheduler_type=cosine --set weight_decay=0.1 --set save_steps=50
+    --set save_total_limit=2 --rows 2 --cols 2 --folder {folder}/checkpoints --resume
+    --output {folder}/training.h5
     {options}
 train run_mpi 4 600 python drivers/generate.py {folder}/checkpoints --rows 2 --cols 2 --tokens 300
     --temperature 0.5 --prompt "And Jesus said unto them, "
@@ -162,9 +164,10 @@ nodes 16x4 5mbit - nodes {seven} --nheads-kv 16,2 --masks causal|full
 masks 16x1|16x1 10mbit|500mbit -|0.1 * {masks},attention2d:4x4,ring --seqlens 2K|8K
 masks 64x1|64x1 2.5mbit|200mbit -|0.03 * {masks},attention2d:8x8,ring --seqlens 2K|8K
 # Models of transformers: a layer with GPT-3's ratio of length to width at 128K, and tokens.
-train 16x1 10mbit - train/* drivers/bench.py train gpt3-175b-layer --seqlens 2K --kernel numpy
-    --plans auto,attention2d:4x4,ring --trials 5 --resume
-decode 4x1 100mbit - decode/* drivers/bench.py decode llama-tiny --ranks 4 --trials 16 --resume
+train 16x1 10mbit - train/*-2x2x4|train/*-4x4|train/*-ring {layer} --method
+    attention2d|attention2d|ring --head-ranks 4|1|1 --rows 2|4|16
+decode 4x1 100mbit - decode/*-1K|decode/*-4K|decode/*-16K drivers/generate.py llama-tiny
+    --tokens 18 --prompt "$(head -c 1024|4096|16384 data/new_testament.txt)"
 """
 STUDIED = "16x1", "64x1", "16x4", "ratio", "scaling"  # if no part is named
 
@@ -234,6 +237,8 @@ with h5py.File(sys.argv[1]) as given, h5py.File(sys.argv[2], "w") as to:
     "triangle": "{seven} --masks causal --seqlens 960 --plans auto:2",
     "masks": "{bench} --nheads 2 --headdim 64 --backward --masks causal,"
     "causal_document,share_question,sliding_window_causal --plans auto:2,auto:each",
+    "layer": "drivers/train.py gpt3-175b-layer data/new_testament.txt --separator '' --seqlen 2K"
+    " --steps 6 --kernel numpy",
     "picks": "auto:4,auto:each,ring",
     "on_16x1": "{picks},attention2d:4x4,attention2d:16x1,attention2d:1x16,attention2d:1x1x16,"
     "attention2d:2x2x4,ring:4x1x4,double_ring:4x4,double_ring:2x2x4",

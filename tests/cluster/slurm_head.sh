@@ -89,20 +89,20 @@ else
   id=$(survive=1 venv=.venv-openmpi sbatch --parsable --partition=main --account= --no-kill \
     --cpus-per-task=1 --ntasks-per-node=1 --nodes="$2" --output="$dir/%j.out" jobs/slurm.sh \
     python drivers/train.py llama-tiny README.md --folder "$dir/run" --resume --seqlen 256 \
-    --steps 400 --survive)
+    --steps 400 --set save_steps=5 --survive)
   for _ in {1..120}; do
-    ! grep -aqs "loss=" "$dir/$id.out" || break
+    [[ ! -d $dir/run/checkpoint-5 ]] || break
     sleep 1
   done
   echo "a rank is killed at $(date --utc +%H:%M:%S.%3N)"
   kill -9 "$(pgrep -f "python drivers/train.py" | tail -n 1)"
   for _ in {1..30}; do
-    ! grep -aq "continues after step" "$dir/$id.out" || break
+    ! grep -aq "resumes from" "$dir/$id.out" || break
     sleep 1
   done
   grep -a "continues without rank [0-9]*: $(($2 - 1)) ranks" "$dir/$id.out" ||
     failed "jobs/slurm.sh with survive=1"
-  grep -a "continues after step" "$dir/$id.out"
+  grep -a "resumes from" "$dir/$id.out"
   scancel "$id"
   echo "ok: jobs/slurm.sh with survive=1: a training went on without a rank"
 fi

@@ -4,18 +4,13 @@
 
     mpiexec --with-ft ulfm -n 6 python tests/support/dying.py lose FOLDER STAGES [METHOD [HEADS]]
     mpiexec -n 5 python tests/support/dying.py whole METHOD HEADS
-    mpiexec -n 6 python tests/support/dying.py train OPTIONS TRAININGS
 
 `lose` runs plans.  A stage of STAGES, a JSON list, is [phase, victims, seconds]: ranks of the
 grid, which kill themselves so many seconds after the stage began; in "program" when they have met
 the others, in "shrink" all but the first while the grid shrinks.  Each survivor prints a line
 "PHASE lost NUMBERS after SECONDS", and with "hash ROWSxCOLSxHEADS HASH" the hash of the results
 on its new grid.  `whole` prints the hashes of grids of 1 to 5 ranks that were made so from the
-start.
-
-`train` trains by OPTIONS, a JSON list, on a new grid for each range of steps, [end, ranks, rows,
-cols], of each of TRAININGS, a JSON list of such lists.  For each it prints the hash of losses and
-weights: what a run comes to that lost ranks at these steps."""
+start."""
 
 import faulthandler
 import hashlib
@@ -77,16 +72,17 @@ def arm(folder, stages):
     import a2d_mpi.experiments.generate as generate
     import a2d_mpi.experiments.train as job
     import a2d_mpi.torch.context as context
+    import a2d_mpi.torch.trainers as trainers
     from a2d_mpi.torch.decoding import Steps
-    from a2d_mpi.torch.gradients import GradientHooks
+    from a2d_mpi.torch.gradients import Gradients
 
     faulthandler.dump_traceback_later(150)  # a rank says where it hangs
     places = {
         "forward": [(AttentionPlan, "forward")],
         "backward": [(AttentionPlan, "backward")],
         "making": [(context, "make_plan")],
-        "sums": [(GradientHooks, "finish")],
-        "checkpoint": [(job.Trainer, "_keep_if_due")],  # on all ranks; one writes
+        "sums": [(Gradients, "add")],
+        "checkpoint": [(trainers, "_of_first")],  # on all ranks; one writes
         "evaluation": [(job.Trainer, "evaluate")],
         "step": [(Steps, "_exchange")],
         "repair": [(ProcessGrid, "shrink")],
@@ -131,44 +127,12 @@ def arm(folder, stages):
     for phase, owners in places.items():
         for owner, name in owners:
             setattr(owner, name, watched(getattr(owner, name), phase))
-    for name in ("begin", "go_on"):
-        setattr(job.Trainer, name, noted(getattr(job.Trainer, name)))
-    generate.ContextParallel = noted(generate.ContextParallel)
+    for x in (job, generate):
+        x.ContextParallel = noted(x.ContextParallel)
 
 
 def hash_of(*arrays):
     return hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest()
-
-
-def hash_of_training(losses, weights):
-    return hash_of(np.array(losses), *(weights[x] for x in sorted(weights)))
-
-
-def train(options, trainings):
-    """Print the hash of each training on one grid after the other; collective."""
-    from helpers import parser_of
-
-    import a2d_mpi.experiments.train as job
-    from a2d_mpi.devices.host import HOST
-
-    args, world = parser_of("drivers/train.py").parse_args(options), MPI.COMM_WORLD
-    for ranges in trainings:
-        trainer = job.opened(world, args, HOST)
-        for end, ranks, rows, cols in ranges:
-            comm = world.Split(0 if world.rank < ranks else MPI.UNDEFINED, world.rank)
-            if comm == MPI.COMM_NULL:
-                continue
-            grid = ProcessGrid(comm, rows, cols)
-            (trainer.go_on if trainer.begun else trainer.begin)(comm, grid)
-            trainer.begun = True
-            while trainer.state.step < end:
-                trainer.step()
-            trainer.free()
-            grid.free()
-            comm.Free()
-        if world.rank == 0:
-            weights = {x: y.numpy() for x, y in trainer.model.state_dict().items()}
-            say(hash_of_training(trainer.state.losses, weights))
 
 
 # Plans.
@@ -273,11 +237,8 @@ def whole(method, heads, say_hash=say_hash):
 
 if __name__ == "__main__":
     kind, first, second, *more = sys.argv[1:]
-    if kind == "train":
-        train(json.loads(first), json.loads(second))
+    faulthandler.dump_traceback_later(PATIENCE + 10, exit=True)
+    if kind == "lose":
+        lose(first, json.loads(second), *more[:1], *map(int, more[1:]))
     else:
-        faulthandler.dump_traceback_later(PATIENCE + 10, exit=True)
-        if kind == "lose":
-            lose(first, json.loads(second), *more[:1], *map(int, more[1:]))
-        else:
-            whole(first, int(second))
+        whole(first, int(second))

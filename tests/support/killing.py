@@ -9,14 +9,12 @@ import sys
 import time
 from contextlib import suppress
 from functools import cache, partial
+from math import prod
 from pathlib import Path
 
-import h5py
 import psutil
-from dying import hash_of_training, times_of
+from dying import times_of
 from helpers import DRIVERS, ENVIRONMENT, MPIEXEC, ROOT, drive, launch
-
-from a2d_mpi.experiments.checkpoint import latest
 
 ULFM = ("--with-ft", "ulfm")
 DYING = Path(__file__).with_name("dying.py")
@@ -115,8 +113,8 @@ def what_was_lost(done, method, stages, expected=None):
 STEPS = 24
 PROMPTS = "The ", "Copyright and permission notice " * 3  # the second one is long enough for plans
 TRAINING = ("llama-tiny", str(ROOT / "LICENSE"), "--seqlen", "64", "--separator", r"\n\n",
-            "--validate", "0.2", "--rate", "0.01", "--warmup-steps", "5", "--steps", str(STEPS),
-            "--every", "4", "--kernel", "numpy", "--check", "none")  # fmt: skip
+            "--validate", "0.2", "--set", "learning_rate=0.01", "--set", "save_steps=4", "--steps",
+            str(STEPS), "--kernel", "numpy", "--check", "none")  # fmt: skip
 ASKING = tuple(word for x in PROMPTS for word in ("--prompt", x))
 
 
@@ -142,13 +140,6 @@ def survive(program, folder, stages, *options, sabotage="", timeout=300):
     return done
 
 
-def hashes_without_loss(*trainings):
-    """Return the hashes of trainings on these grids from the start."""
-    given = json.dumps(TRAINING), json.dumps(trainings)
-    timeout = 250 + 50 * len(trainings)
-    return launch(6, DYING, "train", *given, timeout=timeout).stdout.splitlines()
-
-
 def waits(notes):
     """Return for each death the seconds until somebody noticed, and until somebody went on."""
 
@@ -158,29 +149,26 @@ def waits(notes):
     return [(after("noticed", x), after("goes_on", x)) for x in times_of(notes, "died")]
 
 
-def training_of(folder):
-    """Return what is wrong with the files of a training, or "", its grids, and its hash."""
+def trained_badly(folder, done):
+    """Return what is wrong with a training whose ranks died, or "".
+
+    It must come to the bits of a job on its last grid that resumes from the checkpoint it took.
+    """
     from safetensors.numpy import load_file
 
-    path, state, refused = latest(folder / "checkpoints")
-    left = [x.name for x in (folder / "checkpoints").iterdir() if x.name.startswith(".")]
-    if refused or left or state is None or state.step != STEPS:
-        return f"checkpoints: {refused or left or state}", (), ""
-    names = "end", "ranks", "rows", "cols"
-    grids = tuple(tuple(x[y] for y in names) for x in state.ranges)
-    with h5py.File(folder / "out.h5") as file:
-        losses = file["loss"][()]
-    return "", grids, hash_of_training(losses, load_file(path / "model.safetensors"))
-
-
-def trained_badly(folder, later=None):
-    """Return what is wrong with a training, or ""; its grids and hash go to the list `later`."""
-    problem, grids, found = training_of(folder)
-    if not problem and later is not None:
-        later.append((grids, found))
-    elif not problem and [found] != hashes_without_loss(grids):
-        problem = f"other results than on {grids} from the start"
-    return problem
+    whole, again, last = folder / "checkpoints", folder / "again", f"checkpoint-{STEPS}"
+    shape = re.findall(r"continues without .* ranks, (\d+)x(\d+)x(\d+),", done.stderr)[-1]
+    taken = re.findall(r"resumes from .*/(checkpoint-\d+)$", done.stderr, re.MULTILINE)[-1:]
+    again.mkdir()
+    for name in taken:
+        shutil.copytree(whole / name, again / name)
+    grid = [x for name, n in zip(("--rows", "--cols", "--head-ranks"), shape) for x in (name, n)]
+    ranks = prod(map(int, shape))
+    drive("train.py", ranks, *TRAINING, *grid, "--folder", again, "--resume", timeout=300)
+    left = [x.name for x in whole.iterdir() if x.name.startswith(".")]
+    weights = [load_file(x / last / "model.safetensors") for x in (whole, again)]
+    equal = all((x == weights[1][name]).all() for name, x in weights[0].items())
+    return f"left {left}; " * bool(left) + f"other weights than from {taken} on" * (not equal)
 
 
 def answers_of(done):

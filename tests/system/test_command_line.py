@@ -43,8 +43,7 @@ SMALL = {
     "plot.py scale": "",
 }
 # These take long, or need PyTorch.  Tests of their own run them.
-NOT_RUN = {"calibrate.py", "plan.py simulate", "train.py", "generate.py", "bench.py train",
-           "bench.py decode"}  # fmt: skip
+NOT_RUN = {"calibrate.py", "plan.py simulate", "train.py", "generate.py"}  # fmt: skip
 
 
 def examples(text):

@@ -65,9 +65,6 @@ attention.py {forty} --output {other} | another kind of file
 attention.py {forty} --output {tmp}/binary | another kind of file
 attention.py {forty} --profile {text} | text
 attention.py {forty} --profile {wide} | float32
-bench.py linear --output {text} | another kind of file
-bench.py linear --output {other} | another kind of file
-bench.py linear --seqlens 2G | 2147483648 tokens (--seqlens) on one rank
 calibrate.py --output {text} | another kind of file
 calibrate.py --output /nowhere/here.toml --seconds 1 | cannot write
 calibrate.py --output {new} --seconds 1 --dtypes int8 | --dtypes must be one of float16

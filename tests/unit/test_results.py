@@ -17,12 +17,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import SAMPLE, execute
-from mpi4py import MPI
 
 import a2d_mpi
 from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.experiments import origin
-from a2d_mpi.experiments.bench_parts import measured
 from a2d_mpi.experiments.files import Check, attributes_of, inspect_input, read_shard
 from a2d_mpi.experiments.hdf5 import check_output, create, read_file, write_file
 from a2d_mpi.experiments.measure import TIMED_PARTS
@@ -494,20 +492,3 @@ def test_a_result_that_cannot_be_written_replaces_nothing(tmp_path):
     with pytest.raises(TypeError):
         write_file(path, SCHEMA, {"outputs": {"out": np.array([object()])}})
     assert os.listdir(tmp_path) == ["result.h5"] and path.read_bytes() == before
-
-
-def test_a_benchmark_keeps_the_runs_before_one_that_fails(tmp_path):
-    """The file has each run as soon as it is measured, and the table its failed checks."""
-    path, schema, comm = tmp_path / "runs.h5", ("test", 1), MPI.COMM_SELF
-    right, wrong = (Check(x, 1.0, 1) for x in (0.5, 2.0))
-
-    def runs():
-        yield "a/1", {"seconds": np.ones(3)}, ("row", "1"), {"out": right}
-        raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        measured(comm, ("name", "n"), runs(), lambda x: write_file(path, schema, {"runs": x}))
-    found = read_file(path, schema)
-    assert list(found["runs"]) == ["a"] and found["runs"]["a"]["1"]["passed"]
-    failed = "a", {}, ("row", "1"), {"out": wrong}
-    assert measured(comm, ("name", "n"), [failed], lambda x: None) == 1

@@ -1,19 +1,15 @@
-r"""Benchmarks: attention, kernels, linear attention; training and decoding of a model.
+r"""Benchmarks: attention, and kernels.
 
     mpiexec -n 4 python -m a2d_mpi bench --output results/bench.h5 --seqlens 512 --plans all
     python -m a2d_mpi bench kernels --shapes 512x2x64 --trials 3
-    mpiexec -n 4 python -m a2d_mpi bench decode llama-tiny --output results/decode.h5
 
 All results are checked, also those of an earlier run.
 
 Exit code 0: all checks passed.  1: a check failed.  2: bad input, or the output cannot be written.
 """
 
-import argparse
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
-from a2d_mpi.experiments.cli import run_torch
 from a2d_mpi.experiments.options import (
     Parser,
     add_engine,
@@ -21,8 +17,6 @@ from a2d_mpi.experiments.options import (
     check_text,
     listed,
     one_of,
-    tokens,
-    whole,
 )
 from a2d_mpi.experiments.sweep import add_list, add_plans, add_workloads
 
@@ -110,84 +104,4 @@ def kernels(parser: Parser) -> Callable:
     return bench_kernel
 
 
-def train(parser: Parser) -> Callable:
-    r"""Compare training steps of a model of transformers by different plans: seconds by part.
-
-        mpiexec -n 4 python -m a2d_mpi bench train llama-tiny --output results/step.h5 \
-            --seqlens 1K,4K --plans attention2d:2x2,ring --resume
-
-    MODEL is as of train, and tokens are random.  All plans of a length are timed in
-    turn, trial by trial.  Before that, the loss and the gradients of each plan are compared with
-    one process in float64.  The learning rate is 0, so every step must repeat the first loss.
-    "auto" plans causal attention with the heads of the first layer.
-    """
-    group = _add_model(parser, ("float32", "float64", "bfloat16"))
-    add_list(group, "seqlens", "seqlen", default="1K")
-    add_plans(parser, group, default="attention2d,ring")
-    add_options(group, "profile", "checkpoint-layers")
-    add_engine(parser)
-    return partial(run_torch, "bench_steps.bench_train")
-
-
-def decode(parser: Parser) -> Callable:
-    """Measure the tokens that a model of transformers decodes, by context and number of ranks.
-
-        mpiexec -n 4 python -m a2d_mpi bench decode llama-tiny --output results/decode.h5
-
-    MODEL is as of train.  Plans compute random prompts, and each rank keeps the keys of
-    its own tokens.  The logits of all decoded tokens are compared with one process in float64, and
-    all bytes with a formula.  The table has the seconds of a step, which decodes a token of each
-    request, also by one process.
-    """
-    group = _add_model(parser, ("float32", "float64"))
-    text = "lengths of the prompts: 4096,64K"
-    group.add_argument("--contexts", type=listed(tokens()), metavar="TOKENS,...",
-                       default="1K,4K,16K", help=text)  # fmt: skip
-    text = "requests per step"
-    group.add_argument("--requests", type=whole(1, 1 << 16), metavar="N", default=1, help=text)
-    text = "numbers of ranks; default: 1, 2, 4, ..."
-    group.add_argument("--ranks", type=listed(whole(1)), metavar="N,...", help=text)
-    add_options(group, "threads")
-    return partial(run_torch, "bench_steps.bench_decode")
-
-
-def _add_model(parser: Parser, dtypes: Sequence[str]) -> argparse._ArgumentGroup:
-    """Add the options that both have; return the group of the model."""
-    from a2d_mpi.experiments.models import NAMES, model_name
-
-    group = parser.add_argument_group("model and workload")
-    text = f"{', '.join(NAMES)}, or a folder of transformers"
-    group.add_argument("model", type=model_name, metavar="MODEL", help=text)
-    add_options(group, "dtype", choices=dtypes)
-    others = parser.add_argument_group("measurement and output")
-    add_options(others, "trials", "seed", "resume")
-    add_options(others, "output", required=True)
-    return group
-
-
-def linear(parser: Parser) -> Callable:
-    """Compare causal linear attention (LASP-2, LASP) with exact attention, by length.
-
-        mpiexec -n 4 python -m a2d_mpi bench linear --output results/linear.h5
-
-    Sampled rows of all results are compared with dense attention of either kind in float64, and
-    all bytes with the formula.
-    """
-    from a2d_mpi.experiments.bench_linear import LINEAR, bench_linear
-    from a2d_mpi.schedules.method import METHODS
-
-    group = parser.add_argument_group("workloads and plans")
-    plans = (*LINEAR, *METHODS)
-    text = f"plans, from {', '.join(plans)}"
-    group.add_argument("--plans", type=listed(one_of(plans)), metavar="PLAN,...",
-                       default="lasp2,lasp,attention2d", help=text)  # fmt: skip
-    add_list(group, "seqlens", "seqlen", default="1K,2K,4K")
-    add_options(group, "nheads", default=8)
-    add_options(group, "headdim", default=64)
-    add_options(group, "dtype", choices=("float32", "float64"))
-    group = parser.add_argument_group("measurement and output")
-    add_options(group, "trials", "seed", "threads", "output")
-    return bench_linear
-
-
-COMMANDS, DEFAULT = (attention, kernels, train, decode, linear), "attention"
+COMMANDS, DEFAULT = (attention, kernels), "attention"

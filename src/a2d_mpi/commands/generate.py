@@ -6,7 +6,9 @@ r"""Generate text with a model of transformers, with the KV cache spread over th
 MODEL is a folder of transformers, with config, weights and tokenizer; a folder of checkpoints of
 train, of which the latest whole one is taken; or the name of a small random model.  Without a
 tokenizer, tokens are bytes.  Prompts are answered one after the other, and their tokens are
-printed as they come.  --room limits the tokens that each rank keeps.
+printed as they come.  --room limits the tokens that each rank keeps.  In the file of --output a
+group for each prompt has the seconds of the prefill (with the first token) and of each further
+token, and by rank the bytes of the cache and those that are sent for a token.
 
 It needs PyTorch and transformers: pip install -e '.[torch]'.
 
@@ -48,6 +50,8 @@ def build(parser: Parser) -> Callable:
     group = parser.add_argument_group("cache and ranks")
     text = "most tokens that each rank keeps: 900,900,400; default: no limit"
     group.add_argument("--room", type=listed(whole(0)), metavar="N,...", help=text)
+    text = "HDF5 file for seconds, tokens/s, bytes and options"
+    add_options(group, "output", help=text)
     add_options(group, "method", "rows", "cols", "head-ranks", "survive")
     add_engine(parser)
     return partial(run_torch, "generate.generate")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -17,70 +16,12 @@ from a2d_mpi.core.config import OF_KEYS
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments.check import distance
-from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.files import Check, attributes_of
+from a2d_mpi.experiments.files import Check
 from a2d_mpi.experiments.measure import random_rows
-from a2d_mpi.experiments.options import FAILED_CHECK, aligned, progress
+from a2d_mpi.experiments.options import FAILED_CHECK, aligned
 from a2d_mpi.planning.workload import Choice
 
-STEP_BOUNDS = {"float32": 1e-5, "float64": 1e-10}  # largest relative errors of training steps
 T = TypeVar("T")
-Step = tuple[float, np.ndarray]  # loss and gradient
-Run = tuple[str, dict[str, Any], Sequence[str], Mapping[str, Check]]
-
-
-def measured(
-    comm: MPI.Intracomm, columns: Sequence[str], runs: Iterable[Run], write: Callable
-) -> int:
-    """Make runs one after the other, and report them; return the exit code.  Collective.
-
-    Parameters
-    ----------
-    comm : Intracomm
-    columns : sequence of str
-        Head of the table.
-    runs : iterable of (str, dict, sequence of str, mapping)
-        Of each run its name and what stands in the file, a row of the table, and its checks; those
-        of rank 0 count.
-    write : callable
-        ``write(runs)`` writes a dict of the runs so far by name, on rank 0.  It is called after
-        each run, should the job be ended.
-    """
-    tree, rows, all_checks = {}, [columns], {}
-    for name, run, row, checks in progress(runs, comm.rank, desc="runs"):
-        tree[name], all_checks[name] = run | attributes_of(checks), checks
-        rows.append(row)
-        # Ranks without a part in the run sleep until it ends.
-        together(comm, lambda: write(tree), on=0)
-    return report(comm, rows, all_checks)
-
-
-def within(
-    bound: float, result: np.ndarray, exact: np.ndarray, comm: MPI.Intracomm = MPI.COMM_SELF
-) -> Check:
-    """Check that errors are at most `bound` times the largest exact value.
-
-    Collective: every rank of `comm` gives some of the rows.
-    """
-    error = distance(result.astype(np.float64), exact)
-    largest = comm.allreduce(float(np.abs(exact).max(initial=0)), MPI.MAX)
-    return Check(comm.allreduce(error, MPI.MAX), bound * largest, comm.allreduce(len(exact)))
-
-
-def check_step(
-    step: Step, exact: Step, dtype: str, tokens: int, comm: MPI.Intracomm = MPI.COMM_SELF
-) -> dict[str, Check]:
-    """Check loss and gradient of a training step by their relative errors, the worst of all ranks.
-
-    Collective over `comm`.
-    """
-    (loss, gradient), (exact_loss, exact_gradient) = step, exact
-    off = np.linalg.norm(gradient - exact_gradient) / np.linalg.norm(exact_gradient)
-    errors = np.nan_to_num([abs(loss / exact_loss - 1), off], nan=math.inf, posinf=math.inf)
-    comm.Allreduce(MPI.IN_PLACE, errors, MPI.MAX)
-    bound = STEP_BOUNDS[dtype]
-    return {x: Check(y, bound, tokens) for x, y in zip(("loss", "gradients"), errors.tolist())}
 
 
 def report(

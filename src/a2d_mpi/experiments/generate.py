@@ -16,13 +16,13 @@ from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.cli import grid_shape, least_bytes, together
-from a2d_mpi.experiments.measure import open_device
-from a2d_mpi.experiments.models import Tokenizer, checkpoint_of, open_model
+from a2d_mpi.experiments.hdf5 import check_output, write_file
+from a2d_mpi.experiments.measure import open_device, origin_of
+from a2d_mpi.experiments.models import Tokenizer, checkpoint_of, open_model, workload_of
 from a2d_mpi.experiments.options import progress
 from a2d_mpi.experiments.ranks import check_survive, surviving
+from a2d_mpi.experiments.results import GENERATION_SCHEMA as SCHEMA
 from a2d_mpi.experiments.user_files import texts_of
-from a2d_mpi.masks.mask import Causal
-from a2d_mpi.planning.workload import Workload
 from a2d_mpi.torch import ContextParallel
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     check_survive(comm, args.survive)
     device = open_device(comm, args.device)
     torch.set_num_threads(args.threads)
+    together(comm, lambda: check_output(args.output, SCHEMA), on=0)
     name = comm.bcast(together(comm, lambda: checkpoint_of(args.model), on=0))
     # Every rank reads all weights, each from its own disk or from a shared one.
     session = together(comm, lambda: Session(args, *open_model(name, seed=args.seed)))
@@ -44,7 +45,10 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     agree(comm, wrong if args.room and len(args.room) != comm.size else None)
     rows, cols = args.rows, args.cols
     if (rows, cols) == (None, None):
-        rows, cols = least_bytes(comm, args.method, session.prefill(comm.size), args.head_ranks)
+        longest = max(map(len, session.prompts))
+        sizes = max(comm.size, longest), longest, str(session.model.dtype).removeprefix("torch.")
+        work = workload_of(session.model, *sizes, backward=False)
+        rows, cols = least_bytes(comm, args.method, work, args.head_ranks)
     shape = grid_shape(comm.size, rows, cols, args.head_ranks)
     grid = ProcessGrid(comm, *shape, args.head_ranks)
     return surviving("generate.py", grid, session.work, args.survive, args.method) or 0
@@ -86,21 +90,8 @@ class Session:
                     f"{len(x)} tokens and {args.tokens} new ones are too many for the model, "
                     f"which has {most} positions"
                 )
-        self.number, self.answer = 0, []
+        self.number, self.answer, self._measured = 0, [], {}
         self._printer = _Printer(tokenizer)
-
-    def prefill(self, ranks: int) -> Workload:
-        """Return what attention of the longest prompt computes, for the choice of a grid."""
-        config = self.model.config.get_text_config()
-        nheads = config.num_attention_heads
-        return Workload(
-            seqlen=max(ranks, *map(len, self.prompts)),
-            nheads=nheads,
-            nheads_kv=getattr(config, "num_key_value_heads", None) or nheads,
-            headdim=getattr(config, "head_dim", None) or config.hidden_size // nheads,
-            dtype=str(self.model.dtype).removeprefix("torch."),
-            mask=Causal(),
-        )
 
     def work(self, grid: ProcessGrid, comm: MPI.Intracomm) -> int:
         """Answer what is not answered yet; also on a smaller grid after a loss.  Collective."""
@@ -118,6 +109,11 @@ class Session:
                 self.number, self.answer = self.number + 1, []
         finally:
             cp.free()
+        options = {x: y if isinstance(y, (int, float)) else str(y) for x, y in vars(args).items()}
+        tree = origin_of(comm) | {"config": options | grid.layout.attributes}
+        if args.output:
+            tree["prompts"] = self._measured
+            together(comm, lambda: write_file(args.output, SCHEMA, tree), on=0)
         return 0
 
     def _answer(self, cp: ContextParallel, comm: MPI.Intracomm, room: list[int] | None) -> None:
@@ -151,10 +147,15 @@ class Session:
         finally:
             known = cache.ids[:1, len(prompt) :].ravel().tolist()  # not of a cache without rows
             self.answer = max(self.answer, known, key=len)
-        kept = comm.allgather((cache.nbytes, _bytes_sent(cp) - sent))
+        kept = np.array(comm.allgather((cache.nbytes, _bytes_sent(cp) - sent)))
         if first:
-            new = found.shape[1] - ids.shape[1]
-            _report(printer.times, ids.shape[1], new, *np.array(kept).T)
+            new, seconds = found.shape[1] - ids.shape[1], np.diff(printer.times)
+            self._measured[f"{self.number}"] = {
+                "tokens": ids.shape[1], "new_tokens": new, "prefill_seconds": float(seconds[0]),
+                "tokens_per_second": float((new - 1) / seconds[1:].sum()) if new > 1 else 0.0,
+                "token_seconds": seconds[1:], "cache": kept[:, 0], "sent": kept[:, 1] // new,
+            }  # fmt: skip
+            _report(printer.times, ids.shape[1], new, *kept.T)
 
 
 class _Printer(TextStreamer):

@@ -36,13 +36,14 @@ DESCRIBED = {
     "dq": ("1", "token", "head", "element"),
     "dk": ("1", "token", "head_kv", "element"),
     "dv": ("1", "token", "head_kv", "element_v"),
-    # Files of other programs: training (by step), steps of models, linear attention, kernels.
+    # Files of other programs: training (by step), generation (by prompt), kernels.
     "seconds/": ("s", "step"),
     "loss": ("1", "step"),
-    "seconds": ("s", "trial", "rank", "part"),
-    "alone": ("s", "trial"),
-    "operator": ("s", "trial", "rank"),
-    "sent": ("byte", "rank", "part"),
+    "learning_rate": ("1", "step"),
+    "grad_norm": ("1", "step"),
+    "token_seconds": ("s", "token"),
+    "cache": ("byte", "rank"),
+    "sent": ("byte", "rank"),
     "figures/": ("s", "trial"),
 }
 # HDF5 2.0 calls this type H5T_FLOAT_BFLOAT16LE; older versions know it by its bits.  h5py reads it

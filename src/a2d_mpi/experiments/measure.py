@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from socket import gethostname
 from typing import Any
 
@@ -28,7 +26,7 @@ from mpi4py import MPI
 
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import CollectiveError
-from a2d_mpi.core.config import OF_KEYS, PHASES
+from a2d_mpi.core.config import OF_KEYS
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.experiments.check import check_attention, digests, worse
@@ -285,34 +283,6 @@ class Measurement:
             "blocks": by_kernel,
             **attributes_of(self.checks),
         }
-
-
-@contextmanager
-def seconds_of_calls(plans: Iterable[AttentionPlan]) -> Iterator[Counter[str]]:
-    """Add up the seconds of all calls of plans inside a ``with`` statement.  Local.
-
-    The Counter has this rank's "total" and, in it, "wait".
-    """
-    spent: Counter[str] = Counter()
-    methods = [(plan, phase) for plan in plans for phase in PHASES]
-
-    def count(plan: AttentionPlan, phase: str) -> None:
-        inner = getattr(plan, phase)
-
-        def call(*tensors: Any, **options: Any) -> Any:
-            results = inner(*tensors, **options)
-            spent.update({x: plan.timings[f"{phase}/{x}"] for x in ("total", "wait")})
-            return results
-
-        setattr(plan, phase, call)  # in place of the method
-
-    for x in methods:
-        count(*x)
-    try:
-        yield spent
-    finally:
-        for x in methods:
-            delattr(*x)
 
 
 def _differing(tensors: Mapping[str, np.ndarray], bits: Mapping[str, bytes]) -> int:

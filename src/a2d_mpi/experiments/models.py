@@ -5,13 +5,13 @@ PyTorch is imported when a model is opened, so that --help and options do withou
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from a2d_mpi.experiments.checkpoint import latest
 from a2d_mpi.experiments.options import path
+from a2d_mpi.masks.mask import Causal
+from a2d_mpi.planning.workload import Workload
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -79,16 +79,38 @@ def model_name(text: str) -> str | Path:
 
 
 def checkpoint_of(name: str | Path) -> str | Path:
-    """Return the name or folder of a model; of a folder of checkpoints the latest whole one.
-
-    Says on stderr which later ones are damaged.
-    """
+    """Return the name or folder of a model; of a folder of checkpoints the latest whole one."""
     if not isinstance(name, Path) or (name / "config.json").exists():
         return name
-    found, _, refused = latest(name)
-    for why in refused.values():
-        print(f"refused: {why}", file=sys.stderr, flush=True)
-    return found or name
+    from a2d_mpi.torch import latest_checkpoint
+
+    return Path(latest_checkpoint(name) or name)
+
+
+def workload_of(
+    model: PreTrainedModel, seqlen: int, longest: int, dtype: str, backward: bool = True
+) -> Workload:
+    """Return what attention of a causal model computes, for the choice of a grid.
+
+    Raises
+    ------
+    ValueError
+        If the longest document has more tokens than the model has positions.
+    """
+    config = model.config.get_text_config()
+    most = getattr(config, "max_position_embeddings", None) or longest
+    if longest > most:
+        raise ValueError(f"a text has {longest} tokens in a row, and the model {most} positions")
+    nheads = config.num_attention_heads
+    return Workload(
+        seqlen=seqlen,
+        nheads=nheads,
+        nheads_kv=getattr(config, "num_key_value_heads", None) or nheads,
+        headdim=getattr(config, "head_dim", None) or config.hidden_size // nheads,
+        dtype=dtype,
+        mask=Causal(),
+        backward=backward,
+    )
 
 
 def open_model(

@@ -1,4 +1,4 @@
-"""The ranks of a program: the memory that they share, and jobs that go on without lost ones."""
+"""Jobs that go on without lost ranks."""
 
 from __future__ import annotations
 
@@ -13,39 +13,11 @@ from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.survival import RanksLost, survives
 from a2d_mpi.comm.watch import name_ranks
-from a2d_mpi.core.sizes import check_memory
-from a2d_mpi.experiments.cli import together
 
 _NO_ULFM = (
     "--survive: this MPI ends the job when a rank dies; it needs Open MPI with ULFM, started by "
     "mpiexec --with-ft ulfm"
 )
-
-
-def check_room(comm: MPI.Intracomm, what: str, nbytes: int, ranks: int | None = None) -> None:
-    """Refuse work for which a node has too little memory, before anything is allocated for it.
-
-    Collective over `comm`.
-
-    Parameters
-    ----------
-    comm : Intracomm
-    what : str
-        Name of the arrays for the message, in the plural.
-    nbytes : int
-        Bytes of the arrays on one rank.
-    ranks : int, optional
-        Number of ranks that have these arrays.  Default: all.
-
-    Raises
-    ------
-    CollectiveError
-        On all ranks, if the memory does not suffice.
-    """
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    number = min(node.size, comm.size if ranks is None else ranks)
-    node.Free()
-    together(comm, lambda: check_memory(what, nbytes, number))
 
 
 def check_survive(comm: MPI.Intracomm, survive: bool) -> None:

@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     import pandas
 
 BENCHMARK_SCHEMA = ("a2d_mpi benchmark", 2)
-TRAINING_SCHEMA = ("a2d_mpi.training", 2)
+TRAINING_SCHEMA = ("a2d_mpi.training", 3)
 TABLE = ("  plan", "phase", "ms", "ratio", "wait", "predicted", "received", "checks")
-STEPS_SCHEMA = ("a2d_mpi training steps", 3)
-DECODING_SCHEMA = ("a2d_mpi decoding", 2)
+GENERATION_SCHEMA = ("a2d_mpi generation", 1)
 CLOSE = 1.1  # a pick is good if it takes at most this multiple of the fastest plan's time
 # Methods alone and with a head axis, in the order of tables and figures.
 FAMILIES = tuple(
@@ -288,22 +287,6 @@ def to_dataframe(path: str | os.PathLike[str]) -> pandas.DataFrame:
                     run["config"] | place | seconds | {x: y[rank] for x, y in sent.items()}
                 )
     return pandas.DataFrame(rows)
-
-
-def step_seconds(run: Mapping[str, object]) -> dict[str, float]:
-    """Return medians over the trials of a run of ``drivers/bench.py`` train or decode.
-
-    They are the slowest rank's seconds of a "step", of its parts and, of a training step, of its
-    "operator": attention alone, forward and backward once.
-    """
-    seconds = run["seconds"]  # (trials, ranks, parts)
-    of_ranks = seconds.sum(axis=2)
-    of_slowest = seconds[np.arange(len(seconds)), of_ranks.argmax(axis=1)]
-    medians = {"step": float(np.median(of_ranks.max(axis=1)))}
-    medians |= zip(run["parts"], np.median(of_slowest, axis=0).tolist())
-    if "operator" in run:
-        medians["operator"] = float(np.median(run["operator"].max(axis=1)))
-    return medians
 
 
 def kernel_speeds(times: Mapping[str, object]) -> dict[str, dict[str, float]]:

@@ -1,106 +1,89 @@
-"""Texts as tokens, cut into documents, and the sequences of training steps."""
+"""Texts as data sets of a Trainer: packed documents, cut into sequences."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from a2d_mpi.core.atomic import read_regular
 
 
-class Batch(NamedTuple):
-    """One sequence of packed documents.
-
-    Attributes
-    ----------
-    tokens : (seqlen,) int64
-    cu_seqlens : (documents + 1,) int64
-        First token of each document, and `seqlen`.
-    """
-
-    tokens: np.ndarray
-    cu_seqlens: np.ndarray
-
-    @property
-    def nlabels(self) -> int:
-        """Tokens that have a label: all but the last one of each document."""
-        return len(self.tokens) - len(self.cu_seqlens) + 1
-
-    @property
-    def documents(self) -> list[np.ndarray]:
-        """The tokens of each document."""
-        return np.split(self.tokens, self.cu_seqlens[1:-1])
-
-
 class Text:
-    """Documents, one after the other.
+    """Documents one after the other, and sequences that are cut from them.
+
+    Sequence i is a dict of (seqlen,) int64: `input_ids`; `position_ids`, which count from 0 in
+    each document, so that documents do not see each other; and `labels`, of which the first one
+    of each document is -100, because nothing predicts it.
 
     Parameters
     ----------
     documents : sequence of (n,) int64
         The tokens of each document, at least one.
+    seqlen : int
+        Tokens of a sequence.
+    number : int, optional
+        Number of sequences, which begin at random places, and continue at the beginning of the
+        text where it ends.  Default: the text is cut into sequences from its beginning on.
+    seed : int
+        Seed of the places.
     separated : bool
         False: the only document has no end, and goes on at its beginning.
 
     Attributes
     ----------
     tokens : (n,) int64
-    begins : (documents + 1,) int64
-        First token of each document, and the end of the last one.
+    longest : int
+        Tokens of the longest document of a sequence.
     """
 
-    def __init__(self, documents: Sequence[np.ndarray], separated: bool = True) -> None:
-        self.tokens = np.concatenate(documents)
-        self.begins = np.cumsum([0, *map(len, documents)])
+    def __init__(
+        self,
+        documents: Sequence[np.ndarray],
+        seqlen: int,
+        number: int | None = None,
+        seed: int = 0,
+        separated: bool = True,
+    ) -> None:
+        self.tokens, self._seqlen, self._seed = np.concatenate(documents), seqlen, seed
+        self._number, self._begins = number, np.cumsum([0, *map(len, documents)])
         self._separated = separated
+        self.longest = min(seqlen, max(map(len, documents)) if separated else seqlen)
 
-    def longest(self, seqlen: int) -> int:
-        """Return the tokens of the longest document of a sequence."""
-        longest = np.diff(self.begins).max() if self._separated else seqlen
-        return int(min(longest, seqlen))
+    def __len__(self) -> int:
+        return len(self.tokens) // self._seqlen if self._number is None else self._number
 
-    def batch(self, seqlen: int, seed: int, number: int) -> Batch:
-        """Return one of the sequences of a run, `seqlen` tokens from a random place on.
-
-        At the end of the text the sequence continues at its beginning.
-        """
-        rng = np.random.default_rng([seed, number])
-        return self.at(int(rng.integers(len(self.tokens))), seqlen)
-
-    def at(self, begin: int, seqlen: int) -> Batch:
-        """Return the sequence of `seqlen` tokens from a place on; see `batch`."""
-        where = (begin + np.arange(seqlen)) % len(self.tokens)
-        first = np.isin(where, self.begins[:-1]) & self._separated  # tokens that begin documents
-        starts = np.union1d(np.flatnonzero(first), [0])
-        return Batch(self.tokens[where], np.append(starts, seqlen))
-
-    def sizes(self) -> dict[str, object]:
-        """Return documents, tokens and unigram entropy by their names in result files.
-
-        The unigram entropy, nats per token, is the least loss of a model without context.
-        """
-        share = np.unique(self.tokens, return_counts=True)[1] / len(self.tokens)
-        sizes = {"documents": len(self.begins) - 1, "tokens": len(self.tokens)}
-        return sizes | {"unigram_entropy": float(-(share * np.log(share)).sum())}
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        begin = i * self._seqlen
+        if self._number is not None:
+            begin = int(np.random.default_rng([self._seed, i]).integers(len(self.tokens)))
+        place = np.arange(self._seqlen)
+        where = (begin + place) % len(self.tokens)
+        first = np.isin(where, self._begins[:-1]) & self._separated  # tokens that begin documents
+        first[0] = True
+        ids = self.tokens[where]
+        return {
+            "input_ids": ids,
+            "position_ids": place - np.maximum.accumulate(np.where(first, place, 0)),
+            "labels": np.where(first, -100, ids),
+        }
 
 
-def read_texts(
+def read_documents(
     paths: Sequence[Path],
     separator: bytes,
     share: float,
     encode: Callable[[bytes], Sequence[int]],
-) -> tuple[Text, Text | None, str]:
+) -> tuple[list[np.ndarray], list[np.ndarray], str]:
     """Read files, and cut them into documents.
 
     Parameters
     ----------
     paths : sequence of Path
     separator : bytes
-        Separator of documents.  Empty: each file is a document, and a single one has no end.
+        Separator of documents.  Empty: each file is a document.
     share : float
         Share of the documents that are held out; they are evenly spaced.
     encode : callable
@@ -108,10 +91,10 @@ def read_texts(
 
     Returns
     -------
-    Text
-        What is not held out.
-    Text or None
-        What is held out, if `share` is positive.
+    list of (n,) int64
+        Documents that are not held out.
+    list of (n,) int64
+        Documents that are held out.
     str
         SHA-256 of each file.
 
@@ -142,5 +125,4 @@ def read_texts(
         raise ValueError(
             f"the text has {len(documents)} documents, so a share of {share} holds out none or all"
         )
-    separated = bool(separator) or len(documents) > 1
-    return Text(rest, separated), Text(held) if held else None, " ".join(digests)
+    return rest, held, " ".join(digests)

@@ -1,79 +1,51 @@
-"""The program of drivers/train.py: train a model of transformers, by all ranks together."""
+"""The program `train`: transformers' Trainer, over all ranks."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from mpi4py import MPI
-from torch.nn.functional import cross_entropy
+from torch.utils.data import SequentialSampler, default_collate
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
-import a2d_mpi.torch
-from a2d_mpi.comm.agreement import CollectiveError, agree
+from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.dtypes import DTYPES
-from a2d_mpi.devices.host import HOST
+from a2d_mpi.core.config import PHASES
 from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments import options
-from a2d_mpi.experiments.bench_parts import check_step
-from a2d_mpi.experiments.checkpoint import State, differences, path_of, resumed, save
 from a2d_mpi.experiments.cli import open_grid, together
 from a2d_mpi.experiments.files import Check, attributes_of
 from a2d_mpi.experiments.hdf5 import check_output, write_file
-from a2d_mpi.experiments.measure import open_device, origin_of, seconds_of_calls
-from a2d_mpi.experiments.models import Tokenizer, checkpoint_of, open_model
-from a2d_mpi.experiments.options import progress
-from a2d_mpi.experiments.origin import blas_name, cpu_name
-from a2d_mpi.experiments.ranks import check_room, check_survive, surviving
+from a2d_mpi.experiments.measure import open_device, origin_of
+from a2d_mpi.experiments.models import Tokenizer, checkpoint_of, open_model, workload_of
+from a2d_mpi.experiments.options import FAILED_CHECK, log, progress
+from a2d_mpi.experiments.ranks import check_survive, surviving
 from a2d_mpi.experiments.results import TRAINING_SCHEMA as SCHEMA
-from a2d_mpi.experiments.text import Batch, Text, read_texts
-from a2d_mpi.kernels import make_kernel
-from a2d_mpi.planning.workload import Workload
-from a2d_mpi.torch import ContextParallel, GradientHooks, keep_attention
-from a2d_mpi.torch.layers import layers_of
-from a2d_mpi.torch.sums import total
+from a2d_mpi.experiments.text import Text, read_documents
+from a2d_mpi.torch import ContextParallel, latest_checkpoint
+from a2d_mpi.torch.trainers import STATE, hide_launcher
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-OPTIMIZER = "optimizer.pt"  # file of a checkpoint
-PARTS = ("attention", "wait", "gradients", "optimizer", "other")  # of a step's seconds
+CURVES = "loss", "learning_rate", "grad_norm"  # by step
 # Options that must be the same when a run is resumed.
-SAME = ("seqlen", "accumulate", "dtype", "seed", "rate", "warmup", "steps", "clip", "separator",
-        "validate")  # fmt: skip
-ORIGIN = ("architectures", "transformers_version", "_name_or_path")  # in configs, may differ
-# AdamW of GPT-3 (arXiv:2005.14165).  DECAY is for matrices only.
-BETAS, EPSILON, DECAY = (0.9, 0.95), 1e-8, 0.1
-ROUNDING = 2.0**-8  # of bfloat16
-
-
-def learning_rate(step: int, rate: float, warmup: int, steps: int) -> float:
-    """Return the learning rate of a step: linear warm-up, then a cosine down to a tenth.
-
-    Source: GPT-3 (arXiv:2005.14165).
-
-    Parameters
-    ----------
-    step : int
-        From 0.
-    rate : float
-        Highest learning rate.
-    warmup, steps : int
-        Steps of the warm-up, and steps in all.
-    """
-    if step < warmup:
-        return rate * (step + 1) / warmup
-    done = min(1.0, (step - warmup) / max(1, steps - warmup))
-    return rate * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+SAME = ("model", "seqlen", "steps", "dtype", "seed", "separator", "validate", "set")
+# Of TrainingArguments, where they are not transformers' own.
+DEFAULTS = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "report_to": []}
+# Largest relative errors of a step.  transformers computes the loss of every dtype in float32.
+BOUNDS = {"float32": 1e-5, "float64": 1e-6, "bfloat16": 0.05}
 
 
 def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
@@ -81,435 +53,258 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     check_survive(comm, args.survive)
     torch.set_num_threads(args.threads)
     device = open_device(comm, args.device)
-    trainer = opened(comm, args, device)
-    check_rooms(comm, trainer)
-    grid = open_grid(comm, args, together(comm, trainer.workload))
-    if args.folder:
-        together(comm, lambda: args.folder.mkdir(parents=True, exist_ok=True), on=0)
-    elif comm.rank == 0:
-        print("train.py: no --folder: the weights are not kept", file=sys.stderr, flush=True)
-
-    def work(grid: ProcessGrid, comm: MPI.Intracomm) -> int:
-        if trainer.begun:
-            trainer.go_on(comm, grid)
-        else:
-            with grid.failures.all_or_none():  # afterwards all ranks have begun, or none
-                trainer.begin(comm, grid)
-            trainer.begun = True
-        return trainer.finish()
-
-    code = surviving("train.py", grid, work, args.survive, args.method)
-    if code is not None:
-        trainer.report()
-        trainer.free()
-    return code or 0
-
-
-def opened(comm: MPI.Intracomm, args: argparse.Namespace, device: Device) -> Trainer:
-    """Open model and texts of the options, the same on all ranks.  Collective."""
-
-    def read() -> Trainer:
-        dtype = "float32" if args.dtype == "bfloat16" else args.dtype
-        model, tokenizer = open_model(args.model, dtype, args.seed)
-        if getattr(model.config, "output_router_logits", False):
-            raise ValueError("train.py adds no balance loss of MoE layers (output_router_logits)")
-        if args.resume and not args.folder:
-            raise ValueError("--resume needs --folder")
-        texts = read_texts(args.text, args.separator, args.validate, tokenizer.encode)
-        if comm.rank == 0 and tokenizer.own is None and not texts[0].tokens.all():
-            text = "train.py: TEXT has zero bytes, as binary files have; tokens are bytes"
-            print(text, file=sys.stderr, flush=True)
-        return Trainer(args, device, model.train(), tokenizer, *texts)
-
+    hide_launcher()
     args.model = comm.bcast(together(comm, lambda: checkpoint_of(args.model), on=0))
-    trainer = together(comm, read)
-    agree(comm, None, {f"{x} of the run": y for x, y in trainer.run.items()})
-    return trainer
+    job = together(comm, lambda: Job(args))
+    agree(comm, None, {f"{x} of the run": y for x, y in job.run.items()})
+    grid, work = open_grid(comm, args, job.workload), partial(job.work, device)
+    return surviving("train.py", grid, work, args.survive, args.method) or 0
 
 
-def check_rooms(comm: MPI.Intracomm, trainer: Trainer) -> None:
-    """Refuse work for which there is too little memory, before anything is allocated for it."""
-    args, config = trainer.args, trainer.model.config.get_text_config()
-    size = trainer.model.num_parameters()
-    layers = 1 if args.checkpoint_layers else config.num_hidden_layers
-    row = 3 * config.vocab_size + (24 * layers + config.num_hidden_layers) * config.hidden_size
-    width, own = trainer.model.dtype.itemsize, -(-args.seqlen // comm.size)
-    what = f"{size} parameters and {args.seqlen} tokens (--seqlen)"
-    nbytes = width * (5 * size + own * row) + 40 * args.seqlen
-    if args.device == "cpu":
-        check_room(comm, f"{what}: weights and activations of one rank", nbytes)
-    if args.check == "first":
-        n = trainer.text.longest(args.seqlen)
-        matrices = 4 * config.num_attention_heads * n * n
-        what += ": matrices of the check in float64 (--check none leaves it out)"
-        check_room(comm, what, 8 * (2 * size + n * row + matrices), 1)
-
-
-class Trainer:
-    """A training run on all ranks.
-
-    Parameters
-    ----------
-    args : Namespace
-        Options of drivers/train.py.
-    device : Device
-        Device of weights and activations.
-    model : PreTrainedModel
-        On the CPU, in training mode.
-    tokenizer : Tokenizer
-    text : Text
-    held : Text or None
-        Text that is held out.
-    sha256 : str
-        Of the files of the texts.
+class Job:
+    """A training on all ranks; `args` are the options of the program.
 
     Attributes
     ----------
-    args, model, text
-        As above.
+    args : Namespace
     run : dict
         What must be the same when the run is resumed.
-    begun : bool
-        The caller sets it when all ranks have begun.
-    state : State
-        Its history; set by `begin`.
-    settings : dict
-        Settings of all ranks that may change the bits of results.
-    held_out : dict
-        Loss and sizes of the held-out text, once it is evaluated.
+    workload : Workload
+        What attention in the first layer computes.
+    of_step : int
+        Sequences of a step.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        if args.resume and not args.folder:
+            raise ValueError("--resume needs --folder")
+        self.args, self._begun, self._arguments = args, False, arguments_of(args)
+        (model, tokenizer), given = self.open(), self._arguments
+        read = read_documents(args.text, args.separator, args.validate, tokenizer.encode)
+        rest, held, sha256 = read
+        self.of_step = given.train_batch_size * given.gradient_accumulation_steps
+        separated, number = bool(args.separator) or len(rest) > 1, args.steps * self.of_step
+        self._text = Text(rest, args.seqlen, number, args.seed, separated)
+        self._held = Text(held, args.seqlen) if held else None
+        if held and not len(self._held):
+            n = len(self._held.tokens)
+            raise ValueError(f"--validate holds out {n} tokens, but --seqlen needs {args.seqlen}")
+        self._longest = max(x.longest for x in (self._text, self._held) if x)
+        self.workload = workload_of(model, args.seqlen, self._longest, args.dtype)
+        self.run = {x: str(getattr(args, x)) for x in SAME} | {"text": sha256}
+
+    def open(self, dtype: str | None = None) -> tuple[torch.nn.Module, Tokenizer]:
+        """Open the model, with the weights before the first step, and its tokenizer."""
+        wide = self.args.dtype.replace("bfloat16", "float32")  # autocast computes in bfloat16
+        model, tokenizer = open_model(self.args.model, dtype or wide, self.args.seed)
+        return model.train(), tokenizer
+
+    def first_step(self) -> tuple[float, np.ndarray]:
+        """Return loss and clipped gradient of the first step, by one process in float64."""
+        (model, _), clip = self.open("float64"), self._arguments.max_grad_norm
+        batch = default_collate([self._text[i] for i in range(self.of_step)])
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        return loss.item(), gradient(model)
+
+    def work(self, device: Device, grid: ProcessGrid, comm: MPI.Intracomm) -> int:
+        """Train from the latest checkpoint on; return the exit code.
+
+        After a loss it is called again, with a smaller grid.  Collective.
+        """
+        args, notes = self.args, Notes(self, comm)
+        path = comm.bcast(together(comm, self._checkpoint, on=0))
+        self._begun, (model, tokenizer) = True, self.open()
+        trainer = Trainer(model, self._arguments, default_collate, self._text, self._held,
+                          tokenizer.own, callbacks=[notes])  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        trainer._get_train_sampler = lambda *_: SequentialSampler(self._text)
+        names = ("method", "threads", "kernel", "transfers")
+        given = {"longest": self._longest} | {x: getattr(args, x) for x in names}
+        cp = ContextParallel(grid, model, **given)
+        try:
+            cp.attach(trainer)
+            with notes.counting():
+                trainer.train(resume_from_checkpoint=path)
+            held = trainer.evaluate()["eval_loss"] if self._held else None
+        except FloatingPointError as error:  # on all ranks
+            if comm.rank == 0:
+                log.error("%s: the training ends, and its checkpoints stay as they are", error)
+            return FAILED_CHECK
+        finally:
+            cp.free()
+        steps = [x for x in trainer.state.log_history if "loss" in x]
+        sent, rows = comm.gather(notes.sent) or [], lambda x: np.array([*x])
+        options = {x: y if isinstance(y, (int, float)) else str(y) for x, y in vars(args).items()}
+        options |= {"sequences": self.of_step, "parameters": model.num_parameters()}
+        tree = {
+            **origin_of(comm, device),
+            "config": options | grid.layout.attributes,
+            "text": {"name": ", ".join(x.name for x in args.text), "sha256": self.run["text"]},
+            "held_out": {} if held is None else {"loss": held},
+            "seconds": {x: rows(y["seconds"][x] for y in steps) for x in steps[0]["seconds"]},
+            "traffic": {x: rows(y.get(x, 0) for y in sent) for x in notes.sent},
+            **{x: rows(y.get(x, np.nan) for y in steps) for x in CURVES},
+            **attributes_of(notes.checks),
+        }  # fmt: skip
+        if args.output:
+            together(comm, lambda: write_file(args.output, SCHEMA, tree), on=0)
+        if comm.rank == 0:
+            report(tree, args.seqlen * self.of_step, notes.checks)
+        return 0 if tree["passed"] else FAILED_CHECK
+
+    def _checkpoint(self) -> str | None:
+        """Return the checkpoint from which to go on; None at the beginning."""
+        args = self.args
+        check_output(args.output, SCHEMA)
+        if args.folder is None or (path := latest_checkpoint(args.folder)) is None:
+            return None
+        if not (args.resume or self._begun):
+            raise ValueError(f"{args.folder} has checkpoints; --resume continues from the latest")
+        was = json.loads(Path(path, STATE).read_text())["stateful_callbacks"]
+        was = was.get(Notes.__name__, {}).get("args", {})
+        for name, now in self.run.items():
+            if was.get(name) != now:
+                what = f"{name} was {was.get(name)}, now {now}"
+                raise ValueError(f"the run in {args.folder} has other options: {what}")
+        if not args.quiet:  # after a loss another rank may say it
+            print(f"train.py: resumes from {path}", file=sys.stderr, flush=True)
+        return path
+
+
+class Notes(TrainerCallback, ExportableState):
+    """What a run notes in each step; checkpoints keep the options of the run and the seconds.
+
+    Parameters
+    ----------
+    job : Job
+    comm : Intracomm
+
+    Attributes
+    ----------
     checks : dict of str to Check
         Of the first step, if this job has made it.
-    sent : Counter
+    sent : dict of str to int
         Bytes that the plans of this rank have sent in the latest step, by "phase/communicator".
     """
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        device: Device,
-        model: PreTrainedModel,
-        tokenizer: Tokenizer,
-        text: Text,
-        held: Text | None,
-        sha256: str,
-    ) -> None:
-        if held and len(held.tokens) < args.seqlen:
-            raise ValueError(
-                f"--validate {args.validate} holds out {len(held.tokens)} tokens, but --seqlen "
-                f"{args.seqlen} needs more"
-            )
-        self.args, self.text, self.model, self.begun = args, text, model, False
-        self._device, self._tokenizer, self._held = device, tokenizer, held
-        self._where = "cpu" if device is HOST else f"cuda:{device.index}"
-        config = model.config.to_diff_dict().items()
-        self.run = {x: str(y) for x, y in config if x not in ORIGIN}
-        self.run |= {x: str(getattr(args, x)) for x in SAME} | {"text": sha256}
-        self.held_out: dict[str, object] = {}
+    def __init__(self, job: Job, comm: MPI.Intracomm) -> None:
+        self._job, self._comm = job, comm
         self.checks: dict[str, Check] = {}
-        self.sent: Counter[str] = Counter()
-        self._cp: ContextParallel | None = None
-        self._hooks: GradientHooks | None = None
-        if args.checkpoint_layers:
-            how = {"use_reentrant": False, "context_fn": keep_attention}
-            old = model.gradient_checkpointing_enable  # its name before transformers 5.20
-            getattr(model, "activation_checkpointing_enable", old)(how)
+        self.sent: dict[str, int] = {}
+        self._spent: Counter[str] = Counter()  # seconds and bytes of plans
 
-    def workload(self) -> Workload:
-        """Return what attention in the first layer computes, for the choice of a grid."""
-        config, n = self.model.config.get_text_config(), self.text.longest(self.args.seqlen)
+    def state(self) -> dict[str, dict]:
+        """Return what a checkpoint keeps."""
+        return {"args": self._job.run, "attributes": {}}
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count seconds and bytes of all calls of plans in this context."""
+
+        def counted(method: Callable, phase: str) -> Callable:
+            @wraps(method)
+            def call(plan: AttentionPlan, *tensors: Any, **given: Any) -> Any:
+                plan.traffic.clear()
+                results = method(plan, *tensors, **given)
+                self._spent.update({x: plan.timings[f"{phase}/{x}"] for x in ("total", "wait")})
+                self._spent.update({"/".join(x): y[0] for x, y in plan.traffic.bytes.items()})
+                return results
+
+            return call
+
+        methods = {x: getattr(AttentionPlan, x) for x in PHASES}
+        for phase, method in methods.items():
+            setattr(AttentionPlan, phase, counted(method, phase))
         try:
-            kind = next(iter(layers_of(self.model, n).values()))
-        except ValueError:
-            if n > (most := getattr(config, "max_position_embeddings", n)):
-                raise ValueError(
-                    f"documents have {n} tokens, the model {most} positions: --seqlen {most}"
-                ) from None
-            raise
-        sizes = kind._asdict() | {"seqlen": self.args.seqlen, "dtype": self.args.dtype}
-        return Workload(**sizes, backward=True)
+            with progress(None, self._comm.rank, total=self._job.args.steps, desc="steps") as bar:
+                self._bar = bar
+                yield
+        finally:
+            for phase, method in methods.items():
+                setattr(AttentionPlan, phase, method)
 
-    def begin(self, comm: MPI.Intracomm, grid: ProcessGrid) -> None:
-        """Begin the run, or resume it from the checkpoint that rank 0 reads.  Collective."""
-        args, model = self.args, self.model.cpu()
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._spent.clear()
+        self._begin = time.perf_counter()
 
-        def earlier() -> tuple[State, dict | None]:
-            check_output(args.output, SCHEMA)
-            path, state = None, None
-            if args.folder:
-                path, state = resumed(args.folder, self.run, args.resume)
-            if state is None:
-                return State(self.run), None
-            found, _ = open_model(path, str(model.dtype).removeprefix("torch."))
-            model.load_state_dict(found.state_dict())
-            return state, torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
+    def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, **given: Any) -> None:
+        if state.global_step == 0 and self._job.args.check == "first":
+            exact = self._comm.bcast(together(self._comm, self._job.first_step, on=0))
+            self._loss, off = exact[0], gradient(given["model"]) - exact[1]
+            self._check("gradients", np.linalg.norm(off) / np.linalg.norm(exact[1]))
+        self._updates = time.perf_counter()
 
-        self.state, moments = comm.bcast(together(comm, earlier, on=0))
-        self.start = self.state.step
-        for x in model.state_dict().values():
-            comm.Bcast(x.numpy())
-        model.to(self._where)
-        groups: tuple[list, list] = [], []
-        for x in model.parameters():
-            groups[x.dim() > 1].append(x)
-        groups = [{"params": x, "weight_decay": y} for x, y in zip(groups, (0.0, DECAY))]
-        self._optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=EPSILON)
-        if moments:
-            self._optimizer.load_state_dict(moments)
-        self._use(comm, grid)
-        if self.start:
-            self._say(f"resumes after step {self.start} of {args.steps}")
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self._updated = time.perf_counter()
 
-    def _use(self, comm: MPI.Intracomm, grid: ProcessGrid) -> None:
-        """Use these ranks from now on.  Collective."""
-        self.free()
-        args = self.args
-        self._comm, self.rank, self._grid = comm, comm.rank, grid
-        names = ("seqlen", "method", "dtype", "threads", "kernel", "transfers")
-        longest = max(x.longest(args.seqlen) for x in (self.text, self._held) if x)
-        sizes = {x: getattr(args, x) for x in names}
-        self._cp = ContextParallel(grid, self.model, longest=longest, **sizes)
-        self._hooks = GradientHooks(self.model, comm, grid.failures)
-        kernel = make_kernel(args.kernel, self._device, DTYPES[args.dtype], 1.0)
-        hosts = comm.allgather(f"{cpu_name()}, {blas_name()}")
-        versions = (f"{x.__name__} {x.__version__}" for x in (np, torch, transformers))
-        self.settings = {
-            "method": args.method,
-            **grid.layout.attributes,
-            "threads": args.threads,
-            "device": self._device.name,
-            "kernel": kernel.name,
-            "cpu": "; ".join(sorted(set(hosts))),
-            "versions": ", ".join(versions),
-        }
-
-    def go_on(self, comm: MPI.Intracomm, grid: ProcessGrid) -> None:
-        """Resume with the surviving ranks after a loss, from the last finished step.
-
-        Collective over the surviving ranks.
-        """
-        self._use(comm, grid)
-        self._say(f"continues after step {self.state.step}")
-        self._keep_if_due()  # the rank that writes checkpoints may have died
-
-    def finish(self) -> int:
-        """Train to the last step, evaluate a held-out text, and write; return the exit code.
-
-        If the loss, the gradients or the new weights are not finite, the training ends.
-        Collective.
-        """
-        comm, args, state = self._comm, self.args, self.state
-        if state.ranges and (changes := differences(state.ranges[-1], self.settings)):
-            self._say(f"{changes}: from now on rounding differs from an uninterrupted run")
-        try:
-            with progress(range(state.step, args.steps), comm.rank, desc="steps") as shown:
-                for _ in shown:
-                    loss = self.step()
-                    speed = args.accumulate * args.seqlen / sum(state.seconds[-1])
-                    shown.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{speed:.0f}")
-                    if state.step % args.every == 0 and not sys.stderr.isatty():  # without a bar
-                        self._say(f"step {state.step} of {args.steps}: loss {loss:.3f}")
-                    self._keep_if_due()
-        except FloatingPointError as error:
-            self._say(f"step {state.step + 1}: {error}; the training ends, and its checkpoints "
-                      "stay as they are")  # fmt: skip
-            return options.FAILED_CHECK
-        if self._held:
-            self.held_out = {"loss": self.evaluate(self._held), **self._held.sizes()}
-        if args.output:
-            self._write()
-        return 0 if all(x.passed for x in self.checks.values()) else options.FAILED_CHECK
-
-    def _say(self, text: str) -> None:
-        """Print a line on stderr, on rank 0."""
-        if self.rank == 0:
-            print(f"train.py: {text}", file=sys.stderr, flush=True)
-
-    def _keep_if_due(self) -> None:
-        """Write a checkpoint if this step is to have one.  Collective."""
-        args, step = self.args, self.state.step
-        if args.folder and step and (step % args.every == 0 or step == args.steps):
-            together(self._comm, lambda: save(args.folder, self.state, self._save), on=0)
-
-    def _save(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)
-        if self._tokenizer.own:
-            self._tokenizer.own.save_pretrained(folder)
-        torch.save(self._optimizer.state_dict(), folder / OPTIMIZER)
-
-    def step(self) -> float:
-        """Do one step; return the loss before it.  Collective.
-
-        Raises
-        ------
-        FloatingPointError
-            On all ranks, if the loss, the gradients or the new weights are not finite.
-        RanksLost
-            On all surviving ranks, if a rank died; the weights have not changed.
-        """
-        args, state, spent = self.args, self.state, Counter()
-        first = state.step * args.accumulate
-        batches = [self.text.batch(args.seqlen, args.seed, first + i)
-                   for i in range(args.accumulate)]  # fmt: skip
-        nlabels = max(1, sum(x.nlabels for x in batches))
-        marks, self.sent = [time.perf_counter()], Counter()
-        with self._grid.failures.all_or_none():
-            loss = 0.0
-            self._optimizer.zero_grad()
-            for batch in batches:
-                own = self._shard(batch)
-                with seconds_of_calls(self._cp.plans.values()) as seconds:
-                    term = self._loss(own) * (own.nlabels / nlabels)
-                    term.backward()
-                loss += term.item()
-                spent += seconds
-                for plan in self._cp.plans.values():
-                    for (phase, name), (sent, _) in plan.traffic.bytes.items():
-                        self.sent[f"{phase}/{name}"] += sent
-                    plan.traffic.clear()
-            marks.append(time.perf_counter())
-            self._hooks.finish()
-            loss = total(self._comm, loss)
-            marks.append(time.perf_counter())
-            if state.step == 0 and args.check == "first":
-                self._check(batches, nlabels, loss)
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"the loss is {loss}")
-        begin = time.perf_counter()
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(state.step, args.rate, args.warmup, args.steps)
-        self._update()
-        computed, summed = np.diff(marks).tolist()
-        optimizer, other = time.perf_counter() - begin, computed - spent["total"]
-        attention = spent["total"] - spent["wait"]
-        state.add_step(loss, [attention, spent["wait"], summed, optimizer, other], self.settings)
-        return loss
-
-    def _shard(self, batch: Batch) -> a2d_mpi.torch.Batch:
-        """Return this rank's part of a sequence.  Collective."""
-        alone = len(batch.cu_seqlens) == 2
-        own = self._cp.shard(batch.tokens, cu_seqlens=None if alone else batch.cu_seqlens)
-        if own.nlabels != batch.nlabels:
-            raise CollectiveError(
-                "the model must predict the next token: its masks are not causal"
-            )
-        return own
-
-    def _loss(self, own: a2d_mpi.torch.Batch) -> torch.Tensor:
-        """Return this rank's part of the mean loss of a sequence."""
-        with self._autocast():
-            return self._cp.loss(self.model(**own.inputs, use_cache=False).logits, own)
-
-    def _autocast(self, where: str | None = None) -> torch.autocast:
-        kind = torch.device(where or self._where).type
-        return torch.autocast(kind, torch.bfloat16, enabled=self.args.dtype == "bfloat16")
-
-    def _update(self) -> None:
-        """Clip the gradients, and change the weights.  Local."""
-        clip = self.args.clip or math.inf
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip))
-        if not math.isfinite(norm):
-            raise FloatingPointError(f"the norm of the gradient is {norm}")
-        self._optimizer.step()
-        if not all(x.isfinite().all() for x in self.model.parameters()):
-            raise FloatingPointError("some weights are not finite")
-
-    def _check(self, batches: Sequence[Batch], nlabels: int, loss: float) -> None:
-        """Check loss and gradients of the first step against one process.  Collective.
-
-        The bound of bfloat16 is twice the error of one process in bfloat16, and a rounding.
-        """
-        args = self.args
-
-        def compare() -> dict[str, Check]:
-            sizes = ("float32" if args.dtype == "bfloat16" else args.dtype), nlabels
-            exact = self._alone(batches, "float64")
-            checks = check_step((loss, _gradient(self.model)), exact, *sizes)
-            if args.dtype == "bfloat16":
-                with self._autocast("cpu"):
-                    same = check_step(self._alone(batches, "float32"), exact, *sizes)
-                checks = {x: Check(y.error, 2 * same[x].error + ROUNDING, nlabels)
-                          for x, y in checks.items()}  # fmt: skip
-            return checks
-
-        self.checks = self._comm.bcast(together(self._comm, compare, on=0))
-
-    def _alone(self, batches: Sequence[Batch], dtype: str) -> tuple[float, np.ndarray]:
-        """Compute loss and gradient of a step by plain transformers, document by document."""
-        model, loss = open_model(self.args.model, dtype, self.args.seed)[0].train(), 0.0
-        nlabels = sum(x.nlabels for x in batches)
-        documents = (x for batch in batches for x in batch.documents if len(x) > 1)
-        for ids in map(torch.from_numpy, documents):
-            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            term = cross_entropy(logits, ids[1:], reduction="sum") / nlabels
-            term.backward()
-            loss += term.item()
-        return loss, _gradient(model)
-
-    @torch.no_grad()
-    def evaluate(self, text: Text) -> float:
-        """Compute the mean loss of a text, sequence after sequence.  Collective."""
-        seqlen, loss, count = self.args.seqlen, 0.0, 0
-        for begin in range(0, len(text.tokens) - seqlen + 1, seqlen):
-            own = self._shard(text.at(begin, seqlen))
-            loss += total(self._comm, self._loss(own).item()) * own.nlabels
-            count += own.nlabels
-        return loss / max(1, count)
-
-    def _write(self) -> None:
-        """Write the output.  Collective."""
-        args, state, comm = self.args, self.state, self._comm
-        bytes_of = comm.gather(self.sent) or []
-        names = sorted(set().union(*bytes_of))
-        config = {x: y if isinstance(y, (int, float)) else str(y) for x, y in vars(args).items()}
-        config |= self.settings | {"parameters": self.model.num_parameters()}
-        seconds = np.array(state.seconds).reshape(-1, len(PARTS))
-        tree = {
-            **origin_of(comm, self._device),
-            "loss": np.array(state.losses),
-            "seconds": dict(zip(PARTS, seconds.T.copy())) | {"total": seconds.sum(axis=1)},
-            "traffic": {x: np.array([y[x] for y in bytes_of]) for x in names},
-            "config": config,
-            "text": {"name": ", ".join(x.name for x in args.text), "sha256": self.run["text"],
-                     **self.text.sizes()},
-            "held_out": self.held_out,
-            "ranges": {f"{i}": x for i, x in enumerate(state.ranges)},
-            **attributes_of(self.checks),
-        }  # fmt: skip
-        together(comm, lambda: write_file(args.output, SCHEMA, tree), on=0)
-
-    def report(self) -> None:
-        """Print the short table on rank 0."""
-        if self.rank != 0:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict, **_: Any) -> None:
+        """Note the seconds of a step, and end the run if its loss or gradient is not finite."""
+        if "loss" not in logs:
             return
-        for name, x in self.checks.items():
-            print(f"first step, {name}: error {x.error:.1e} against one process in float64 "
-                  f"({x.verdict}, bound {x.bound:.0e})")  # fmt: skip
-        for name in self.held_out and ("loss", "unigram_entropy"):
-            print(f"held-out text: {name.replace('_', ' ')} {self.held_out[name]:.4f} nats")
-        state, tokens = self.state, self.args.accumulate * self.args.seqlen
-        if state.step == self.start:
-            print(f"nothing to do: all {state.step} steps are done already")
-            return
-        last, seconds = state.losses[-20:], np.sum(state.seconds[self.start :], axis=1)
-        entropy, size = self.text.sizes()["unigram_entropy"], self.model.num_parameters()
-        print(f"{size} parameters, {state.step} steps of {tokens} tokens; "
-              f"{tokens / np.median(seconds):.0f} tokens/s\n"
-              f"loss {state.losses[0]:.4f} at first, {np.mean(last):.4f} in the last {len(last)} "
-              f"steps; unigram entropy of the text {entropy:.4f} nats")  # fmt: skip
-        if self.args.folder:
-            print(f"latest checkpoint: {path_of(self.args.folder, state.step)}")
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(found := logs.get(name, 0.0)):
+                raise FloatingPointError(f"step {state.global_step}: {name} is {found}")
+        if self.checks and state.global_step == 1:
+            self._check("loss", abs(logs["loss"] / self._loss - 1))
+        total, wait = time.perf_counter() - self._begin, self._spent.pop("wait", 0.0)
+        seconds = {"attention": self._spent.pop("total", 0.0) - wait, "wait": wait}
+        self.sent, seconds["optimizer"] = dict(self._spent), self._updated - self._updates
+        seconds |= {"other": total - sum(seconds.values()), "total": total}
+        state.log_history[-1]["seconds"] = seconds
+        speed = self._job.of_step * self._job.args.seqlen / total
+        self._bar.set_postfix(
+            loss=f"{logs['loss']:.3f}", tokens_per_s=f"{speed:.0f}", refresh=False
+        )
+        self._bar.update(state.global_step - self._bar.n)
 
-    def free(self) -> None:
-        """Free the plans and the communicators.  Collective, also after a loss."""
-        if self._hooks:
-            self._hooks.free()
-        if self._cp:
-            self._cp.free()
-        self._hooks = self._cp = None
+    def _check(self, name: str, error: float) -> None:
+        args = self._job.args
+        error = float(np.nan_to_num(error, nan=math.inf))
+        self.checks[name] = Check(error, BOUNDS[args.dtype], args.seqlen)
 
 
-def _gradient(model: PreTrainedModel) -> np.ndarray:
+def arguments_of(args: argparse.Namespace) -> TrainingArguments:
+    """Return the arguments of the Trainer, some of which are options of the program.
+
+    Raises
+    ------
+    ValueError
+        If an argument of --set is unknown, or TrainingArguments refuses it.
+    """
+    given = dict(args.set)
+    fixed = {
+        "output_dir": args.folder or tempfile.gettempdir(), "max_steps": args.steps,
+        "seed": args.seed, "use_cpu": args.device == "cpu", "bf16": args.dtype == "bfloat16",
+        "logging_steps": 1, "logging_nan_inf_filter": False, "remove_unused_columns": False,
+        "prediction_loss_only": True, "restore_callback_states_from_checkpoint": False,
+        "log_level": "error", "disable_tqdm": True,
+        **({} if args.folder else {"save_strategy": "no"}),
+    }  # fmt: skip
+    if both := given.keys() & fixed.keys():
+        raise ValueError(f"--set {min(both)}: the program sets it, by its other options")
+    try:
+        return TrainingArguments(**DEFAULTS | given | fixed)
+    except TypeError as error:  # an unknown one
+        raise ValueError(f"--set: {error}") from None
+
+
+def gradient(model: torch.nn.Module) -> np.ndarray:
     """Return the gradients of all parameters in a row, in float64."""
     parts = [x.grad.double().flatten().cpu() for x in model.parameters() if x.grad is not None]
     return torch.cat(parts).numpy()
+
+
+def report(tree: Mapping[str, Any], tokens: int, checks: Mapping[str, Check]) -> None:
+    """Print the short table of a run with so many tokens in a step."""
+    for name, x in checks.items():
+        print(f"first step, {name}: error {x.error:.1e} against one process in float64 "
+              f"({x.verdict}, bound {x.bound:.0e})")  # fmt: skip
+    loss, rate = tree["loss"], tokens / np.median(tree["seconds"]["total"])
+    print(f"{tree['config']['parameters']} parameters, {len(loss)} steps of {tokens} tokens; "
+          f"{rate:.0f} tokens/s\nloss {loss[0]:.4f} at first, {loss[-20:].mean():.4f} in the last "
+          f"{len(loss[-20:])} steps")  # fmt: skip
+    if held := tree["held_out"]:
+        print(f"held-out text: loss {held['loss']:.4f}")

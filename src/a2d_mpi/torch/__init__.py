@@ -12,12 +12,14 @@ from a2d_mpi.torch.attention import attend, keep_attention, shard, shift_labels,
 from a2d_mpi.torch.context import ContextParallel
 from a2d_mpi.torch.distributed import init_process_group
 from a2d_mpi.torch.gradients import sum_gradients
+from a2d_mpi.torch.trainers import latest_checkpoint
 
 __all__ = [
     "ContextParallel",
     "attend",
     "init_process_group",
     "keep_attention",
+    "latest_checkpoint",
     "shard",
     "shift_labels",
     "sum_gradients",

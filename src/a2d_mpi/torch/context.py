@@ -49,6 +49,7 @@ from a2d_mpi.torch.layers import (
     same,
 )
 from a2d_mpi.torch.recurrent import cut_pieces, install, seq_idx_of
+from a2d_mpi.torch.trainers import hide_launcher
 from a2d_mpi.torch.whole import total
 
 if TYPE_CHECKING:  # they load all of transformers
@@ -160,6 +161,8 @@ class ContextParallel:
         self.replicas, self.average, self._options = replicas or grid.comm, average, options
         self.numbering, self._probing, self._freed = NUMBERS, probe, False
         self._generation: Generation | None = None
+        if average and not torch.distributed.is_initialized():
+            hide_launcher()  # for accelerate each rank is one process
         self._sets: dict[int, Plans] = {}
         self._sizes: OrderedDict[tuple, tuple[dict, OrderedDict]] = OrderedDict()
         self._entries, self._task, self._draws = set(), -1, False
