@@ -67,22 +67,21 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 
 def attach(cp: ContextParallel, trainer: Trainer) -> None:
     """Let rank 0 alone save, log, report and show bars; see `ContextParallel.attach`."""
-    from accelerate import PartialState
     from transformers.utils import logging
 
     grid, args, state = cp.grid, trainer.args, trainer.state
     with grid.failures.translated():
         several = args.world_size > 1
         agree(grid.comm, DISTRIBUTED.format(args.world_size, LAUNCHERS) if several else None)
-    # Trainers ask for this number.  Other TrainingArguments reset accelerate's own, not a copy.
-    args.distributed_state = copy(args.distributed_state)
-    for x in (args.distributed_state, PartialState(), trainer.accelerator.state):
-        x.process_index = x.local_process_index = grid.comm.rank
+    # A Trainer asks its arguments who saves.  The number in accelerate stays 0: by that trainers
+    # of TRL take their part of what the processes of a job have generated.
+    args.distributed_state = own = copy(args.distributed_state)
+    own.process_index = own.local_process_index = grid.comm.rank
     state.is_world_process_zero = state.is_local_process_zero = grid.comm.rank == 0
     logging.set_verbosity(args.get_process_log_level())
     for make in (_save_checkpoint, save_model, _load_best_model, get_train_dataloader):
-        own = MethodType(getattr(type(trainer), make.__name__), trainer)  # also if attached before
-        setattr(trainer, make.__name__, wraps(own)(make(cp, trainer, own)))
+        method = MethodType(getattr(type(trainer), make.__name__), trainer)  # as before `attach`
+        setattr(trainer, make.__name__, wraps(method)(make(cp, trainer, method)))
 
 
 # Each returns what is called in place of the method of its name; `own` is the method.
