@@ -629,7 +629,11 @@ class ContextParallel:
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
-        """Let ``model.generate`` be transformers' own in this context."""
+        """Let ``model.generate`` be transformers' own; first try a model that has changed."""
+        changed = self._print.changed()
+        agree(self.grid.comm, None, {"changes of modules": changed})
+        if changed:
+            self._find_out(self.longest)
         own = vars(self.model).pop("generate", None)
         try:
             yield

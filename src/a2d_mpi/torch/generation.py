@@ -28,7 +28,15 @@ from a2d_mpi.sharding.distribution import Distribution
 from a2d_mpi.torch.batches import agreed, check_padding, check_tokens, left_padded
 from a2d_mpi.torch.cache import SpreadCache
 from a2d_mpi.torch.decoding import Step, Steps
-from a2d_mpi.torch.layers import Kind, Masks, attention_of, inputs_of, layers_of, same
+from a2d_mpi.torch.layers import (
+    Kind,
+    Masks,
+    attention_of,
+    inputs_of,
+    layers_of,
+    random_state,
+    same,
+)
 from a2d_mpi.torch.recurrent import cut_pieces, pieces_of, seq_idx_of
 
 if TYPE_CHECKING:
@@ -131,25 +139,18 @@ class Generation:
         self._extend(_reach(old + counts, given))
         cache.set_masks(self.masks)
         cache.begin(ids, counts)
-        self.steps.cache, self._random = cache, self._random_state()
+        self.steps.cache, self._random = cache, random_state(self.cp.model)
         return self.step
 
     def check_call(self, cache: SpreadCache, columns: int) -> None:
         """Raise ValueError on all ranks if a call of the model was not right over ranks."""
         if cache.layers[0].length != columns:
             raise CollectiveError("the model did not use the cache: call model.eval()")
-        if not torch.equal(self._random, self._random_state()):
+        if not torch.equal(self._random, random_state(self.cp.model)):
             raise CollectiveError(
                 "the model draws random numbers (dropout?), other ones on each rank: call "
                 "model.eval()"
             )
-
-    def _random_state(self) -> torch.Tensor:
-        """Return the state of the generator from which the model would draw."""
-        device = self.cp.model.device
-        if device.type == "cpu":
-            return torch.get_rng_state()
-        return torch.get_device_module(device).get_rng_state(device)
 
     def _problem_of(self, cache: Any) -> str | None:
         """Return why a cache is none of this grid, if so.  Local."""
@@ -405,7 +406,7 @@ class Generation:
     def _call(self, cache: SpreadCache, given: dict[str, torch.Tensor]) -> torch.Tensor:
         """Call the model; return the logits after the last token, (B, V)."""
         given = given | {self._named: cache, "use_cache": True} | self._usual
-        self._agreed, self._random = True, self._random_state()
+        self._agreed, self._random = True, random_state(self.cp.model)
         try:
             logits = self.cp.model(**given).logits[:, -1]
         finally:

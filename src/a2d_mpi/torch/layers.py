@@ -158,11 +158,20 @@ def is_random(model: torch.nn.Module, seqlen: int) -> bool:
             model.train()
             few = _inputs(model, seqlen)
             with NoDropout():
+                before = random_state(model)
                 expected = watch.run(few)
                 watch.compare(few, expected, "is random in training, apart from dropout")
+                if not torch.equal(before, random_state(model)):  # which routes may hide
+                    raise ValueError("it draws random numbers in training, apart from dropout")
         finally:
             watch.clear()
     return any(found)
+
+
+def random_state(model: torch.nn.Module) -> torch.Tensor:
+    """Return the state of the random numbers that a model draws."""
+    on_gpu = model.device.type == "cuda"
+    return torch.cuda.get_rng_state(model.device) if on_gpu else torch.get_rng_state()
 
 
 def has_loss_function(model: torch.nn.Module, seqlen: int) -> bool:
