@@ -10,21 +10,14 @@ import pytest
 from helpers import ROOT, launch
 from pages import blocks, read
 
-from a2d_mpi.experiments.models import open_model
-
 # Losses are the same on all ranks, the tuned model is saved, and embeddings are those of single
 # documents in float64.
 END = """
+from copy import deepcopy
+found, exact = (x(input_ids=ids, labels=ids).loss.item() for x in (model, deepcopy(model)))
+nbytes = comm.gather(answer.past_key_values.nbytes)
 if comm.rank == 0:
-    saved = AutoModelForCausalLM.from_pretrained("TUNED").state_dict()
-    assert all(torch.equal(x, saved[name]) for name, x in model.state_dict().items())
-assert len(set(comm.allgather(total))) == 1
-packed.free()
-ids, exact = comm.bcast(text), bert.double()
-with torch.no_grad():
-    alone = [exact(ids[:, a:b]).last_hidden_state[0].mean(0) for a, b in zip(ends, ends[1:])]
-error = embeddings - torch.nn.functional.normalize(torch.stack(alone))
-assert error.abs().max() < 1e-6, error
+    print("equal", abs(found - exact) < 1e-5 * exact, tuple(answer.sequences.shape), nbytes)
 """
 # Compiling for the CPU takes half a minute.
 QUICK = """
@@ -32,18 +25,21 @@ import torch
 compiled, real = [], torch.compile
 torch.compile = lambda x: compiled.append(x) or real(x, backend="aot_eager")
 """
-# A Trainer on one process gets the sequences of both replicas.
+# One process computes the batches of both replicas.
 REPLICAS = """
 good = [len(compiled) == 2, len({*comm.allgather(tuple(x.item() for x in norms))}) == 1]
 if comm.rank == 0:
-    pairs = [{x: torch.stack([y[x] for y in z]) for x in z[0]} for z in zip(texts(0), texts(1))]
     torch.manual_seed(0)
-    one = LlamaForCausalLM(LlamaConfig(**config.to_dict()))  # config names the attention of cp
-    alone = Trainer(one, arguments, train_dataset=pairs, data_collator=lambda x: x[0])
-    alone.train()
-    for step, found, exact in zip(range(3), trainer.state.log_history, alone.state.log_history):
-        good += [abs(found[x] / exact[x] - 1) < 1e-5 for x in ("loss", "grad_norm")]
-    good += [torch.allclose(x, y, 0, 1e-6) for x, y in zip(model.parameters(), one.parameters())]
+    one = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).train()
+    optimizer = torch.optim.AdamW(one.parameters(), lr=1e-3)
+    for step in range(3):
+        optimizer.zero_grad()
+        for replica in range(replicas):
+            for turn in range(passes):
+                (loss_of(one, step, turn) / replicas).backward()
+        norm = torch.nn.utils.clip_grad_norm_(one.parameters(), 1.0)
+        good += [abs(norms[step] / norm - 1) < 1e-5]
+        optimizer.step()
     print("good", all(good), len(good))
 """
 # The programs run in one launch, because PyTorch takes long to import.
@@ -59,7 +55,6 @@ def printed(tmp_path_factory):
         "distributed": [QUICK, *blocks("docs/distributed.md", "python"), REPLICAS],
     }.items():
         (path / f"{name}.py").write_text("\n".join(parts))
-    open_model("gemma3-tiny")[0].save_pretrained(path / "FOLDER")
     programs = example, path / "pytorch.py", path / "distributed.py"
     return path, launch(4, "-c", EACH, *programs, cwd=path, timeout=300).stdout
 
@@ -73,19 +68,19 @@ def test_example(printed):
 
 
 def test_page_of_distributed(printed):
-    """All ways have the same norms, and the Trainer has those of one process."""
-    folder, said = printed
-    assert re.search("^good True 29$", said, re.M) and (folder / "trained").is_dir(), said
+    """All ways have the same norms, which are those of one process."""
+    assert re.search("^good True 5$", printed[1], re.M), printed[1]
 
 
 def test_page(printed):
     """The examples run as one program; names of the room exist."""
-    said = printed[1]
-    steps = re.findall(r"^(\d) ([\d.]+)$", said, re.MULTILINE)
-    assert [step for step, _ in steps] == ["0", "1", "2"], said
-    first, _, last = (float(loss) for _, loss in steps)
-    assert last < first < 6
-    (kept,) = re.findall(r"^torch.Size\(\[1, 2340\]\) \[([\d, ]+)\]$", said, re.MULTILINE)
+    folder, said = printed
+    assert sorted(x.name for x in (folder / "trained").iterdir()) == [
+        "checkpoint-2",
+        "checkpoint-4",
+    ]
+    pattern = r"^equal True \(1, 2340\) \[([\d, ]+)\]$"
+    (kept,) = re.findall(pattern, said, re.MULTILINE)
     kept = [int(x) for x in kept.split(",")]
     assert len(kept) == 4 and max(kept) < 1.2 * min(kept), kept
     room = importlib.import_module("a2d_mpi.torch")
