@@ -17,7 +17,7 @@ work = Workload(4096, nheads=8, nheads_kv=2, headdim=32, mask=Causal())
 best = best_candidate(machine, comm.size, work)  # method, grid, slices, predicted seconds
 
 grid = ProcessGrid.from_layout(comm, best.layout)
-plan = make_plan(best.method, grid, work.mask, **work.config.arguments)
+plan = make_plan(best.method, grid, work.mask, **work.arguments)
 q, k, v = (np.ones((len(plan.tokens), x, 32), plan.dtype) for x in (8, 2, 2))
 plan.forward(q, k, v)
 took = comm.allreduce(plan.timings["forward/total"], MPI.MAX)
