@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -194,14 +193,13 @@ def execute(
 ) -> subprocess.CompletedProcess:
     """Run a Python command on some ranks with the MPI of this environment; 0: without mpiexec.
 
-    `options` are options of mpiexec.  The result has an attribute `seconds`, the duration.
+    `options` are options of mpiexec.
 
     Raises
     ------
     subprocess.TimeoutExpired
         After `timeout` seconds, when all processes have ended.
     """
-    started = time.monotonic()
     with subprocess.Popen(
         [str(x) for x in words],
         cwd=cwd,
@@ -223,7 +221,6 @@ def execute(
                 process.kill()
             raise
     done = subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
-    done.seconds = time.monotonic() - started
     assert code in (None, done.returncode), f"exit code {done.returncode}\n{stdout}{stderr}"
     return done
 
