@@ -250,6 +250,7 @@ def test_no_grid_shrinks_in_a_job_that_ends(grid):
         grid.shrink()
 
 
+@pytest.mark.multirank
 @pytest.mark.mpi(min_size=2)
 def test_reports_of_waits_take_no_messages_of_plans(comm, grid):
     """On a grid in one row, both use one communicator."""

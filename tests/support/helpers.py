@@ -353,5 +353,5 @@ def assert_one_line_each(done: subprocess.CompletedProcess, texts: Sequence[str]
     """Assert that drivers printed one line on stderr for each text."""
     messages = re.findall(r"^\w+\.py: error: .*$", done.stderr, re.MULTILINE)
     wrong = [(text, line) for text, line in zip_longest(texts, messages) if text not in str(line)]
-    assert not wrong and len(messages) == len(texts), done.stderr
+    assert not wrong and len(messages) == len(texts), f"{wrong}\n{done.stderr}"
     assert "Traceback" not in done.stderr + done.stdout

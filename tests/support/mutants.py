@@ -177,8 +177,8 @@ def results(rank):
 def plan(rank):
     """The dk of one token is zero."""
 
-    def wrong(right, self, *given):
-        dq, dk, dv, *others = right(self, *given)
+    def wrong(right, self, *given, **named):
+        dq, dk, dv, *others = right(self, *given, **named)
         dk[self.tokens_kv == self.seqlen // 3] = 0
         return dq, dk, dv, *others
 

@@ -32,7 +32,6 @@ PARSERS = [(name, x) for name in PROGRAMS for x in parsers_of(f"drivers/{name}")
 SMALL = {
     "attention.py": "--seqlen 70 --trials 1",
     "bench.py attention": "--seqlens=70 --nheads=4 --headdim=8 --trials=1 --plans=ring",
-    "bench.py linear": "--seqlens 70 --headdim 8 --trials 1",
     "bench.py kernels": "--shapes 70x2x8",
     "plan.py rank": "--ranks 4 --seqlen 2K",
     "plot.py results": "--what scaling --format svg",

@@ -115,7 +115,8 @@ def test_drivers(tmp_path):
     for name, result in found.items():
         assert (result["config"]["block"], result["config"]["nodes"]) == ("2x1", "0 0 0 0")
         assert result["passed"] and result["predicted"]["forward seconds"] > 0
-        assert plan_text(summarise(result).config).startswith("node aware 2x2x1@rcu/2x1")
+        method = name.split("-")[0].replace("_", " ")
+        assert plan_text(summarise(result).config).startswith(f"{method} 2x2x1@rcu/2x1")
         inside = name.startswith("node") and {"row node", "col node"}
         assert not inside or inside <= result["traffic"]["forward"].keys()
 

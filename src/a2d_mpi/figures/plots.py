@@ -116,7 +116,7 @@ class Runs:
     ) -> dict[str, dict[int, Summary]]:
         """Find each method's plan of least `key` at every number of ranks from `fewest` on."""
         # Only `phases` shows plans that communicate and compute in turn, if both kinds were run.
-        plans = [x for x in self.of_workload if x.overlap] or self.of_workload
+        plans = [x for x in self.of_workload if x.config["overlap"]] or self.of_workload
         return _best((x for x in plans if x.config["ranks"] >= fewest), key)
 
     @property
