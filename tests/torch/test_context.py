@@ -199,12 +199,6 @@ def test_two_models(comm, parallel):
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
-LINEAR = {
-    "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2,
-    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}  # fmt: skip
 MIXES = "mixes tokens outside of transformers' attention"
 BYPASSES = "does not use transformers' attention functions"
 LARGEST = "depends on the largest position"
@@ -214,10 +208,6 @@ REFUSED = {
         "Llama4ForCausalLM", "Llama4TextConfig",
         LLAMA4 | {"attn_temperature_tuning": True, "floor_scale": 16},
         "model.layers.3.self_attn (q) counts positions by itself"),
-    "Qwen3-Next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", LINEAR,
-                   f"model.layers.0.linear_attn.out_proj {MIXES}"),
-    "LFM2": ("Lfm2ForCausalLM", "Lfm2Config", {"layer_types": ["conv", "full_attention"]},
-             f"model.layers.0.conv.out_proj {MIXES}"),
     "dynamic RoPE": ("LlamaForCausalLM", "LlamaConfig",
                      {"rope_parameters": DYNAMIC, "max_position_embeddings": 32}, LARGEST),
     "longrope": (
