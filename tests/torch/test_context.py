@@ -199,7 +199,6 @@ def test_two_models(comm, parallel):
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
-MIXES = "mixes tokens outside of transformers' attention"
 BYPASSES = "does not use transformers' attention functions"
 LARGEST = "depends on the largest position"
 # Class, config and options of models that are refused, and what the error says.
