@@ -242,7 +242,7 @@ class ContextParallel:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if most > self.longest:
             self._find_out(max(most, min(2 * self.longest, limit or most)))
-        elif self._print.changed():
+        elif any(self.grid.comm.allgather(self._print.changed())):
             self._find_out(self.longest)
         if training and not self._trains:
             call = Call(self.grid.comm)
@@ -630,10 +630,7 @@ class ContextParallel:
     @contextmanager
     def _generating(self) -> Iterator[None]:
         """Let ``model.generate`` be transformers' own; first try a model that has changed."""
-        changed = self._print.changed()
-        agree(self.grid.comm, None, {"changes of modules": changed})
-        if changed:
-            self._find_out(self.longest)
+        self._prepare(0, False)
         own = vars(self.model).pop("generate", None)
         try:
             yield
