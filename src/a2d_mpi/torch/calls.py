@@ -302,6 +302,7 @@ def _begin(
         batch = arranged(known, tuple(shape), follows, 2 * comm.size, cp._causal)
         cp._check_tokens(given.get("input_ids"), batch)
     said |= {"the model": type(module).__name__, "training": module.training}
+    said |= {"changes of modules": cp._print.changed()}
     said |= {"torch.is_grad_enabled()": torch.is_grad_enabled()}
     with cp.grid.failures.translated():
         call.agree(said)

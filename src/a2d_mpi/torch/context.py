@@ -242,7 +242,7 @@ class ContextParallel:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if most > self.longest:
             self._find_out(max(most, min(2 * self.longest, limit or most)))
-        elif any(self.grid.comm.allgather(self._print.changed())):
+        elif self._print.changed():
             self._find_out(self.longest)
         if training and not self._trains:
             call = Call(self.grid.comm)
@@ -630,7 +630,8 @@ class ContextParallel:
     @contextmanager
     def _generating(self) -> Iterator[None]:
         """Let ``model.generate`` be transformers' own; first try a model that has changed."""
-        self._prepare(0, False)
+        if any(self.grid.comm.allgather(self._print.changed())):
+            self._find_out(self.longest)
         own = vars(self.model).pop("generate", None)
         try:
             yield
