@@ -7,8 +7,8 @@ from dense import problem_for, results_of
 from helpers import assert_all, deeper
 
 from a2d_mpi import Causal, Full
+from a2d_mpi.checks.check import check_attention
 from a2d_mpi.core.dtypes import DTYPES
-from a2d_mpi.experiments.check import check_attention
 
 pytestmark = [pytest.mark.mpi, pytest.mark.one_mpi, pytest.mark.grids]
 # Of logits of 1e4 a right run gets so much wrong, and no check can tell it: the float32 logits are

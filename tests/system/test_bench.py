@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from helpers import ROOT, read_runs
 
+from a2d_mpi.cli.workloads import make_workload, parse_plan, plans_for
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.experiments.hdf5 import read_file
-from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, flat
-from a2d_mpi.experiments.sweep import make_workload, parse_plan, plans_for
 from a2d_mpi.planning import planner
 from a2d_mpi.planning.profile import read_machine
+from a2d_mpi.results.hdf5 import read_file
+from a2d_mpi.results.tables import BENCHMARK_SCHEMA, flat
 
 SMALL = ["--nheads", "4", "--headdim", "8", "--trials", "2"]
 WORKLOAD = "full-n61-h4-kv2-d8-float32-backward"

@@ -10,8 +10,8 @@ import pytest
 import transformers
 from helpers import ROOT, parser_of
 
-from a2d_mpi.experiments import plan
-from a2d_mpi.experiments.model_layers import read_model
+from a2d_mpi.cli.model_layers import read_model
+from a2d_mpi.commands import plan
 
 H100 = ROOT / "data" / "machines" / "h100-8.toml"
 LLAMA = {  # Llama 3 8B

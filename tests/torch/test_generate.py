@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from a2d_mpi.experiments.models import Tokenizer
+from a2d_mpi.cli.models import Tokenizer
 
 PROMPT = "To be, or not to be"
 
@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 
 # Tell the grid.
 GRID = """
-from a2d_mpi.experiments import generate
+from a2d_mpi.commands import generate_session as generate
 real = generate.ProcessGrid
 def told(*given):
     print(f"rank {rank}: grid", *given[1:], file=sys.stderr)

@@ -11,8 +11,9 @@ import pytest
 from helpers import drive, parser_of
 from machines import A100, H100, MACHINES, RESULTS, planned
 
+from a2d_mpi.cli.workloads import read_problem
+from a2d_mpi.commands.plan import rank_plans as rank
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.experiments.plan import rank, read_problem
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning import candidate as candidate_module
 from a2d_mpi.planning import cost, survey

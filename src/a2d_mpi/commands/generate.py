@@ -18,9 +18,8 @@ Exit code 0: all prompts were answered.  2: bad input.
 from collections.abc import Callable
 from functools import partial
 
-from a2d_mpi.experiments.cli import run_torch
-from a2d_mpi.experiments.models import NAMES, model_name
-from a2d_mpi.experiments.options import (
+from a2d_mpi.cli.models import NAMES, model_name
+from a2d_mpi.cli.options import (
     Parser,
     add_engine,
     add_options,
@@ -30,6 +29,7 @@ from a2d_mpi.experiments.options import (
     tokens,
     whole,
 )
+from a2d_mpi.cli.run import run_torch
 
 
 def build(parser: Parser) -> Callable:
@@ -54,4 +54,4 @@ def build(parser: Parser) -> Callable:
     add_options(group, "output", help=text)
     add_options(group, "method", "rows", "cols", "head-ranks", "survive")
     add_engine(parser)
-    return partial(run_torch, "generate.generate")
+    return partial(run_torch, "generate_session.generate")

@@ -15,8 +15,8 @@ Exit code 0: done.  1: a check of some result failed.  2: bad input, or nothing 
 import argparse
 from collections.abc import Callable
 
-from a2d_mpi.experiments.options import Parser, add_options, listed, one_of, path, tokens, whole
-from a2d_mpi.experiments.sweep import add_list, add_plans
+from a2d_mpi.cli.options import Parser, add_options, listed, one_of, path, tokens, whole
+from a2d_mpi.cli.workloads import add_list, add_plans
 
 
 def results(parser: Parser) -> Callable:
@@ -122,7 +122,7 @@ def schedule(parser: Parser) -> Callable:
     predicted time of every rank by part, phase by phase.  Ranks are counted as MPI counts them:
     neighbours share nodes, whose ranks have shades of one colour.
     """
-    from a2d_mpi.experiments.plan import add_problem
+    from a2d_mpi.cli.workloads import add_problem
     from a2d_mpi.figures import schedule_plots
 
     parser.add_argument("output", type=path, help="PNG, SVG or PDF file")
@@ -145,7 +145,7 @@ def study(parser: Parser) -> Callable:
     model predicted, and the bytes that the busiest rank received.  The last lines say how far the
     model was off, and how many picks take at most 1.1 times the fastest.
     """
-    from a2d_mpi.experiments.results import print_study, read_measured
+    from a2d_mpi.results.tables import print_study, read_measured
 
     parser.add_argument("files", type=path, nargs="+", help="HDF5 files of bench")
     return lambda args: print_study(args.files, read_measured)
@@ -159,8 +159,8 @@ def scale(parser: Parser) -> Callable:
     The table has the columns of "study", with simulated times.  The wait is the mean over all
     ranks.  Plans that do not fit in the memory of the ranks are left out.
     """
-    from a2d_mpi.experiments.plan import read_summaries
-    from a2d_mpi.experiments.results import print_study
+    from a2d_mpi.commands.plan import read_summaries
+    from a2d_mpi.results.tables import print_study
 
     parser.add_argument("files", type=path, nargs="+", help="HDF5 files of plan simulate")
     return lambda args: print_study(args.files, read_summaries)

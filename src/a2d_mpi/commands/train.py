@@ -22,9 +22,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from a2d_mpi.experiments.cli import add_grid, run_torch
-from a2d_mpi.experiments.models import NAMES, model_name
-from a2d_mpi.experiments.options import (
+from a2d_mpi.cli.models import NAMES, model_name
+from a2d_mpi.cli.options import (
     Parser,
     add_engine,
     add_options,
@@ -34,6 +33,7 @@ from a2d_mpi.experiments.options import (
     tokens,
     whole,
 )
+from a2d_mpi.cli.run import add_grid, run_torch
 
 DTYPES = ("float32", "float64", "bfloat16")
 
@@ -74,4 +74,4 @@ def build(parser: Parser) -> Callable:
     add_options(group, "output", help="HDF5 file for losses, seconds, traffic and options")
     add_options(add_grid(parser), "survive")
     add_engine(parser)
-    return partial(run_torch, "train.train")
+    return partial(run_torch, "train_job.train")

@@ -14,17 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.experiments.hdf5 import read_file
-from a2d_mpi.experiments.results import (
-    BENCHMARK_SCHEMA,
-    FAMILIES,
-    PARTS,
-    Summary,
-    family_of,
-    kernel_speeds,
-    plan_text,
-    read_measured,
-)
 from a2d_mpi.figures.pictures import (
     COLOURS,
     FILLS,
@@ -39,6 +28,17 @@ from a2d_mpi.figures.pictures import (
 )
 from a2d_mpi.planning.planner import duration
 from a2d_mpi.planning.profile import read_machine
+from a2d_mpi.results.hdf5 import read_file
+from a2d_mpi.results.tables import (
+    BENCHMARK_SCHEMA,
+    FAMILIES,
+    PARTS,
+    Summary,
+    family_of,
+    kernel_speeds,
+    plan_text,
+    read_measured,
+)
 
 
 def plot(args: argparse.Namespace) -> int:

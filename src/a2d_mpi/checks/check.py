@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -22,10 +22,63 @@ from a2d_mpi.attention.around import ROUNDED
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import compute_dtype
-from a2d_mpi.experiments.files import Check
 
 ROWS = 64  # rows that are checked together
 RESULTS = ("out", "dq", "dk", "dv")  # partial results of which travel in the format of `wire`
+
+
+@dataclass(frozen=True)
+class Check:
+    """The check of one tensor.
+
+    Attributes
+    ----------
+    error : float
+        Largest error.  With a narrow format on the wire, the largest distance from attention of
+        the rounded tensors.
+    bound : float
+        Largest allowed error; NaN if rounding alone may change the values by a tenth.
+    rows : int
+        Number of compared tokens; of "repeat", "inputs" and "traffic" the number of ranks.
+    as_given : float or None
+        With a narrow format on the wire, the largest distance from attention of the tensors before
+        rounding.
+    """
+
+    error: float
+    bound: float
+    rows: int
+    as_given: float | None = None
+
+    @property
+    def attributes(self) -> dict[str, object]:
+        """The fields without None, and the verdict: attributes in result files."""
+        values = {name: x for name, x in vars(self).items() if x is not None}
+        return {**values, "passed": self.passed}
+
+    @property
+    def passed(self) -> bool:
+        """True if tokens were compared, and the error is at most the bound."""
+        return self.verdict == "passed"
+
+    @property
+    def verdict(self) -> str:
+        """The verdict in words: "passed", or "FAILED" with the reason if it is not the error."""
+        if self.rows <= 0:
+            return "FAILED: nothing was compared"
+        if not math.isfinite(self.error):
+            return "FAILED: not finite"
+        if not math.isfinite(self.bound):
+            return "FAILED: not checked, rounding alone may change a tenth of it"
+        return "passed" if self.error <= self.bound else "FAILED"
+
+
+def attributes_of(checks: Mapping[str, Check]) -> dict[str, object]:
+    """Return the checks of a run as they stand in files, and whether all passed."""
+    return {
+        "passed": all(x.passed for x in checks.values()),
+        "checks": {name: x.attributes for name, x in checks.items()},
+    }
 
 
 @np.errstate(all="ignore")  # overflows show in the results and fail the check

@@ -17,12 +17,7 @@ import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
-from a2d_mpi.comm.agreement import Call, CollectiveError, agree
-from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.comm.survival import survives
-from a2d_mpi.core.layout import Layout
-from a2d_mpi.core.sizes import squarest
-from a2d_mpi.experiments.options import (
+from a2d_mpi.cli.options import (
     BAD_INPUT,
     INTERRUPTED,
     Parser,
@@ -31,6 +26,11 @@ from a2d_mpi.experiments.options import (
     open_streams,
     reason,
 )
+from a2d_mpi.comm.agreement import Call, CollectiveError, agree
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.comm.survival import survives
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.core.sizes import squarest
 from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.writing import leaves_open, problem_of
@@ -205,7 +205,7 @@ def run_torch(program: str, comm: MPI.Intracomm, args: argparse.Namespace) -> in
     def imported() -> Callable[[MPI.Intracomm, argparse.Namespace], int]:
         module, _, name = program.partition(".")
         try:
-            return getattr(import_module(f"a2d_mpi.experiments.{module}"), name)
+            return getattr(import_module(f"a2d_mpi.commands.{module}"), name)
         except ImportError as error:
             raise ValueError(f"{error}; pip install a2d_mpi[torch]") from None
 
@@ -296,7 +296,7 @@ def open_grid(comm: MPI.Intracomm, args: argparse.Namespace, work: Workload) -> 
         rows, cols = least_bytes(comm, args.method, work, heads, distribution)
     grid = ProcessGrid(comm, *grid_shape(comm.size, rows, cols, heads), heads, *order)
     if getattr(args, "import"):
-        from a2d_mpi.experiments.sweep import check_ends
+        from a2d_mpi.cli.workloads import check_ends
 
         together(comm, lambda: check_ends(args.method, grid.layout, work), on=0)
     return grid

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from a2d_mpi.experiments.options import path
+from a2d_mpi.cli.options import path
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning.workload import Workload
 

@@ -145,7 +145,7 @@ def mask_text(text: str) -> str:
 
 def _imported(text: str) -> Path:
     """Run a file of --import, which few runs have."""
-    from a2d_mpi.experiments.user_files import import_file
+    from a2d_mpi.cli.user_files import import_file
 
     return import_file(path(text))
 

@@ -12,17 +12,17 @@ import torch
 from mpi4py import MPI
 from transformers import TextStreamer
 
+from a2d_mpi.checks.measure import open_device, origin_of
+from a2d_mpi.cli.models import Tokenizer, checkpoint_of, open_model, workload_of
+from a2d_mpi.cli.options import progress
+from a2d_mpi.cli.run import grid_shape, least_bytes, together
+from a2d_mpi.cli.survivors import check_survive, surviving
+from a2d_mpi.cli.user_files import texts_of
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.host import HOST
-from a2d_mpi.experiments.cli import grid_shape, least_bytes, together
-from a2d_mpi.experiments.hdf5 import check_output, write_file
-from a2d_mpi.experiments.measure import open_device, origin_of
-from a2d_mpi.experiments.models import Tokenizer, checkpoint_of, open_model, workload_of
-from a2d_mpi.experiments.options import progress
-from a2d_mpi.experiments.ranks import check_survive, surviving
-from a2d_mpi.experiments.results import GENERATION_SCHEMA as SCHEMA
-from a2d_mpi.experiments.user_files import texts_of
+from a2d_mpi.results.hdf5 import check_output, write_file
+from a2d_mpi.results.tables import GENERATION_SCHEMA as SCHEMA
 from a2d_mpi.torch import ContextParallel
 
 if TYPE_CHECKING:
