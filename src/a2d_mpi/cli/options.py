@@ -181,8 +181,6 @@ OPTIONS: dict[str, dict[str, object]] = {
                   "help": "text between two documents; empty: the whole text is one document"},
     "survive": {"action": "store_true",
                 "help": "continue without ranks that die; needs mpiexec --with-ft ulfm"},
-    "checkpoint-layers": {"action": "store_true", "help": "keep only the input of each layer for "
-                          "the backward pass, and compute the rest again"},
     # Plans and grids.
     "method": {"type": method_name, "metavar": "METHOD", "default": next(iter(METHODS)),
                "help": f"one of {', '.join(METHODS)}; underscores may replace blanks"},
