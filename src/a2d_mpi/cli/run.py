@@ -30,7 +30,6 @@ from a2d_mpi.comm.agreement import Call, CollectiveError, agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.survival import survives
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.core.sizes import squarest
 from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.writing import leaves_open, problem_of
@@ -229,19 +228,6 @@ def add_grid(parser: Parser) -> argparse._ArgumentGroup:
     return group
 
 
-def grid_shape(
-    ranks: int, rows: int | None = None, cols: int | None = None, heads: int = 1
-) -> tuple[int, int]:
-    """Return rows and columns of a grid; default: as square as the ranks allow.
-
-    The grid refuses sizes that do not fit the ranks.
-    """
-    group = max(1, ranks // heads)
-    if rows is None and cols is None:
-        return squarest(group)
-    return rows or max(1, group // cols), cols or max(1, group // rows)
-
-
 def least_bytes(
     comm: MPI.Intracomm,
     method: str,
@@ -294,7 +280,9 @@ def open_grid(comm: MPI.Intracomm, args: argparse.Namespace, work: Workload) -> 
     if (rows, cols) == (None, None):
         distribution = getattr(args, "distribution", None)
         rows, cols = least_bytes(comm, args.method, work, heads, distribution)
-    grid = ProcessGrid(comm, *grid_shape(comm.size, rows, cols, heads), heads, *order)
+    group = max(1, comm.size // heads)
+    rows, cols = rows or max(1, group // cols), cols or max(1, group // rows)
+    grid = ProcessGrid(comm, rows, cols, heads, *order)
     if getattr(args, "import"):
         from a2d_mpi.cli.workloads import check_ends
 
