@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from a2d_mpi.cli.model_layers import heads_of
 from a2d_mpi.cli.options import path
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning.workload import Workload
@@ -101,16 +102,8 @@ def workload_of(
     most = getattr(config, "max_position_embeddings", None) or longest
     if longest > most:
         raise ValueError(f"a text has {longest} tokens in a row, and the model {most} positions")
-    nheads = config.num_attention_heads
-    return Workload(
-        seqlen=seqlen,
-        nheads=nheads,
-        nheads_kv=getattr(config, "num_key_value_heads", None) or nheads,
-        headdim=getattr(config, "head_dim", None) or config.hidden_size // nheads,
-        dtype=dtype,
-        mask=Causal(),
-        backward=backward,
-    )
+    heads = heads_of(config)
+    return Workload(seqlen=seqlen, **heads, dtype=dtype, mask=Causal(), backward=backward)
 
 
 def open_model(
