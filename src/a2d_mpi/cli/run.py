@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from importlib import import_module
 from typing import NoReturn, TypeVar
 
 import numpy as np
@@ -180,35 +179,6 @@ def _leave(
         # If a rank dies now, MPI_Finalize may wait for good (Open MPI 5.0.11).
         os._exit(int(~codes[0]))
     sys.exit(ends.allreduce(code, MPI.BOR))
-
-
-def run_torch(program: str, comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Run a program that needs PyTorch, which all ranks import, or none; return its exit code.
-
-    Collective over `comm`.
-
-    Parameters
-    ----------
-    program : str
-        Module of this folder, and function: "train.train".
-    comm : Intracomm
-    args : Namespace
-        Options of the program.
-
-    Raises
-    ------
-    CollectiveError
-        On all ranks, if PyTorch or transformers is missing on any rank.
-    """
-
-    def imported() -> Callable[[MPI.Intracomm, argparse.Namespace], int]:
-        module, _, name = program.partition(".")
-        try:
-            return getattr(import_module(f"a2d_mpi.commands.{module}"), name)
-        except ImportError as error:
-            raise ValueError(f"{error}; pip install a2d_mpi[torch]") from None
-
-    return together(comm, imported)(comm, args)
 
 
 def add_grid(parser: Parser) -> argparse._ArgumentGroup:

@@ -18,7 +18,7 @@ Exit code 0: all prompts were answered.  2: bad input.
 from collections.abc import Callable
 from functools import partial
 
-from a2d_mpi.cli.models import NAMES, model_name
+from a2d_mpi.cli.models import NAMES, model_name, run_torch
 from a2d_mpi.cli.options import (
     Parser,
     add_engine,
@@ -29,7 +29,7 @@ from a2d_mpi.cli.options import (
     tokens,
     whole,
 )
-from a2d_mpi.cli.run import add_grid, run_torch
+from a2d_mpi.cli.run import add_grid
 
 
 def build(parser: Parser) -> Callable:
