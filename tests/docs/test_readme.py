@@ -87,13 +87,6 @@ def test_names(page):
     assert used <= set(re.findall(r"\b[A-Z]\w+", SOURCES + JOBS))
 
 
-def test_both_commands_are_there():
-    assert {"bash jobs/local.sh\n", "bash jobs/test.sh\n"} <= set(blocks("README.md", "bash"))
-    assert "`bash jobs/test.sh all`" in read("README.md")
-    for command in ("bash jobs/local.sh", "bash jobs/test.sh all"):
-        assert f"\n{command} || status=1" in read(".ci/run")
-
-
 @pytest.mark.launches
 def test_library_example(tmp_path):
     example = tmp_path / "example.py"
