@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-if TYPE_CHECKING:  # the many runs of pytest in test_harness.py need none of them
+if TYPE_CHECKING:
     import numpy as np
     from mpi4py import MPI
 
