@@ -91,7 +91,7 @@ def test_names(page):
 def test_library_example(tmp_path):
     example = tmp_path / "example.py"
     example.write_text(blocks("README.md", "python")[0])
-    done = launch(4, example, timeout=60)
+    done = launch(4, example)
     assert done.stdout.count("(250, 8, 32)") == 4
     lines = example.read_text().split("import numpy")[1].splitlines()
     assert sum(bool(line) for line in lines) <= 15

@@ -294,7 +294,7 @@ def test_benchmark_of_kernels(monkeypatch, tmp_path):
 
 
 ONCE = """
-import a2d_mpi.checks.measure as m
+import a2d_mpi.checks.timing as m
 measured = m.in_turn
 m.in_turn = lambda calls, *others, device, **more: measured(calls, 1, device=device, warmup=0)
 """

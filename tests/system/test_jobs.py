@@ -12,7 +12,7 @@ from pathlib import Path
 
 import h5py
 import pytest
-from helpers import MPIEXEC, ROOT, SECONDS, execute, module_of, parser_of
+from helpers import MPIEXEC, ROOT, execute, module_of, parser_of
 from mpi4py import MPI
 
 # The Python of this run first.
@@ -73,7 +73,7 @@ def test_jobs_take_the_active_environment(tmp_path):
     def run(folder, *command, code=0, **more):
         active = {"A2D_MPI_ENV": "active", "PATH": PATH,
                   "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}  # fmt: skip
-        options = {"cwd": folder, "env": active | more, "timeout": 2 * SECONDS}
+        options = {"cwd": folder, "env": active | more}
         return execute("bash", *command, **options, code=code)
 
     def refused(text, folder, *command, **more):

@@ -337,7 +337,7 @@ def test_git_commit(tmp_path, monkeypatch):
 
     def git(*args):
         identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
-        return execute("git", "-C", tmp_path, *identity, *args, timeout=60).stdout.strip()
+        return execute("git", "-C", tmp_path, *identity, *args).stdout.strip()
 
     def commit():
         return provenance("", [])["git_commit"]
