@@ -120,8 +120,8 @@ def test_module_lists_its_commands(tmp_path):
     done = module(ranks=3, cwd=tmp_path)
     assert done.stderr == "" and done.stdout.count("usage: python -m a2d_mpi [") == 1
     assert re.findall(r"^  ([a-z]+) {2,}[a-z]", done.stdout, re.MULTILINE) == [*COMMANDS]
-    for word in ("attentoin", "--output", "attention.py"):
-        done = module(word, "x.h5", ranks=3, cwd=tmp_path, code=2)
+    for word, ranks in (("attentoin", 3), ("--output", 0), ("attention.py", 0)):
+        done = module(word, "x.h5", ranks=ranks, cwd=tmp_path, code=2)
         assert done.stdout == "" and done.stderr.startswith("python -m a2d_mpi: error: ")
         assert done.stderr.count("\n") == 1 and " COMMAND" in done.stderr
 
