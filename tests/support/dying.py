@@ -140,7 +140,7 @@ def hash_of(*arrays):
 SIZES = {"seqlen": 768, "nheads": 6, "headdim": 16, "kernel": "numpy"}
 # Functions in which a rank dies while the grid shrinks.
 POINTS = (failures, "_grid_on"), (ProcessGrid, "_split"), (Layout, "on_nodes")
-PATIENCE = 20  # seconds: a rank that hears nothing leaves
+PATIENCE = 100  # seconds: a rank that hears nothing leaves, also on a busy machine
 
 
 def say(*words):
@@ -237,7 +237,7 @@ def whole(method, heads, say_hash=say_hash):
 
 if __name__ == "__main__":
     kind, first, second, *more = sys.argv[1:]
-    faulthandler.dump_traceback_later(PATIENCE + 10, exit=True)
+    faulthandler.dump_traceback_later(2 * PATIENCE, exit=True)
     if kind == "lose":
         lose(first, json.loads(second), *more[:1], *map(int, more[1:]))
     else:

@@ -41,6 +41,13 @@ attention.py {tmp}/good.h5 --output {tmp}/folder/../good.h5 | good.h5, another k
 attention.py {sample} --trace {tmp}/a.txt | a.txt must end with .json
 attention.py {sample} --trace {tmp}/other.json | other.json, another kind of file
 attention.py {tmp}/pipe | cannot read {tmp}/pipe as HDF5: it is not a regular
+attention.py {tmp}/loop | cannot read {tmp}/loop as HDF5: Too many levels
+attention.py {tmp} | cannot read {tmp} as HDF5: Is a directory
+attention.py {text}/x.h5 | cannot read {text}/x.h5 as HDF5: Not a directory
+attention.py {text} | cannot read {text} as HDF5: file signature not found
+attention.py {sample} --output {tmp} | cannot write {tmp}: it is not a regular file
+attention.py {sample} --output {tmp}/pipe | cannot write {tmp}/pipe: it is not a regular file
+attention.py {sample} --output {text}/x.h5 | cannot write {text}/x.h5: Not a directory
 attention.py {sample} --rank-block 2 | --rank-block must be ROWSxCOLUMNS, got '2'
 attention.py {sample} --rank-block 3x1 | 3x1 blocks do not divide a grid of 1 x 2
 attention.py {sample} --rank-block 1x2 [--rank-block 1x1] | disagree on --rank-block
@@ -164,6 +171,7 @@ def places(tmp_path_factory):
     h5py.File(tmp / "other.h5", "w").close()
     (tmp / "other.json").write_text('{"kept": true}')
     os.mkfifo(tmp / "pipe")
+    (tmp / "loop").symlink_to("loop")
     shutil.copy(ROOT / "data/results/16x1.toml", tmp / "machine.toml")
     wide = (tmp / "machine.toml").read_text().replace("float32", "bfloat16")
     (tmp / "wide.toml").write_text(wide)
