@@ -60,8 +60,8 @@ class DeviceState:
         grid: ProcessGrid,
         threads: int | None,
     ) -> None:
-        self._config, self._widths = config, (config.headdim, config.headdim_v)
-        check_kernel(kernel, config.dtype_of("q"), config.logit_softcap, self._widths)
+        self._config = config
+        check_kernel(kernel, config.dtype_of("q"))
         if overlap not in (True, False):
             raise ValueError(f"overlap must be true or false, got {overlap!r}")
         if transfers not in TRANSFERS:
@@ -93,7 +93,7 @@ class DeviceState:
             poll = partial(transport.poll, self._polled)
         self.kernel = make_kernel(
             self._name, device, config.dtype_of("q"), config.softmax_scale, poll=poll, work=work,
-            logit_softcap=config.logit_softcap, widths=self._widths,
+            logit_softcap=config.logit_softcap,
         )  # fmt: skip
         self.device, self.work, self.transport = device, work, transport
         self.blocks.clear()
