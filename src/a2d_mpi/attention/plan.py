@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,7 +21,6 @@ from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.devices.clocks import Recorded
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.masks.mask import Mask
@@ -28,6 +28,9 @@ from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.slices import slices_of
 from a2d_mpi.schedules.writing import problem_of, write
+
+if TYPE_CHECKING:
+    from a2d_mpi.devices.recorder import Recorded
 
 KEPT = 8  # plans that a plan keeps for other masks
 
@@ -456,7 +459,9 @@ class AttentionPlan(Caller):
         context manager of a list of Recorded
             The list holds the calls after the ``with`` statement.
         """
-        return self._state.clocks.recording()
+        from a2d_mpi.devices.recorder import recording
+
+        return recording(self._state.clocks)
 
     @property
     def buffer_bytes(self) -> int:
