@@ -146,8 +146,8 @@ def members_of(ranks: Sequence[int], nodes: Sequence[int]) -> dict[int, list[int
 def in_equal_nodes(layout: Layout) -> bool:
     """Return True if nodes divide all rows, and all columns, into equal groups of several ranks.
 
-    Rows or columns, not both, may lie inside nodes or have one rank per node.  All context-parallel
-    groups must be divided in the same way.
+    Rows or columns, not both, may lie inside nodes or have one rank per node.  All
+    context-parallel groups must be divided in the same way.
     """
     divisions = {layout.nodes_of_group(head) for head in range(layout.heads)}
     if layout.nodes is None or len(divisions) > 1:
