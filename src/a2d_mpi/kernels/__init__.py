@@ -47,7 +47,7 @@ KERNELS: dict[str, Entry | None] = {
     # The kernel "numpy" with compiled passes over logits (extra `numba`).
     "numba": Entry(_lazy("compiled", "NumbaKernel"), (*_HALF, "float32")),
     # Products by oneDNN (extra `onednn`).
-    "onednn": Entry(_lazy("onednn", "OneDnnKernel"), _HALF),
+    "onednn": Entry(_lazy("onednn", "OneDnnKernel"), ("bfloat16",)),
     "cupy": Entry(_lazy("cupy", "CupyKernel"), _ALL, gpu=True),
     # Uses "cupy" for blocks that cuDNN does not compute.
     "cudnn": Entry(_lazy("cudnn", "CudnnKernel"), _HALF, gpu=True),
