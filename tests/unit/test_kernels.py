@@ -48,7 +48,8 @@ def test_kernel(kernel, kind, case):
 )  # fmt: skip
 def test_any_blocks(nq, nk, group, nheads_kv, kind, size, cap, block_q, block_k, seed):
     """One kernel object serves all shapes."""
-    kernel = NumpyKernel(np.float64, 0.5, None, block_q, block_k, logit_softcap=cap)
+    kernel = NumpyKernel(np.float64, 0.5, logit_softcap=cap)
+    kernel._blocker = Blocker(block_q, block_k)
     for shape in ((nq, nk), (nk, nq)):
         sizes = (*shape, group * nheads_kv, nheads_kv, 4)
         intervals = random_intervals(*shape, kind, seed)
@@ -94,7 +95,8 @@ def test_nan_is_not_hidden(name, cap, careful):
 
 def test_polls_between_blocks():
     polls, (q, k, v, _) = [], np.ones((4, 64, 1, 4), np.float32)
-    kernel = NumpyKernel(np.float32, 0.5, lambda: polls.append(1), block_q=16, block_k=32)
+    kernel = NumpyKernel(np.float32, 0.5, lambda: polls.append(1))
+    kernel._blocker = Blocker(16, 32)
     intervals = Full().intervals(np.arange(64), np.arange(64))
     kernel.forward(q, k, v, intervals, np.empty_like(q), np.empty((64, 1), np.float32))
     assert len(polls) == 8

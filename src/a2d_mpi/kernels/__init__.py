@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -23,19 +23,13 @@ if TYPE_CHECKING:
     from a2d_mpi.kernels.protocol import Kernel
 
 
-def _lazy(module: str, name: str) -> Callable[..., Kernel]:
-    """Return a function that makes a kernel, and imports its module then."""
-
-    def make(*given: Any, **options: Any) -> Kernel:
-        return getattr(import_module(f"a2d_mpi.kernels.{module}"), name)(*given, **options)
-
-    return make
-
-
 class Entry(NamedTuple):
-    """An entry of `KERNELS`; the fields are arguments of `register_kernel`."""
+    """An entry of `KERNELS`; the fields are arguments of `register_kernel`.
 
-    make: Callable[..., Kernel]
+    The module and the class of a kernel of the package are a text: they are imported when needed.
+    """
+
+    make: Callable[..., Kernel] | str
     dtypes: tuple[str, ...]
     gpu: bool = False
 
@@ -43,14 +37,14 @@ class Entry(NamedTuple):
 _ALL, _HALF = tuple(DTYPES), ("float16", "bfloat16")
 KERNELS: dict[str, Entry | None] = {
     "auto": None,
-    "numpy": Entry(_lazy("numpy", "NumpyKernel"), _ALL),
+    "numpy": Entry("numpy:NumpyKernel", _ALL),
     # The kernel "numpy" with compiled passes over logits (extra `numba`).
-    "numba": Entry(_lazy("compiled", "NumbaKernel"), (*_HALF, "float32")),
+    "numba": Entry("compiled:NumbaKernel", (*_HALF, "float32")),
     # Products by oneDNN (extra `onednn`).
-    "onednn": Entry(_lazy("onednn", "OneDnnKernel"), ("bfloat16",)),
-    "cupy": Entry(_lazy("cupy", "CupyKernel"), _ALL, gpu=True),
+    "onednn": Entry("onednn:OneDnnKernel", ("bfloat16",)),
+    "cupy": Entry("cupy:CupyKernel", _ALL, gpu=True),
     # Uses "cupy" for blocks that cuDNN does not compute.
-    "cudnn": Entry(_lazy("cudnn", "CudnnKernel"), _HALF, gpu=True),
+    "cudnn": Entry("cudnn:CudnnKernel", _HALF, gpu=True),
 }
 # On the host (False) and on a GPU (True): the kernels from the fastest one to the one for all
 # problems.
@@ -117,7 +111,11 @@ def make_kernel(
     if entry.gpu == (device is HOST):
         arrays = "NumPy" if device is HOST else "CuPy"
         raise ValueError(f"kernel {kernel!r} does not take {arrays} arrays")
-    made = entry.make(
+    make = entry.make
+    if isinstance(make, str):
+        module, _, name = make.partition(":")
+        make = getattr(import_module(f"a2d_mpi.kernels.{module}"), name)
+    made = make(
         dtype, softmax_scale, device=device, poll=poll or (lambda: None), work=work,
         logit_softcap=logit_softcap,
     )  # fmt: skip

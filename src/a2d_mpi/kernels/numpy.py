@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -35,12 +34,12 @@ import numpy as np
 from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Workspace
-from a2d_mpi.kernels.blocks import Blocker, CacheBlock
+from a2d_mpi.kernels.blocks import Blocker, CacheBlock, even
 
 Slices = tuple[slice, slice]
 SLACK = 10.0  # nats by which a logit may exceed the running maximum of its row
-BLOCK_Q = 512  # rows of a cache block: query tokens x query heads per KV head
-BLOCK_K = 512  # keys of a cache block
+BLOCK_Q = 512  # most rows of a cache block: query tokens x query heads per KV head
+BLOCK_K = 512  # most keys of a cache block
 PACKED = 9 << 19  # most elements of a tensor that are packed at once, if of several heads
 
 
@@ -55,8 +54,6 @@ class NumpyKernel:
     poll : callable, optional
         Function that is called between cache blocks, about every millisecond.  It lets MPI move
         large messages, which happens only inside MPI calls.
-    block_q, block_k : int
-        Most rows and keys of a cache block.
     work : Workspace, optional
         Buffers of the kernel.
     logit_softcap : float, optional
@@ -79,8 +76,6 @@ class NumpyKernel:
         dtype: np.typing.DTypeLike,
         softmax_scale: float,
         poll: Callable[[], object] | None = None,
-        block_q: int = BLOCK_Q,
-        block_k: int = BLOCK_K,
         work: Workspace | None = None,
         logit_softcap: float | None = None,
         **_: Any,
@@ -88,7 +83,7 @@ class NumpyKernel:
         self.dtype = compute_dtype(np.dtype(dtype))
         self.softmax_scale, self.logit_softcap = softmax_scale, logit_softcap
         self.poll = poll or (lambda: None)
-        self._work, self._blocker = work or Workspace(), Blocker(block_q, block_k)
+        self._work, self._blocker = work or Workspace(), Blocker(BLOCK_Q, BLOCK_K)
         # exp(+-half), and its products with values between low and high, neither overflow nor
         # underflow.
         info = np.finfo(self.dtype)
@@ -314,9 +309,7 @@ class NumpyKernel:
 
         The heads of a token are adjacent in memory, so packing head by head takes twice as long.
         """
-        count = -(-nheads_kv // max(1, PACKED // max(1, (rows + nk) * d)))
-        bounds = [nheads_kv * i // count for i in range(count + 1)]
-        return [range(*x) for x in pairwise(bounds)]
+        return [range(*x) for x in even(0, nheads_kv, max(1, PACKED // max(1, (rows + nk) * d)))]
 
     def _by_heads(
         self, cache_blocks: Iterable[CacheBlock], heads: int, d: int
