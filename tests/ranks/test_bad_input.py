@@ -80,7 +80,6 @@ def test_arguments_of_any_type(comm, grid):
     assert_raises(comm, "cannot be printed", ProcessGrid, comm, rows, comm.size)
     text = "truth value of an array"
     assert_raises(comm, text, Attention2D, grid, Full(), overlap=both, **GOOD)
-    assert_raises(comm, text, plan.forward, *qkv, max_logits=both)
     assert_raises(comm, text, plan.forward, *qkv, _recorded=both)
     if comm.size > 1:
         text = "ranks disagree on gradients (torch.no_grad, requires_grad): some ranks pa"

@@ -9,7 +9,7 @@ from dense import problem_for, results_of
 from helpers import SAMPLE, assert_all, drive, read_run
 
 from a2d_mpi import Attention2D, Causal, Full, IntervalMask
-from a2d_mpi.attention import around
+from a2d_mpi.attention import device_state
 from a2d_mpi.checks.check import check_attention
 from a2d_mpi.core import wire
 from a2d_mpi.core.wire import FORMATS
@@ -117,7 +117,7 @@ def test_a_wrong_scale(comm, grid_of, monkeypatch, what):
     for scale in ("right", "wrong"):
         if scale == "wrong":
             monkeypatch.setattr(wire, "encode", wrong)
-            monkeypatch.setattr(around, "as_sent", half_rounded)
+            monkeypatch.setattr(device_state, "as_sent", half_rounded)
         for name in ("mxfp8", "mxfp4"):
             plan = Attention2D(grid, Full(), seqlen=61, nheads=2, headdim=64, wire=name)
             given = problem_for(plan)

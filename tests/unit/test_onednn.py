@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 import pytest
-from blocks import BFLOAT16, Block, all_blocks, random_intervals
+from blocks import BFLOAT16, Block, random_intervals
 from helpers import distance
 from numba import njit
 
@@ -187,20 +187,13 @@ def test_few_shapes_of_products(dtype):
 
 @pytest.mark.parametrize("cap", [None, 20.0])
 def test_what_a_call_returns(cap, dtype):
-    """Largest logits, polls, equal bits, and NaN that stays where it belongs."""
+    """Polls, equal bits, and NaN that stays where it belongs."""
     block, polls = Block((70, 600, 4, 2, 16), dtype, "causal", 0.3, cap, size=20), []
     kind = DTYPES[dtype]
     kernel = make_kernel("onednn", HOST, kind, 0.3, lambda: polls.append(1), logit_softcap=cap)
     first, again = block.run(kernel), block.run(kernel)
     assert all(np.array_equal(x, again[y]) for y, x in first.items()) and len(polls) > 8
     q, k, v, _ = block.inputs
-    largest, lse = np.full(4, -np.inf, np.float32), np.empty((70, 4), np.float32)
-    out = np.empty(q.shape, np.float32)
-    with all_blocks(kernel):
-        kernel.forward(q, k, v, block.intervals, out, lse, largest=largest)
-    s = 0.3 * np.einsum("qhd,khd->hqk", q.astype(float), np.repeat(k, 2, 1).astype(float))
-    expected = np.where(block.visible, s, -np.inf).max((1, 2))
-    assert np.allclose(largest, expected, rtol=1e-5)
     k, v = k.copy(), v.copy()
     k[20:22], v[20:22] = np.nan, np.nan
     found = block.run(kernel, (q, k, v, block.inputs[3]), careful=True)

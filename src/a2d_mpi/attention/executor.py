@@ -34,19 +34,17 @@ class Options(NamedTuple):
         See `a2d_mpi.kernels.protocol.Kernel`.
     sink : (heads,) array or None
         Added to the results of attention, which then have the accumulation dtype.
-    largest : (heads,) array or None
-        Receives the largest logits.
     """
 
     careful: bool
     any_delta: bool
     sink: Array | None = None
-    largest: np.ndarray | None = None
 
     def of_slice(self, number: int, slices: int) -> Options:
         """Return the options of one slice of the heads."""
-        each = (x if x is None else x.reshape(slices, -1)[number] for x in self[2:])
-        return Options(*self[:2], *each)
+        if self.sink is None:
+            return self
+        return self._replace(sink=self.sink.reshape(slices, -1)[number])
 
 
 class CompiledPhase:
@@ -281,10 +279,10 @@ def _compile_attend(step: steps.Attend, program: Program) -> Run:
     def attend(x: Executor) -> None:
         (q,) = x.tensors(step.queries)  # (queries, nheads, headdim)
         k, v = x.tensors(step.keys)  # (keys, nheads_kv, headdim)
-        given, options = (q, k, v, intervals, *x.tensors(step.target)), x.options
+        given = q, k, v, intervals, *x.tensors(step.target)
         x.state.blocks["forward"] += 1
         with x.state.clocks.span("compute"):
-            x.state.kernel.forward(*given, careful=options.careful, largest=options.largest)
+            x.state.kernel.forward(*given, careful=x.options.careful)
 
     return attend
 

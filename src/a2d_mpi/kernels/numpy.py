@@ -69,7 +69,6 @@ class NumpyKernel:
     """
 
     name = "numpy"  # `make_kernel` says whether the passes are compiled
-    max_logits = True
 
     def __init__(
         self,
@@ -91,7 +90,7 @@ class NumpyKernel:
         self._high = math.exp(self._half)
         self._low = float(info.tiny / info.eps) * self._high
 
-    def forward(self, q, k, v, intervals, out, lse, careful=False, largest=None) -> None:
+    def forward(self, q, k, v, intervals, out, lse, careful=False) -> None:
         """Overwrite `out` and `lse` with the partial result of the queries over the keys.
 
         Parameters
@@ -109,9 +108,6 @@ class NumpyKernel:
             Whether elements may be NaN or infinite.  Products of cache blocks would spread these
             to hidden pairs, because 0 times NaN is NaN.  With True, results that do not depend on
             these elements stay correct.
-        largest : (nheads,) accumulation dtype, optional
-            Largest visible logit of each head, scaled and not capped.  The numbers are raised to
-            the logits of the block, which takes one more pass.
         """
         nheads, d = q.shape[1:]
         nk, nheads_kv, e = v.shape
@@ -144,10 +140,6 @@ class NumpyKernel:
                     s, total_at = get("scores", (x, m, b)), total[at]
                     # (x, m, b) = (x, m, d) @ (x, d, b)
                     np.matmul(qb[at], _t(kh[keys]), out=s)
-                    if largest is not None:
-                        shifted = None if bounded or capped else shift[at]
-                        raised = largest[heads][at[0].start * g :][: x * g]
-                        self._find_largest(s, shifted, block, raised)
                     if capped:
                         self._cap(s)
                     if bounded:
@@ -289,20 +281,6 @@ class NumpyKernel:
             np.multiply(s, s, out=slope)
             np.subtract(1, slope, out=slope)
         s *= cap
-
-    def _find_largest(
-        self, s: Array, shift: Array | None, block: CacheBlock, largest: Array
-    ) -> None:
-        """Raise `largest`, one number for each head, to the visible logits of a cache block.
-
-        `s` is (KV heads, rows, keys): logits minus the shift of each row.  Hidden logits become
-        -inf.
-        """
-        if block.hidden is not None:
-            np.copyto(s[:, block.differ], -np.inf, where=block.hidden)
-        by_row = s.max(axis=-1) if shift is None else s.max(axis=-1) + shift  # (KV heads, rows)
-        by_head = by_row.reshape(len(s), -1, len(largest) // len(s)).max(axis=1).ravel()
-        np.maximum(largest, by_head, out=largest)
 
     def _groups(self, nheads_kv: int, rows: int, nk: int, d: int) -> list[range]:
         """Return the KV heads that are packed at once.

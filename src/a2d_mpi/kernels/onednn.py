@@ -172,12 +172,12 @@ class OneDnnKernel(NumbaKernel):
         check_products()
         self._made: dict[tuple, tuple[Product, ...]] = {}
 
-    def forward(self, q, k, v, intervals, out, lse, careful=False, largest=None) -> None:
+    def forward(self, q, k, v, intervals, out, lse, careful=False) -> None:
         """As of `NumpyKernel`."""
         (nq, nheads, d), (nk, nheads_kv, e) = q.shape, v.shape
         g = nheads // nheads_kv
         if careful or _is_small(nq * g, nk, d + e):
-            super().forward(q, k, v, intervals, out, lse, careful, largest)
+            super().forward(q, k, v, intervals, out, lse, careful)
             return
         blocks, most, masked_rows, masked_keys = self._blocker.blocking(intervals, nk, g)
         cap, scale = self.logit_softcap, _f(self.softmax_scale)
@@ -202,9 +202,6 @@ class OneDnnKernel(NumbaKernel):
                     s, p = (x[: m * keys].reshape(m, keys) for x in (of_s, of_p))
                     logits, sums = self._products(FORWARD, m, keys, d, e)
                     logits(q_at + 2 * d * rows.start, k_at + 2 * d * j0, s_at)
-                    if largest is not None:  # in a copy: results have the same bits
-                        seen = s[None, : rows.stop - rows.start, :b] * scale
-                        self._find_largest(seen, None, block, largest[heads])
                     if cap is not None:
                         s *= scale
                         self._cap(s)

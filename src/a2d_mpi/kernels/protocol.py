@@ -17,8 +17,6 @@ class Kernel(Protocol):
         One of `KERNELS`.
     why : str
         Why "auto" did not take faster kernels; `make_kernel` sets it.
-    max_logits : bool, optional
-        Whether `forward` takes `largest`.  Default: it is always None.
     rounds_partials : bool, optional
         Whether the kernel computes a partial out in the tensors' dtype.  A wider buffer would then
         cost a copy and hold no more digits.
@@ -35,7 +33,7 @@ class Kernel(Protocol):
     ) -> None:
         """Overwrite out and lse with the partial result of the block.
 
-        The options are `careful`, and `largest` with the attribute `max_logits`.
+        The option is `careful`.
         """
 
     def backward(
