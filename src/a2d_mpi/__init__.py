@@ -21,11 +21,11 @@ _PUBLIC = {
         "RingAttention",
         "TriangleAttention",
     ],
+    "a2d_mpi.attention.registering": ["register_kernel", "register_mask", "register_method"],
     "a2d_mpi.comm.grid": ["ProcessGrid"],
     "a2d_mpi.comm.survival": ["RanksLost"],
     "a2d_mpi.devices.merging": ["merge"],
     "a2d_mpi.checks.autotune": ["autotune"],
-    "a2d_mpi.kernels.protocol": ["register_kernel"],
     "a2d_mpi.linear.linear_attention": ["LinearAttention"],
     "a2d_mpi.masks.arrays": ["IntervalMask"],
     "a2d_mpi.masks.validity": ["check_mask"],
@@ -37,9 +37,8 @@ _PUBLIC = {
         "SharedQuestion",
     ],
     "a2d_mpi.masks.mask": ["Causal", "Full", "Intersection", "Mask"],
-    "a2d_mpi.masks.patterns": ["make_mask", "register_mask"],
+    "a2d_mpi.masks.patterns": ["make_mask"],
     "a2d_mpi.masks.windows": ["BlockCausal", "GlobalSlidingWindow", "PrefixLM", "SlidingWindow"],
-    "a2d_mpi.schedules.method": ["register_method"],
     "a2d_mpi.sharding.distribution": ["Distribution"],
 }
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}

@@ -7,11 +7,11 @@ from a2d_mpi.attention.methods import (
     RingAttention,
     TriangleAttention,
 )
+from a2d_mpi.attention.registering import register_kernel, register_mask, register_method
 from a2d_mpi.checks.autotune import autotune
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.survival import RanksLost
 from a2d_mpi.devices.merging import merge
-from a2d_mpi.kernels.protocol import register_kernel
 from a2d_mpi.linear.linear_attention import LinearAttention
 from a2d_mpi.masks.arrays import IntervalMask
 from a2d_mpi.masks.documents import (
@@ -22,10 +22,9 @@ from a2d_mpi.masks.documents import (
     SharedQuestion,
 )
 from a2d_mpi.masks.mask import Causal, Full, Intersection, Mask
-from a2d_mpi.masks.patterns import make_mask, register_mask
+from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.masks.validity import check_mask
 from a2d_mpi.masks.windows import BlockCausal, GlobalSlidingWindow, PrefixLM, SlidingWindow
-from a2d_mpi.schedules.method import register_method
 from a2d_mpi.sharding.distribution import Distribution
 
 __version__: str

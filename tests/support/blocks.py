@@ -124,8 +124,6 @@ def assert_kernel(name, dtype, kind, case, shape):
     heads, size, cap = case
     block = Block((*shape, *heads), dtype, kind, cap=cap, size=size)
     options = {"logit_softcap": cap} if cap else {}
-    if len(heads) > 3:
-        options["widths"] = heads[2:]
     kernel = make_kernel(name, HOST, block.dtype, block.scale, **options)
     assert kernel.name == name
     block.products = getattr(kernel, "product_dtype", None)

@@ -10,7 +10,8 @@ from helpers import ROOT, drive_each
 from pages import blocks
 
 from a2d_mpi import Mask, make_mask, register_kernel, register_mask, register_method
-from a2d_mpi.kernels import KERNELS, check_kernel
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.kernels import KERNELS, check_kernel, make_kernel
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.masks.patterns import PATTERNS, split_masks
 from a2d_mpi.schedules.method import METHODS, Method
@@ -106,12 +107,10 @@ class TestOfOnesOwn:
             assert_kernel("plain", dtype, kind, ((4, 2, 7), 40.0, None), shape)
 
     def test_kernels_are_checked(self):
-        for dtype, softcap, text in (
-            ("f2", None, "computes float32, float64, got"),
-            ("f4", 3.0, "no so"),
-        ):
-            with pytest.raises(ValueError, match=f"kernel 'plain' .*{text}"):
-                check_kernel("plain", np.dtype(dtype), softcap)
+        with pytest.raises(ValueError, match="kernel 'plain' computes float32, float64, got"):
+            check_kernel("plain", np.dtype("f2"))
+        with pytest.raises(ValueError, match="kernel 'plain' computes no soft-cap"):
+            make_kernel("plain", HOST, np.dtype("f4"), 1.0, logit_softcap=3.0)
 
     def test_masks_by_name(self):
         assert isinstance(make_mask("sinks:2,window=4", 9), Mask)
@@ -125,15 +124,15 @@ class TestOfOnesOwn:
         (register_method, ("ring", METHODS["ring"]), "the name 'ring' of a method is taken"),
         (register_method, (METHOD, METHODS["ring"]), "the name 'gather kv' of a method is taken"),
         (register_method, ("auto", METHODS["ring"]), "the name 'auto' of a method is taken"),
-        (register_method, ("gather_kv", METHODS["ring"]), "consist of words of a-z and 0-9"),
+        (register_method, ("gather_kv", METHODS["ring"]), "words of a-z and 0-9 with ' ' between"),
         (register_method, ("mine", print), "method 'mine' must be a Method, got"),
         (register_mask, ("causal", print), "the name 'causal' of a mask is taken"),
         (register_mask, ("file", print), "the name 'file' of a mask is taken"),
-        (register_mask, ("a:b", print), "consist of a-z, 0-9 and _, got 'a:b'"),
+        (register_mask, ("a:b", print), "words of a-z and 0-9 with '_' between them, got 'a:b'"),
         (register_mask, ("mine", Causal()), "make must be a function, got Causal()"),
         (register_kernel, ("auto", print), "the name 'auto' of a kernel is taken"),
         (register_kernel, ("plain", print), "the name 'plain' of a kernel is taken"),
-        (register_kernel, ("a b", print), "must consist of a-z, 0-9 and -, got 'a b'"),
+        (register_kernel, ("a b", print), "words of a-z and 0-9 with '-' between them, got 'a b'"),
         (register_kernel, ("mine", None), "make must be a class or function, got None"),
         (register_kernel, ("mine", print, ["int8"]), "dtypes must be of float16, "),
     ])  # fmt: skip

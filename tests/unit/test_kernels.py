@@ -11,12 +11,10 @@ from a2d_mpi import Full, IntervalMask
 from a2d_mpi.comm.transport import Transport
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.devices.host import HOST
-from a2d_mpi.kernels import KERNELS as ENTRIES
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.kernels.blocks import Blocker
 from a2d_mpi.kernels.numpy import BLOCK_K, BLOCK_Q, NumpyKernel
 
-CAP = {"logit_softcap": 30.0}
 KERNELS = [("numpy", "float32"), ("numba", "float32"), ("numpy", "float64"), ("numba", "bfloat16")]
 KERNELS += [(BFLOAT16, "bfloat16")]
 KINDS, SHAPES = ("full", "causal", "one", "two"), [(1, 1), (3, 700), (600, 5), (310, 1100)]
@@ -50,7 +48,8 @@ def test_kernel(kernel, kind, case):
 )  # fmt: skip
 def test_any_blocks(nq, nk, group, nheads_kv, kind, size, cap, block_q, block_k, seed):
     """One kernel object serves all shapes."""
-    kernel = NumpyKernel(np.float64, 0.5, None, block_q, block_k, logit_softcap=cap)
+    kernel = NumpyKernel(np.float64, 0.5, logit_softcap=cap)
+    kernel._blocker = Blocker(block_q, block_k)
     for shape in ((nq, nk), (nk, nq)):
         sizes = (*shape, group * nheads_kv, nheads_kv, 4)
         intervals = random_intervals(*shape, kind, seed)
@@ -96,7 +95,8 @@ def test_nan_is_not_hidden(name, cap, careful):
 
 def test_polls_between_blocks():
     polls, (q, k, v, _) = [], np.ones((4, 64, 1, 4), np.float32)
-    kernel = NumpyKernel(np.float32, 0.5, lambda: polls.append(1), block_q=16, block_k=32)
+    kernel = NumpyKernel(np.float32, 0.5, lambda: polls.append(1))
+    kernel._blocker = Blocker(16, 32)
     intervals = Full().intervals(np.arange(64), np.arange(64))
     kernel.forward(q, k, v, intervals, np.empty_like(q), np.empty((64, 1), np.float32))
     assert len(polls) == 8
@@ -172,21 +172,18 @@ def test_partials_of_low_precision(dtype, parts):
     assert parts < 16 or {x[:2] for x in native} & {"dq", "dk", "dv"}
 
 
-@pytest.mark.parametrize("name, dtype, options, text", [
-    ("fast", "float32", {}, "'fast'"),
-    ("cupy", "float32", {}, "'cupy' does not take NumPy arrays"),
-    ("cudnn", "float32", {}, "'cudnn' computes float16, bfloat16, got float32"),
-    ("numba", "float64", {}, "computes float16, bfloat16, float32, got float64"),
-    ("own", "bfloat16", CAP, "'own' computes no soft-cap, got .* 30.0"),
-    ("own", "bfloat16", {"widths": (8, 16)}, "equal to headdim, got headdim 8 and headdim_v 16"),
-])  # fmt: skip
-def test_refused(name, dtype, options, text, monkeypatch):
-    entry = ENTRIES["numpy"]._replace(softcap=False, widths=False)
-    monkeypatch.setitem(ENTRIES, "own", entry)
+@pytest.mark.parametrize(
+    "name, dtype, text",
+    [
+        ("fast", "float32", "'fast'"),
+        ("cupy", "float32", "'cupy' does not take NumPy arrays"),
+        ("cudnn", "float32", "'cudnn' computes float16, bfloat16, got float32"),
+        ("numba", "float64", "computes float16, bfloat16, float32, got float64"),
+    ],
+)
+def test_refused(name, dtype, text):
     with pytest.raises(ValueError, match=text):
-        make_kernel(name, HOST, DTYPES[dtype], 1.0, **options)
-    if options is CAP:
-        assert make_kernel("auto", HOST, DTYPES[dtype], 1.0, **options).logit_softcap
+        make_kernel(name, HOST, DTYPES[dtype], 1.0)
 
 
 @pytest.mark.parametrize("name", ["numpy", "numba"])

@@ -20,6 +20,8 @@ from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.kernels import check_kernel, make_kernel
 from a2d_mpi.kernels.threads import BlasThreads
 
+ROUNDED = ("q", "k", "v", "dout")  # the caller's tensors that travel
+
 
 class DeviceState:
     """The state of a plan's device: everything that depends on where the arrays are.
@@ -60,8 +62,8 @@ class DeviceState:
         grid: ProcessGrid,
         threads: int | None,
     ) -> None:
-        self._config, self._widths = config, (config.headdim, config.headdim_v)
-        check_kernel(kernel, config.dtype_of("q"), config.logit_softcap, self._widths)
+        self._config = config
+        check_kernel(kernel, config.dtype_of("q"))
         if overlap not in (True, False):
             raise ValueError(f"overlap must be true or false, got {overlap!r}")
         if transfers not in TRANSFERS:
@@ -93,7 +95,7 @@ class DeviceState:
             poll = partial(transport.poll, self._polled)
         self.kernel = make_kernel(
             self._name, device, config.dtype_of("q"), config.softmax_scale, poll=poll, work=work,
-            logit_softcap=config.logit_softcap, widths=self._widths,
+            logit_softcap=config.logit_softcap,
         )  # fmt: skip
         self.device, self.work, self.transport = device, work, transport
         self.blocks.clear()
@@ -142,6 +144,25 @@ class DeviceState:
 
             self.transport = DeviceTransport(self.device, staged)
 
+    def round(self, tensors: dict[str, Array]) -> None:
+        """Round the tensors that travel to the narrow format, as other ranks receive them."""
+        for name in filter(self._config.rounds, tensors.keys() & ROUNDED):
+            with self.clocks.span("merge"):
+                tensors[name] = as_sent(self.device, tensors[name], self._config.wire)
+
+    def set_delta(self, tensors: dict[str, Array], sink: Array | None) -> tuple[Array, ...]:
+        """Put delta in place of out and dlse; with a sink, return its gradient, (nheads,).
+
+        The gradient is from this rank's tokens.  Programs and kernels know no sink and no gradient
+        of lse.
+        """
+        device = self.device
+        with self.clocks.span("compute"):  # delta: (n, nheads)
+            delta = tensors["delta"] = device.delta(tensors["dout"], tensors.pop("out"))
+            if "dlse" in tensors:
+                device.subtract(delta, tensors.pop("dlse"), tensors["lse"])
+            return () if sink is None else (device.sink_gradient(tensors["lse"], delta, sink),)
+
     @contextmanager
     def running(self, phase: str) -> Iterator[None]:
         """Time a phase from its beginning to its end."""
@@ -162,3 +183,14 @@ class DeviceState:
         """Complete all messages under way, after a rank died."""
         if self.transport is not None:  # before the first call there is none
             self.transport.settle()
+
+
+def as_sent(device: Device, x: Array, wire: str) -> Array:
+    """Return a tensor, (n, heads, headdim), rounded to a narrow format, in a new array."""
+    from a2d_mpi.core.wire import FORMATS
+
+    encoded = device.empty((*x.shape[:2], FORMATS[wire].width(x.shape[2])), np.uint8)
+    result = device.empty(x.shape, x.dtype)
+    device.encode(encoded, x, wire)
+    device.decode(result, encoded, wire)
+    return result

@@ -1,9 +1,12 @@
-"""The executor of programs: each step is one function on the arrays of a device."""
+"""The executor of programs: each step is one function on the arrays of a device.
+
+`compiled` makes the function of a step; those of each kind of step stand at the end.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, singledispatch
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +21,7 @@ from a2d_mpi.masks.intervals import Intervals
 from a2d_mpi.schedules import steps
 from a2d_mpi.schedules.program import Program, common_rows, index_of
 from a2d_mpi.schedules.slices import ATTEND
-from a2d_mpi.schedules.steps import KINDS, Rows, TokenArray
+from a2d_mpi.schedules.steps import KINDS, Rows, Step, TokenArray
 
 Channels = Mapping[str, Channel]  # by the names of the programs
 Tensors = dict[str, Array]  # by name
@@ -34,19 +37,17 @@ class Options(NamedTuple):
         See `a2d_mpi.kernels.protocol.Kernel`.
     sink : (heads,) array or None
         Added to the results of attention, which then have the accumulation dtype.
-    largest : (heads,) array or None
-        Receives the largest logits.
     """
 
     careful: bool
     any_delta: bool
     sink: Array | None = None
-    largest: np.ndarray | None = None
 
     def of_slice(self, number: int, slices: int) -> Options:
         """Return the options of one slice of the heads."""
-        each = (x if x is None else x.reshape(slices, -1)[number] for x in self[2:])
-        return Options(*self[:2], *each)
+        if self.sink is None:
+            return self
+        return self._replace(sink=self.sink.reshape(slices, -1)[number])
 
 
 class CompiledPhase:
@@ -70,16 +71,16 @@ class CompiledPhase:
         executors: dict[tuple[int, int], Executor] = {}
         # Each part: executor, compiled steps, and whether its program begins and ends with it.
         self._parts: list[tuple[Executor, list[Run], bool, bool]] = []
-        compiled: dict[int, Run] = {}  # slices have the same steps
+        runs: dict[int, Run] = {}  # slices have the same steps
         last = {(p.slice, p.stage): i for i, p in enumerate(programs)}
         for i, p in enumerate(programs):
             key = p.slice, p.stage
             if begins := key not in executors:
                 executors[key] = Executor(p, self._slices)
             for step in p.steps:
-                if id(step) not in compiled:
-                    compiled[id(step)] = _COMPILE[type(step)](step, p)
-            ready = [compiled[id(step)] for step in p.steps]
+                if id(step) not in runs:
+                    runs[id(step)] = compiled(step, p)
+            ready = [runs[id(step)] for step in p.steps]
             self._parts.append((executors[key], ready, begins, last[key] == i))
         self._last, self._in_buffers = programs[-1].stage, bool(programs[-1].copied)
         self._config = programs[-1].group.problem.config
@@ -203,7 +204,9 @@ class Executor:
         shapes = _shapes(array, self._local, () if as_computed else array.accumulated)
         work = self.state.work
         if array.parcel:
-            return work.parcel((array.memory, 0), shapes)
+            from a2d_mpi.attention.rare_steps import parcel
+
+            return parcel(work, (array.memory, 0), shapes)
         return [work.get((array.memory, i), *x) for i, x in enumerate(shapes)]
 
     def travelling(self, rows: Rows) -> list[Array]:
@@ -238,15 +241,19 @@ def _shapes(
     return [((array.length, *shape), dtype) for shape, dtype in rows]
 
 
-def _with_elements(tensors: list[Array]) -> list[Array]:
-    """Return views of shape (tokens, heads, elements), also of lse and delta."""
-    return [x if x.ndim == 3 else x.reshape(*x.shape, 1) for x in tensors]
+@singledispatch
+def compiled(step: Step, program: Program) -> Run:
+    """Compile a step of a program to a function, which the executors of all slices run.
+
+    What the function finds must not depend on the slice.  `a2d_mpi.attention.rare_steps` compiles
+    the steps for which this module has no function.
+    """
+    from a2d_mpi.attention import rare_steps
+
+    return rare_steps.compiled(step, program)
 
 
-# Each function below compiles a step of a program to a function, which the executors of all slices
-# run: what it finds must not depend on the slice.
-
-
+@compiled.register(steps.Message)
 def _compile_message(step: steps.Message, program: Program) -> Run:
     peer = program.channels[step.channel].index(step.peer)
     kind, sends = program.arrays[step.rows.array].kind, isinstance(step, steps.Send)
@@ -259,6 +266,7 @@ def _compile_message(step: steps.Message, program: Program) -> Run:
     return post
 
 
+@compiled.register(steps.Wait)
 def _compile_wait(step: steps.Wait, program: Program) -> Run:
     def wait(x: Executor) -> None:
         if requests := [y for index in step.messages for y in x.pending[index]]:
@@ -267,6 +275,7 @@ def _compile_wait(step: steps.Wait, program: Program) -> Run:
     return wait
 
 
+@compiled.register(steps.Clear)
 def _compile_clear(step: steps.Clear, program: Program) -> Run:
     def clear(x: Executor) -> None:
         for tensor in x.tensors(step.rows):
@@ -275,20 +284,22 @@ def _compile_clear(step: steps.Clear, program: Program) -> Run:
     return clear
 
 
+@compiled.register(steps.Attend)
 def _compile_attend(step: steps.Attend, program: Program) -> Run:
     intervals = _intervals(step, program)
 
     def attend(x: Executor) -> None:
         (q,) = x.tensors(step.queries)  # (queries, nheads, headdim)
         k, v = x.tensors(step.keys)  # (keys, nheads_kv, headdim)
-        given, options = (q, k, v, intervals, *x.tensors(step.target)), x.options
+        given = q, k, v, intervals, *x.tensors(step.target)
         x.state.blocks["forward"] += 1
         with x.state.clocks.span("compute"):
-            x.state.kernel.forward(*given, careful=options.careful, largest=options.largest)
+            x.state.kernel.forward(*given, careful=x.options.careful)
 
     return attend
 
 
+@compiled.register(steps.Differentiate)
 def _compile_differentiate(step: steps.Differentiate, program: Program) -> Run:
     intervals = _intervals(step, program)
 
@@ -320,6 +331,7 @@ def _intervals(step: steps.KernelCall, program: Program) -> Intervals:
     return program.mask.intervals(queries, keys)
 
 
+@compiled.register(steps.Merge)
 def _compile_merge(step: steps.Merge, program: Program) -> Run:
     both = (common_rows(step.source, x) for x in (step.target, step.compensation))
     parts = [(*pair, compensation) for pair, (_, compensation) in zip(*both)]
@@ -333,6 +345,8 @@ def _compile_merge(step: steps.Merge, program: Program) -> Run:
     return merge
 
 
+@compiled.register(steps.Copy)
+@compiled.register(steps.Add)
 def _compile_move(step: steps.Copy | steps.Add, program: Program) -> Run:
     """Move rows run by run; between an order by piece and an order by token, by index."""
     (source, target), add = step, isinstance(step, steps.Add)
@@ -363,55 +377,3 @@ def _compile_move(step: steps.Copy | steps.Add, program: Program) -> Run:
             move_rows(other, one, on_device)
 
     return move
-
-
-def _compile_code(step: steps.Encode | steps.Decode, program: Program) -> Run:
-    how = "encode" if isinstance(step, steps.Encode) else "decode"
-    parts, wire = common_rows(*step), program.group.config.wire
-
-    def code(x: Executor) -> None:
-        for one, other in x.pairs(parts):
-            if one.shape == other.shape and one.dtype == other.dtype:  # it travels as it is
-                x.state.device.put(other, one)
-            else:
-                getattr(x.state.device, how)(other, one, wire)
-
-    return code
-
-
-def _compile_heads(step: steps.TakeHeads | steps.PutHeads, program: Program) -> Run:
-    """Take heads from rows of all heads, or put them there."""
-    takes, every = isinstance(step, steps.TakeHeads), program.group.problem.config
-    names = KINDS[program.arrays[(step.source if takes else step.target).array].kind]
-    own = program.group.config.nheads
-
-    def move_heads(x: Executor) -> None:
-        device, tensors = x.state.device, (x.tensors(step.source), x.tensors(step.target))
-        first = (step.head * x.slices + x.slice) * own
-        with x.state.clocks.span("merge"):
-            for name, one, other in zip(names, *map(_with_elements, tensors)):
-                head = first * every.shape(name)[0] // every.nheads
-                if takes:
-                    device.take_heads(other, one, head)
-                else:
-                    device.put_heads(other, one, head, name in step.sums)
-
-    return move_heads
-
-
-_COMPILE: dict[type, Callable[[Any, Program], Run]] = {
-    steps.Send: _compile_message,
-    steps.Receive: _compile_message,
-    steps.Wait: _compile_wait,
-    steps.Drain: _compile_wait,
-    steps.Clear: _compile_clear,
-    steps.Attend: _compile_attend,
-    steps.Differentiate: _compile_differentiate,
-    steps.Merge: _compile_merge,
-    steps.Copy: _compile_move,
-    steps.Add: _compile_move,
-    steps.Encode: _compile_code,
-    steps.Decode: _compile_code,
-    steps.TakeHeads: _compile_heads,
-    steps.PutHeads: _compile_heads,
-}

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from a2d_mpi.attention import around
 from a2d_mpi.attention.arguments import check_grid, check_problem, check_room, check_tensors
 from a2d_mpi.attention.device_state import DeviceState
 from a2d_mpi.attention.executor import CompiledPhase, Options
@@ -20,7 +20,6 @@ from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.devices.clocks import Recorded
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.masks.mask import Mask
@@ -28,6 +27,9 @@ from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.slices import slices_of
 from a2d_mpi.schedules.writing import problem_of, write
+
+if TYPE_CHECKING:
+    from a2d_mpi.devices.recorder import Recorded
 
 KEPT = 8  # plans that a plan keeps for other masks
 
@@ -267,7 +269,6 @@ class AttentionPlan(Caller):
         v: Array,
         sink: Array | None = None,
         *,
-        max_logits: bool = False,
         _recorded: bool = False,
     ) -> tuple[Array, ...]:
         """Compute ``out = softmax(softmax_scale q k^T) v`` over the visible keys.
@@ -284,11 +285,6 @@ class AttentionPlan(Caller):
             One logit per head in the denominator of the softmax.  It acts as a key that all
             queries see and whose value is 0; -inf means no sink.  It must be the same on all
             ranks; values are not compared.
-        max_logits : bool
-            Also return the largest logit of each head, as QK-clip needs it.  It must be the same
-            on all ranks, and only kernels on the host can do it.  The kernel makes one more pass
-            over the logits and takes 1.1 to 1.3 times as long (2048 tokens, heads of 64 and 128).
-            At the end the ranks reduce nheads numbers, which `traffic` does not count.
 
         Returns
         -------
@@ -297,19 +293,15 @@ class AttentionPlan(Caller):
         lse : (n, nheads) float32 or wider
             Log-sum-exp of the logits and the sink, in nats; logits are scaled and soft-capped.
             A masked row has -inf, or the sink.
-        max_logits : (nheads,) float32 or wider
-            With `max_logits` only, the same on all ranks: the largest scaled logit of each head
-            over all visible pairs of the sequence, before the soft-cap and without the sink.
-            -inf if no pair is visible; inf if a visible logit is NaN.
 
         Raises
         ------
         ValueError
             On all ranks, if an array has the wrong shape or dtype on any rank, or ranks disagree
-            on an option, or the kernel cannot return the largest logits.
+            on an option.
         """
         given = {"q": q, "k": k, "v": v} | ({} if sink is None else {"sink": sink})
-        return self._call("forward", given, max_logits, _recorded)
+        return self._call("forward", given, _recorded)
 
     def backward(
         self,
@@ -456,7 +448,9 @@ class AttentionPlan(Caller):
         context manager of a list of Recorded
             The list holds the calls after the ``with`` statement.
         """
-        return self._state.clocks.recording()
+        from a2d_mpi.devices.recorder import recording
+
+        return recording(self._state.clocks)
 
     @property
     def buffer_bytes(self) -> int:
@@ -562,11 +556,7 @@ class AttentionPlan(Caller):
         return self.method, self.layout, self.problem, rank
 
     def _call(
-        self,
-        phase: str,
-        arrays: dict[str, Array],
-        max_logits: bool = False,
-        recorded: bool = False,
+        self, phase: str, arrays: dict[str, Array], recorded: bool = False
     ) -> tuple[Array, ...]:
         """Run one call; collective over the ranks of the grid.
 
@@ -579,7 +569,6 @@ class AttentionPlan(Caller):
         arrays : dict of str to arrays
             The caller's shards by tensor name, (n, heads, headdim); lse is (n, heads), a sink is
             (nheads,).
-        max_logits : bool
         recorded : bool
             Whether a backward pass can follow, the same on all ranks; `a2d_mpi.torch` says so.
 
@@ -587,7 +576,7 @@ class AttentionPlan(Caller):
         -------
         tuple of arrays
             Results in the order of `a2d_mpi.schedules.steps.KINDS`.  The last one is the gradient
-            of the sink (backward) or the largest logits (forward), if there is one.
+            of the sink, if there is one.
 
         Raises
         ------
@@ -597,18 +586,13 @@ class AttentionPlan(Caller):
         state, mine = self._state, Flags()
         with self.grid.call(phase, self, state.settle) as call:
             with call.checks():
-                max_logits = bool(max_logits)
                 lengths = len(self.tokens), len(self.tokens_kv)
                 state.move_to(check_tensors(arrays, lengths, self.config))
                 tensors, finite = state.prepared(arrays)
-                if max_logits and not getattr(state.kernel, "max_logits", False):
-                    name = state.kernel.name
-                    raise ValueError(f"kernel {name!r} gives no max_logits, 'numpy' does")
                 mine = Flags(
                     on_host=state.device is HOST,
                     sink="sink" in arrays,
                     dlse="dlse" in arrays,
-                    max_logits=max_logits,
                     recorded=bool(recorded),
                     staged=state.staged,
                     not_finite=not finite,
@@ -617,19 +601,16 @@ class AttentionPlan(Caller):
             state.choose_transport(any_rank.staged)
             for channel in self._channels.values():
                 channel.begin_phase(phase, state.transport, call.watch)
-            sink, dsink, largest = tensors.pop("sink", None), (), None
-            if max_logits:
-                largest = np.full(self.nheads // self.grid.heads, -np.inf, self.compute_dtype)
+            sink, dsink = tensors.pop("sink", None), ()
             with state.running(phase):
-                around.round_tensors(state, self.config, tensors)
+                if self.config.wire:
+                    state.round(tensors)
                 if phase == "backward":
-                    dsink, sink = around.set_delta(state, tensors, sink), None
+                    dsink, sink = state.set_delta(tensors, sink), None
                 if sink is not None:  # of the heads of this rank
                     sink = sink.reshape(self.grid.heads, -1)[self.grid.head]
-                options = Options(any_rank.not_finite, any_rank.dlse, sink, largest)
+                options = Options(any_rank.not_finite, any_rank.dlse, sink)
                 results = self._phases[phase].run(state, self._channels, tensors, options)
                 results = *results.values(), *dsink
-                if max_logits:
-                    results = *results, around.largest_of_all(self.grid, call.watch, largest)
             state.clocks.waits[phase] = [x for y in self._channels.values() for x in y.waits]
             return results

@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi import onepage
-from a2d_mpi.attention.around import ROUNDED
+from a2d_mpi.attention.device_state import ROUNDED
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.core.dtypes import compute_dtype
 

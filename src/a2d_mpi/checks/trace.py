@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from a2d_mpi.attention.plan import AttentionPlan
-    from a2d_mpi.devices.clocks import Recorded
+    from a2d_mpi.devices.recorder import Recorded
 
 COMPUTE, COMMUNICATION = THREADS = "compute", "communication"
 Event = dict[str, object]

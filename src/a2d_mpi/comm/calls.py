@@ -35,7 +35,7 @@ class Flags(NamedTuple):
     ----------
     on_host : bool
         The arrays are NumPy arrays.  The same on all ranks.
-    sink, dlse, max_logits, recorded : bool
+    sink, dlse, recorded : bool
         The call has this optional argument, and torch records gradients.  The same on all ranks.
     staged : bool
         Device arrays go through host memory.
@@ -46,7 +46,6 @@ class Flags(NamedTuple):
     on_host: bool = False
     sink: bool = False
     dlse: bool = False
-    max_logits: bool = False
     recorded: bool = False
     staged: bool = False
     not_finite: bool = False
@@ -56,7 +55,7 @@ NO_FLAGS = Flags()
 # The first flags must be the same on all ranks; they are called so in messages.
 _SAME = (
     "the arrays: some ranks pass NumPy arrays, others CuPy arrays",
-    *(f"{name}: some ranks pass it, others do not" for name in ("the sink", "dlse", "max_logits")),
+    *(f"{name}: some ranks pass it, others do not" for name in ("the sink", "dlse")),
     "gradients (torch.no_grad, requires_grad): some ranks pass it, others do not",
 )
 

@@ -78,7 +78,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
         If the file cannot be written.
     """
     target = os.path.realpath(path)  # a link stays a link, and its target is replaced
-    _, temporary = _beside(target)
+    _, temporary = beside(target)
     try:
         if os.path.islink(target):  # realpath leaves only a circle of links unresolved
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
@@ -105,51 +105,11 @@ def write_whole(path: str | os.PathLike[str], data: bytes | memoryview) -> None:
     with replacing(path) as (target, temporary):
         with open(temporary, "wb") as file:
             file.write(data)
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, target)
 
 
-@contextmanager
-def new_folder(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Give a temporary folder that appears under its name, with its files, when the context ends.
-
-    Nothing of that name may be there.
-
-    Raises
-    ------
-    OSError
-        In place of every error, also of a library that writes the files.
-    """
-    folder, temporary = _beside(os.path.realpath(path))
-    try:
-        os.mkdir(temporary)
-        yield temporary
-        for inside, _, files in os.walk(temporary):
-            for name in (*files, ""):
-                _sync(os.path.join(inside, name))
-        os.rename(temporary, path)
-        _sync(folder)
-    except Exception as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise OSError(f"cannot write {path}: {reason}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def remove_folder(path: str | os.PathLike[str]) -> None:
-    """Remove a folder; whoever is killed meanwhile, it is whole or not there.
-
-    Raises
-    ------
-    OSError
-        If it cannot be removed.
-    """
-    _, temporary = _beside(os.path.realpath(path))
-    os.rename(path, temporary)
-    shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _beside(target: str) -> tuple[str, str]:
+def beside(target: str) -> tuple[str, str]:
     """Return the folder of a file, and the path of a temporary file in it.
 
     Every job has its own name, also among jobs on different hosts.
@@ -158,7 +118,7 @@ def _beside(target: str) -> tuple[str, str]:
     return folder, os.path.join(folder, f".{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
-def _sync(path: str) -> None:
+def sync(path: str) -> None:
     """Let the disk have a file or folder before anything that comes later."""
     file = os.open(path, os.O_RDONLY)
     try:

@@ -111,20 +111,6 @@ class Layout:
         """
         return None if self.nodes is None else _by_first_rank(self.nodes[head :: self.heads])
 
-    @property
-    def in_equal_nodes(self) -> bool:
-        """True if nodes divide all rows, and all columns, into equal groups of several ranks.
-
-        Rows or columns, not both, may lie inside nodes or have one rank per node.  All
-        context-parallel groups must be divided in the same way.
-        """
-        divisions = {self.nodes_of_group(head) for head in range(self.heads)}
-        if self.nodes is None or len(divisions) > 1:
-            return False
-        grid = np.reshape(divisions.pop(), (self.rows, self.cols))
-        shares, lengths = (_equal_share(grid), _equal_share(grid.T)), (self.cols, self.rows)
-        return min(shares) > 0 and any(1 < b < n for b, n in zip(shares, lengths))
-
     def on_nodes(self, node: Sequence[int] | np.ndarray) -> Layout:
         """Return the layout with nodes, from a number for the node of every world rank."""
         nodes = _by_first_rank(np.asarray(node)[self.world_ranks()])
@@ -135,13 +121,3 @@ def _by_first_rank(node: Sequence[int] | np.ndarray) -> tuple[int, ...]:
     """Return the node of every rank as the number of the first rank on this node."""
     _, first, place = np.unique(node, return_index=True, return_inverse=True)
     return tuple(first[place].tolist())
-
-
-def _equal_share(node: np.ndarray) -> int:
-    """Return how many ranks of a line each of its nodes has; 0 if the numbers differ.
-
-    `node` is (lines, ranks of a line) int.
-    """
-    lines = np.arange(len(node))[:, None] * (node.max() + 1)
-    _, counts = np.unique(lines + node, return_counts=True)
-    return int(counts[0]) if (counts == counts[0]).all() else 0

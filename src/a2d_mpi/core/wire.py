@@ -66,26 +66,8 @@ FORMATS = {
     "mxfp8": Format(8, 3, -6, 8, 448.0, 2**-3),  # E4M3; from 480 to 512 the error is up to 64
     "mxfp4": Format(4, 1, 0, 2, 6.0, 2**-2),  # E2M1; from 7 to 8 the error is up to 2
 }
+_CODES = {"mxfp8": ml_dtypes.float8_e4m3fn, "mxfp4": ml_dtypes.float4_e2m1fn}
 _POWERS = np.ldexp(np.float32(1), np.arange(-127, 128))  # powers of two, from 2**-127 on
-
-
-def _elements(form: Format) -> np.ndarray:
-    """Return the values of all codes of an element, (2 ** bits,) float32."""
-    codes = np.arange(1 << (form.bits - 1))
-    exponent, mantissa = codes >> form.mantissa, codes & ((1 << form.mantissa) - 1)
-    values = mantissa + (exponent > 0) * (1 << form.mantissa)
-    values = np.ldexp(values.astype(np.float32), np.maximum(exponent, 1) - 1)
-    values *= np.float32(2.0 ** (form.lowest - form.mantissa))
-    values[values > form.largest] = np.nan  # E4M3 has one NaN
-    return np.concatenate([values, -values])
-
-
-_E4M3, _E2M1 = (_elements(FORMATS[x]) for x in ("mxfp8", "mxfp4"))
-# The elements that each byte holds; the first element of a pair is in the low half.
-_VALUES = {
-    "mxfp8": _E4M3[:, None],
-    "mxfp4": np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=1),
-}
 _SCALES = np.append(_POWERS, np.float32(np.nan))  # by the byte of a scale; 255 is NAN
 
 
@@ -106,30 +88,22 @@ def encode(to: np.ndarray, x: np.ndarray, name: str) -> None:
         return
     tokens = max(1, _AT_ONCE // max(1, x[:1].size))
     for i in range(0, len(x), tokens):
-        _encode(to[i : i + tokens], x[i : i + tokens], FORMATS[name])
+        _encode(to[i : i + tokens], x[i : i + tokens], name)
 
 
-def _encode(to: np.ndarray, x: np.ndarray, form: Format) -> None:
-    elements, blocks = x.shape[2], -(-x.shape[2] // BLOCK)
+def _encode(to: np.ndarray, x: np.ndarray, name: str) -> None:
+    form, elements, blocks = FORMATS[name], x.shape[2], -(-x.shape[2] // BLOCK)
     padded = np.zeros((*x.shape[:2], blocks * BLOCK), np.float32)
     padded[..., :elements] = x
-    bits = padded.view(np.int32).reshape(*x.shape[:2], blocks, BLOCK)
-    signs = (bits < 0).reshape(padded.shape)
-    bits &= 0x7FFFFFFF  # absolute values, which have the same order as integers
-    exponent = bits.max(axis=-1, keepdims=True) >> 23  # with float32's bias of 127
+    values = padded.reshape(*x.shape[:2], blocks, BLOCK)
+    # With float32's bias of 127; 255 if an element is NaN or infinite.
+    exponent = np.abs(values).max(axis=-1, keepdims=True).view(np.int32) >> 23
     scale = np.where(exponent == 255, NAN, np.maximum(exponent - form.highest, 0))
-    values = bits.view(np.float32)
     values *= _POWERS[254 - np.minimum(scale, 254)]
-    np.minimum(values, np.float32(form.largest), out=values)
-    np.copyto(values, 0, where=scale == NAN)
-    # In units of the last place the values are integers; a carry increments the exponent.
-    place = np.maximum((bits >> 23) - 127, form.lowest)
-    values *= _POWERS[127 + form.mantissa - place]
-    codes = np.rint(values, out=values).astype(np.uint8)
-    codes += ((place - form.lowest) << form.mantissa).astype(np.uint8)
-    codes = codes.reshape(padded.shape)
-    codes |= signs.astype(np.uint8) << (form.bits - 1)
-    if form.bits == 4:
+    np.clip(values, -form.largest, form.largest, out=values)
+    np.copyto(values, np.copysign(np.float32(0), values), where=scale == NAN)
+    codes = padded.astype(_CODES[name]).view(np.uint8)
+    if form.bits == 4:  # the first element of a pair is in the low half
         codes = codes[..., ::2] | codes[..., 1::2] << 4
     to[..., :-blocks] = codes[..., : to.shape[2] - blocks]
     to[..., -blocks:] = scale[..., 0]
@@ -154,8 +128,10 @@ def decode(to: np.ndarray, x: np.ndarray, name: str) -> None:
     for i in range(0, len(x), tokens):
         encoded = x[i : i + tokens]
         values = np.zeros((*encoded.shape[:2], blocks * BLOCK), np.float32)
-        unscaled = _VALUES[name][encoded[..., :-blocks]].reshape(*encoded.shape[:2], -1)
-        values[..., :elements] = unscaled[..., :elements]
+        codes = encoded[..., :-blocks]
+        if FORMATS[name].bits == 4:
+            codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:2], -1)
+        values[..., :elements] = codes.view(_CODES[name])[..., :elements]
         scaled = values.reshape(*encoded.shape[:2], blocks, BLOCK)
         scaled *= _SCALES[encoded[..., -blocks:]][..., None]
         to[i : i + tokens] = values[..., :elements]

@@ -2,101 +2,57 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
 
-
-class Recorded(NamedTuple):
-    """One call of a plan, with its times: seconds of `time.perf_counter`.
-
-    Attributes
-    ----------
-    phase : str
-    begin : float
-    spans : list of (str, float, float)
-        Part, begin and end, in the order in which the host queued them; the last part is "total".
-    programs : list of list of (float, int)
-        For each program of the phase, the begin of each step and the number of `spans` before it.
-        The last entry is for the end of the program.
-    """
-
-    phase: str
-    begin: float
-    spans: list[tuple[str, Any, Any]]
-    programs: list[list[tuple[float, int]]]
+if TYPE_CHECKING:
+    from a2d_mpi.devices.recorder import Recorder
 
 
 class Clocks:
-    """The times of the latest call of each phase, and of recorded calls; on the host until `use`.
+    """The times of the latest call of each phase; on the host until `use`.
 
     Attributes
     ----------
+    device : Device
+        Device of the latest calls.
     waits : dict of str to list of (float, float)
         Start and end of each MPI wait, by phase; seconds of `time.perf_counter`.
+    recorder : Recorder or None
+        Records calls, while there is one.
     """
 
     def __init__(self) -> None:
         self.waits: dict[str, list[tuple[float, float]]] = {}
+        self.recorder: Recorder | None = None
         self._phase = ""
-        self._recorded: list[Recorded] | None = None
         self.use(HOST)
 
     def use(self, device: Device) -> None:
         """Time the work of a device from now on."""
-        self._device = device
+        self.device = device
         self._spans: dict[str, list[tuple[str, Any, Any]]] = {}
 
     def begin(self, phase: str) -> None:
         """Begin a call of a phase: forget the spans of the call before it."""
         self._phase, self._spans[phase] = phase, []
-        if self._recorded is not None:
-            self._recorded.append(Recorded(phase, time.perf_counter(), self._spans[phase], []))
+        if self.recorder is not None:
+            self.recorder.begin(phase, self._spans[phase])
 
     @contextmanager
     def span(self, part: str) -> Iterator[None]:
         """Time a span of the phase; `part` is "compute", "merge" or "total"."""
-        start = self._device.mark()
+        start = self.device.mark()
         yield
-        self._spans[self._phase].append((part, start, self._device.mark()))
-
-    @contextmanager
-    def recording(self) -> Iterator[list[Recorded]]:
-        """Record all calls inside a ``with`` statement; the list holds them afterwards."""
-        calls = self._recorded = []
-        try:
-            yield calls
-        finally:
-            self._recorded = None
-        if not calls:
-            return
-        _, origin, _ = calls[0].spans[-1]
-        begin = origin if self._device is HOST else calls[0].begin
-
-        def seconds(mark: Any) -> float:
-            return begin + self._device.seconds(origin, mark)
-
-        # Here and not during the calls: on a GPU, reading a time waits for the end of the call.
-        for i, call in enumerate(calls):
-            spans = [(part, seconds(start), seconds(end)) for part, start, end in call.spans]
-            calls[i] = call._replace(spans=spans)
+        self._spans[self._phase].append((part, start, self.device.mark()))
 
     def noted(self, steps: list[Any]) -> Iterable[Any]:
         """Return the steps of a program; while calls are recorded, note when each begins."""
-        return steps if self._recorded is None else self._noted(steps)
-
-    def _noted(self, steps: list[Any]) -> Iterator[Any]:
-        _, _, spans, programs = self._recorded[-1]
-        times: list[tuple[float, int]] = []
-        programs.append(times)
-        for step in steps:
-            times.append((time.perf_counter(), len(spans)))
-            yield step
-        times.append((time.perf_counter(), len(spans)))
+        return steps if self.recorder is None else self.recorder.noted(steps)
 
     @property
     def timings(self) -> dict[str, float]:
@@ -109,9 +65,9 @@ class Clocks:
         for phase, spans in self._spans.items():
             parts = dict.fromkeys(("compute", "merge", "wait", "total"), 0.0)
             for part, start, end in spans:
-                parts[part] += self._device.seconds(start, end)
+                parts[part] += self.device.seconds(start, end)
             parts["wait"] = sum(end - start for start, end in self.waits.get(phase, ()))
-            if self._device is not HOST:
+            if self.device is not HOST:
                 parts["wait"] = max(0.0, parts["total"] - parts["compute"] - parts["merge"])
             seconds |= {f"{phase}/{part}": x for part, x in parts.items()}
         return seconds

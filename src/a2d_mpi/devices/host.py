@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from a2d_mpi.core.dtypes import compute_dtype
-from a2d_mpi.core.merge import add_sink, merge, sink_gradient
+from a2d_mpi.core.merge import merge
 from a2d_mpi.devices.protocol import Array
 
 
@@ -77,9 +77,13 @@ class Host:
         merge(out, lse, compensation, out2, lse2)
 
     def add_sink(self, out: Array, lse: Array, sink: Array) -> None:
+        from a2d_mpi.core.sinks import add_sink
+
         add_sink(out, lse, sink)
 
     def sink_gradient(self, lse: Array, delta: Array, sink: Array) -> Array:
+        from a2d_mpi.core.sinks import sink_gradient
+
         return sink_gradient(lse, delta, sink)
 
     def delta(self, dout: Array, out: Array) -> Array:

@@ -68,10 +68,10 @@ class Device(Protocol):
         """Merge (out2, lse2) into (out, lse): see `a2d_mpi.core.merge.merge`."""
 
     def add_sink(self, out: Array, lse: Array, sink: Array) -> None:
-        """Merge a sink into (out, lse): see `a2d_mpi.core.merge.add_sink`."""
+        """Merge a sink into (out, lse): see `a2d_mpi.core.sinks.add_sink`."""
 
     def sink_gradient(self, lse: Array, delta: Array, sink: Array) -> Array:
-        """Compute the gradient of a sink, (nheads,): see `a2d_mpi.core.merge.sink_gradient`."""
+        """Compute the gradient of a sink, (nheads,): see `a2d_mpi.core.sinks.sink_gradient`."""
 
     def delta(self, dout: Array, out: Array) -> Array:
         """Compute ``rowsum(dout * out)``, (tokens, nheads) in the accumulation dtype."""

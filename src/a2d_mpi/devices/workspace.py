@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -63,28 +61,6 @@ class Workspace:
             self._views.clear()
         view = self._views[key] = buffer[:nbytes].view(dtype).reshape(shape)
         return view
-
-    def parcel(
-        self, name: object, like: Sequence[tuple[tuple[int, ...], np.dtype]]
-    ) -> list[Array]:
-        """Return contiguous tensors that fill the buffer `name` without gaps.
-
-        Parameters
-        ----------
-        name : object
-            Name of the buffer, which is one message.
-        like : sequence of (shape, dtype)
-            Shapes and dtypes of the tensors, whose contents are undefined.
-        """
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in like]
-        message, start = self.get(name, (sum(sizes),), np.uint8), 0
-        tensors: list[Any] = [None] * len(like)
-        # Tensors with large elements come first, so that all tensors are aligned.
-        for i in sorted(range(len(like)), key=lambda i: -like[i][1].itemsize):
-            shape, dtype = like[i]
-            tensors[i] = message[start : start + sizes[i]].view(dtype).reshape(shape)
-            start += sizes[i]
-        return tensors
 
     def nbytes(self, apart: str) -> int:
         """Return the bytes of all buffers, except buffers with names ``(apart, ...)``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -23,72 +23,41 @@ if TYPE_CHECKING:
     from a2d_mpi.kernels.protocol import Kernel
 
 
-def _lazy(module: str, name: str) -> Callable[..., Kernel]:
-    """Return a function that makes a kernel, and imports its module then."""
-
-    def make(*given: Any, **options: Any) -> Kernel:
-        return getattr(import_module(f"a2d_mpi.kernels.{module}"), name)(*given, **options)
-
-    return make
-
-
 class Entry(NamedTuple):
-    """An entry of `KERNELS`; the fields are the arguments of `register_kernel`."""
+    """An entry of `KERNELS`; the fields are arguments of `register_kernel`.
 
-    make: Callable[..., Kernel]
+    The module and the class of a kernel of the package are a text: they are imported when needed.
+    """
+
+    make: Callable[..., Kernel] | str
     dtypes: tuple[str, ...]
     gpu: bool = False
-    softcap: bool = True
-    widths: bool = True
 
 
 _ALL, _HALF = tuple(DTYPES), ("float16", "bfloat16")
 KERNELS: dict[str, Entry | None] = {
     "auto": None,
-    "numpy": Entry(_lazy("numpy", "NumpyKernel"), _ALL),
+    "numpy": Entry("numpy:NumpyKernel", _ALL),
     # The kernel "numpy" with compiled passes over logits (extra `numba`).
-    "numba": Entry(_lazy("compiled", "NumbaKernel"), (*_HALF, "float32")),
+    "numba": Entry("compiled:NumbaKernel", (*_HALF, "float32")),
     # Products by oneDNN (extra `onednn`).
-    "onednn": Entry(_lazy("onednn", "OneDnnKernel"), _HALF),
-    "cupy": Entry(_lazy("cupy", "CupyKernel"), _ALL, gpu=True),
+    "onednn": Entry("onednn:OneDnnKernel", ("bfloat16",)),
+    "cupy": Entry("cupy:CupyKernel", _ALL, gpu=True),
     # Uses "cupy" for blocks that cuDNN does not compute.
-    "cudnn": Entry(_lazy("cudnn", "CudnnKernel"), _HALF, gpu=True),
+    "cudnn": Entry("cudnn:CudnnKernel", _HALF, gpu=True),
 }
 # On the host (False) and on a GPU (True): the kernels from the fastest one to the one for all
 # problems.
 _FASTEST = {False: ("onednn", "numba", "numpy"), True: ("cudnn", "cupy")}
 
 
-def check_kernel(
-    kernel: str,
-    dtype: np.dtype,
-    logit_softcap: float | None = None,
-    widths: tuple[int, int] = (0, 0),
-) -> None:
-    """Raise ValueError if there is no kernel of this name, or it cannot compute a problem.
-
-    Parameters
-    ----------
-    kernel : str
-        One of `KERNELS`.
-    dtype : dtype
-        Dtype of the tensors.
-    logit_softcap : float, optional
-    widths : (int, int)
-        headdim and headdim_v.
-    """
+def check_kernel(kernel: str, dtype: np.dtype) -> None:
+    """Raise ValueError if there is no kernel of this name, or it does not compute a dtype."""
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
-    if (entry := KERNELS[kernel]) is None:  # "auto"
-        return
-    if dtype not in map(as_dtype, entry.dtypes):
+    entry = KERNELS[kernel]
+    if entry is not None and dtype not in map(as_dtype, entry.dtypes):
         raise ValueError(f"kernel {kernel!r} computes {', '.join(entry.dtypes)}, got {dtype}")
-    if logit_softcap is not None and not entry.softcap:
-        got = f"got logit_softcap {logit_softcap}"
-        raise ValueError(f"kernel {kernel!r} computes no soft-cap, {got}")
-    if widths[0] != widths[1] and not entry.widths:
-        got = f"got headdim {widths[0]} and headdim_v {widths[1]}"
-        raise ValueError(f"kernel {kernel!r} needs headdim_v equal to headdim, {got}")
 
 
 def make_kernel(
@@ -99,7 +68,6 @@ def make_kernel(
     poll: Callable[[], object] | None = None,
     work: Workspace | None = None,
     logit_softcap: float | None = None,
-    widths: tuple[int, int] = (0, 0),
 ) -> Kernel:
     """Make a kernel.
 
@@ -116,8 +84,6 @@ def make_kernel(
     work : Workspace, optional
         Buffers of the kernel.
     logit_softcap : float, optional
-    widths : (int, int)
-        headdim and headdim_v, if they differ.
 
     Raises
     ------
@@ -133,20 +99,23 @@ def make_kernel(
             if dtype not in map(as_dtype, KERNELS[name].dtypes):
                 continue
             try:
-                given = dtype, softmax_scale, poll, work, logit_softcap, widths
-                made = make_kernel(name, device, *given)
+                made = make_kernel(name, device, dtype, softmax_scale, poll, work, logit_softcap)
                 made.why = "; ".join(why)
                 return made
             except (ImportError, ValueError) as error:  # not installed, or it cannot compute this
                 why.append(str(error))
                 if device is not HOST and isinstance(error, ImportError):  # many times slower
                     warnings.warn(f"kernel {kernel!r} computes: {error}", RuntimeWarning, 2)
-    check_kernel(kernel, dtype, logit_softcap, widths)
+    check_kernel(kernel, dtype)
     entry = KERNELS[kernel]
     if entry.gpu == (device is HOST):
         arrays = "NumPy" if device is HOST else "CuPy"
         raise ValueError(f"kernel {kernel!r} does not take {arrays} arrays")
-    made = entry.make(
+    make = entry.make
+    if isinstance(make, str):
+        module, _, name = make.partition(":")
+        make = getattr(import_module(f"a2d_mpi.kernels.{module}"), name)
+    made = make(
         dtype, softmax_scale, device=device, poll=poll or (lambda: None), work=work,
         logit_softcap=logit_softcap,
     )  # fmt: skip

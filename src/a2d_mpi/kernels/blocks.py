@@ -7,6 +7,7 @@ visible pair are skipped.  Only cache blocks with visible and hidden pairs need 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -109,7 +110,8 @@ class Blocker:
                 i1 = min(i0 + step, stop)
                 cache_blocks = self._cache_blocks(ends[:, i0:i1], nk, group)
                 query_blocks.append((i0, i1, list(cache_blocks)))
-        return Blocking(query_blocks, min(step, nq) * group, *_masked(intervals, nk))
+        hide = (x if x.any() else None for x in masked(intervals, nk))
+        return Blocking(query_blocks, min(step, nq) * group, *hide)
 
     def _cache_blocks(self, ends: np.ndarray, nk: int, group: int) -> Iterator[CacheBlock]:
         """Yield the cache blocks of a query block; `ends` are begins and ends of its intervals."""
@@ -130,7 +132,7 @@ class Blocker:
                 seen_by_all = x if seen_by_all is None else seen_by_all
                 continue
             if seen_by_all is not None:
-                for j0, j1 in _even(seen_by_all, x, self.block_k):
+                for j0, j1 in even(seen_by_all, x, self.block_k):
                     yield CacheBlock(slice(0, tokens * group), j0, j1)
                 seen_by_all = None
             if y is not None and ((begins < y) & (stops > x)).any():
@@ -151,7 +153,7 @@ class Blocker:
         cuts = [x, *shared.tolist(), y]
         width = min(self.block_k, max(NARROWEST, tokens // SLICES))
         for start, stop in zip(cuts, cuts[1:], strict=False):
-            for j0, j1 in _even(start, stop, width):
+            for j0, j1 in even(start, stop, width):
                 seen = ((begins < j1) & (stops > j0) & (begins < stops)).any(axis=0)  # (tokens,)
                 sees_all = ((begins <= j0) & (stops >= j1)).any(axis=0)  # (tokens,)
                 for i0, i1 in _stretches(seen):
@@ -192,11 +194,11 @@ class Blocker:
         return hidden
 
 
-def _even(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
+def even(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
     """Cut a range into equal ranges of at most `most` elements."""
     count = -(-(stop - start) // most)
     bounds = [start + (stop - start) * i // count for i in range(count + 1)]
-    return zip(bounds, bounds[1:], strict=False)
+    return pairwise(bounds)
 
 
 def _stretches(seen: np.ndarray) -> list[tuple[int, int]]:
@@ -209,10 +211,7 @@ def _stretches(seen: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(rows[firsts].tolist(), (rows[lasts] + 1).tolist(), strict=True))
 
 
-def _masked(
-    intervals: tuple[Interval, ...], nk: int
-) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return masked rows, (nq,) bool, and masked keys, (nk,) bool; None if there are none."""
+def masked(intervals: tuple[Interval, ...], nk: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return whether each row is masked, (nq,) bool, and whether each key is, (nk,) bool."""
     rows = np.all([end <= begin for begin, end in intervals], axis=0)
-    keys = queries_per_key(intervals, nk) == 0
-    return rows if rows.any() else None, keys if keys.any() else None
+    return rows, queries_per_key(intervals, nk) == 0

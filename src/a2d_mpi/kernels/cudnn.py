@@ -25,6 +25,8 @@ from a2d_mpi.kernels.cupy import CupyKernel
 from a2d_mpi.kernels.graphs import graphs_of
 from a2d_mpi.masks.intervals import Intervals
 
+NO_KEYS = np.float32(-np.inf)  # the lse of no keys
+
 
 class CudnnKernel:
     """The kernel of cuDNN; see `a2d_mpi.kernels.numpy.NumpyKernel`.
@@ -65,7 +67,6 @@ class CudnnKernel:
         self.product_dtype = plain.dtype
         self._work = work or Workspace(plain.device)
         self._calls = CallMaker(plain, graphs or graphs_of(plain.device.index))
-        self._no_keys: dict[int, Array] = {}  # lse of queries without keys, by number of heads
         self.fallbacks: Counter[tuple[str, str]] = Counter()
 
     def forward(
@@ -82,7 +83,7 @@ class CudnnKernel:
         compensation = self._buffer("compensation", lse.shape, np.float32)
         self.device.zero(total)
         self.device.zero(compensation)
-        self._fill(lse)
+        lse.fill(NO_KEYS)
         for call in runs.calls:
             to = [x[call.rows] for x in (total, lse, compensation)]
             partial_out = self._buffer("part", to[0].shape)
@@ -154,7 +155,7 @@ class CudnnKernel:
         rows, keys = call.rows, call.keys
         if not call.intervals:
             self.device.zero(out)
-            self._fill(lse)
+            lse.fill(NO_KEYS)
             return
         if call.launch is None:
             self.plain.forward(q[rows], k[keys], v[keys], call.intervals, out, lse)
@@ -170,7 +171,7 @@ class CudnnKernel:
             self.device.put(out, native[: len(out)])
         if (places := call.masked[0]) is not None:
             self._clear(out, places)
-            self._fill(lse, places)
+            lse[places] = NO_KEYS
 
     def _add_gradients(self, call: RunCall, inputs: list, sums: list, new: list[bool]) -> None:
         """Compute the gradients of one call by cuDNN.
@@ -225,18 +226,6 @@ class CudnnKernel:
         zeros = self._buffer("nothing", (len(places), *x.shape[1:]), x.dtype)
         self.device.zero(zeros)
         self.device.put_at(x, zeros, places)
-
-    def _fill(self, lse: Array, places: Array | None = None) -> None:
-        """Set the rows of lse at `places`, or all rows, to -inf, the lse of no keys."""
-        n, nheads = len(lse if places is None else places), lse.shape[1]
-        kept = self._no_keys.get(nheads)
-        if kept is None or len(kept) < n:
-            kept = self.device.upload(np.full((n, nheads), -np.inf, np.float32))
-            self._no_keys[nheads] = kept
-        if places is None:
-            self.device.put(lse, kept[:n])
-        else:
-            self.device.put_at(lse, kept[:n], places)
 
     def _launch(self, call: RunCall, pointers: Iterable[int]) -> None:
         size = max(call.launch.workspace_size, 1)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from a2d_mpi.devices.protocol import Array
+from a2d_mpi.kernels.blocks import masked
 from a2d_mpi.kernels.cupy import CupyKernel
 from a2d_mpi.kernels.graphs import Block, Launch, NotSupported, reads_past, supported
 from a2d_mpi.kernels.shapes import Run, launch_size, runs
-from a2d_mpi.masks.intervals import Interval, Intervals, queries_per_key
+from a2d_mpi.masks.intervals import Interval, Intervals
 
 SHORTEST = 64  # shorter runs are joined to general runs, which need fewer launches
 ALIGN = 64  # numbers of 4 bytes; cuDNN needs addresses that are multiples of 16 bytes
@@ -124,15 +126,12 @@ class CallMaker:
         all_runs = [run for x in seen for run in runs(x, SHORTEST, join)]
         if len(seen) > 1:
             all_runs = [run for run in all_runs if run.shape != "empty"]
-        masked = (
-            np.all([end <= begin for begin, end in seen], axis=0),
-            queries_per_key(seen, len(v)) == 0,
-        )
+        hide = masked(seen, len(v))
         sizes = q.shape[1], nheads_kv, q.shape[2], v.shape[2], len(q), len(v)
         dtype, scale = self._plain.dtype.name, self._plain.softmax_scale
         whole = Block(dtype, *sizes, "general", scale, softcap=self._plain.logit_softcap)
         varying = Intervals.of(intervals).varying
-        calls = [self._call(run, whole, masked, backward, varying) for run in all_runs]
+        calls = [self._call(run, whole, hide, backward, varying) for run in all_runs]
         if not any(call.launch for call in calls):  # the plain kernel computes all in one call
             rows, keys = slice(0, len(q)), slice(0, len(v))
             if all(run.shape == "empty" for run in all_runs):
@@ -145,11 +144,11 @@ class CallMaker:
         self,
         run: Run,
         whole: Block,
-        masked: tuple[np.ndarray, np.ndarray],
+        hide: tuple[np.ndarray, np.ndarray],
         backward: bool,
         varying: bool,
     ) -> RunCall:
-        """Return the call of a run; `masked`: whether each query and key of the block is."""
+        """Return the call of a run; `hide`: whether each query and key of the block is."""
         rows, keys, shape = run.rows, run.keys, run.shape
         if shape == "empty":
             return RunCall(rows, keys, None, ())
@@ -173,13 +172,13 @@ class CallMaker:
         if shape == "general":
             numbers = np.zeros((2, -(-block.nq // ALIGN) * ALIGN), np.int32)
             numbers[:, : run.size[0]] = ends
-            places = self._places(ends[1] <= ends[0]), self._places(masked[1][keys])
+            places = self._places(ends[1] <= ends[0]), self._places(hide[1][keys])
         elif padded:
             numbers = np.zeros((2, ALIGN), np.int32)
             numbers[:, 0] = run.size
         in_place = tuple(
             where.start + n <= len(x) and not x[where.start : where.start + n].any() and at is None
-            for where, n, x, at in zip((rows, keys), size, masked, places)
+            for where, n, x, at in zip((rows, keys), size, hide, places)
         )
         if numbers is not None:
             numbers = self._plain.device.upload(numbers)
@@ -212,9 +211,7 @@ class CallMaker:
     def _launch_of(self, block: Block, backward: bool) -> Launch | None:
         """Return the launch of cuDNN for a block; None if cuDNN does not compute it."""
         capability = self._plain.device.capability
-        if supported(block, capability, backward):
-            return None
-        try:
-            return self.graphs.get(block, backward)
-        except NotSupported:
-            return None
+        with suppress(NotSupported):
+            if not supported(block, capability, backward):
+                return self.graphs.get(block, backward)
+        return None

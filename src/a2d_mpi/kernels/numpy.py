@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -35,12 +34,12 @@ import numpy as np
 from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Workspace
-from a2d_mpi.kernels.blocks import Blocker, CacheBlock
+from a2d_mpi.kernels.blocks import Blocker, CacheBlock, even
 
 Slices = tuple[slice, slice]
 SLACK = 10.0  # nats by which a logit may exceed the running maximum of its row
-BLOCK_Q = 512  # rows of a cache block: query tokens x query heads per KV head
-BLOCK_K = 512  # keys of a cache block
+BLOCK_Q = 512  # most rows of a cache block: query tokens x query heads per KV head
+BLOCK_K = 512  # most keys of a cache block
 PACKED = 9 << 19  # most elements of a tensor that are packed at once, if of several heads
 
 
@@ -55,8 +54,6 @@ class NumpyKernel:
     poll : callable, optional
         Function that is called between cache blocks, about every millisecond.  It lets MPI move
         large messages, which happens only inside MPI calls.
-    block_q, block_k : int
-        Most rows and keys of a cache block.
     work : Workspace, optional
         Buffers of the kernel.
     logit_softcap : float, optional
@@ -72,15 +69,12 @@ class NumpyKernel:
     """
 
     name = "numpy"  # `make_kernel` says whether the passes are compiled
-    max_logits = True
 
     def __init__(
         self,
         dtype: np.typing.DTypeLike,
         softmax_scale: float,
         poll: Callable[[], object] | None = None,
-        block_q: int = BLOCK_Q,
-        block_k: int = BLOCK_K,
         work: Workspace | None = None,
         logit_softcap: float | None = None,
         **_: Any,
@@ -88,7 +82,7 @@ class NumpyKernel:
         self.dtype = compute_dtype(np.dtype(dtype))
         self.softmax_scale, self.logit_softcap = softmax_scale, logit_softcap
         self.poll = poll or (lambda: None)
-        self._work, self._blocker = work or Workspace(), Blocker(block_q, block_k)
+        self._work, self._blocker = work or Workspace(), Blocker(BLOCK_Q, BLOCK_K)
         # exp(+-half), and its products with values between low and high, neither overflow nor
         # underflow.
         info = np.finfo(self.dtype)
@@ -96,7 +90,7 @@ class NumpyKernel:
         self._high = math.exp(self._half)
         self._low = float(info.tiny / info.eps) * self._high
 
-    def forward(self, q, k, v, intervals, out, lse, careful=False, largest=None) -> None:
+    def forward(self, q, k, v, intervals, out, lse, careful=False) -> None:
         """Overwrite `out` and `lse` with the partial result of the queries over the keys.
 
         Parameters
@@ -114,9 +108,6 @@ class NumpyKernel:
             Whether elements may be NaN or infinite.  Products of cache blocks would spread these
             to hidden pairs, because 0 times NaN is NaN.  With True, results that do not depend on
             these elements stay correct.
-        largest : (nheads,) accumulation dtype, optional
-            Largest visible logit of each head, scaled and not capped.  The numbers are raised to
-            the logits of the block, which takes one more pass.
         """
         nheads, d = q.shape[1:]
         nk, nheads_kv, e = v.shape
@@ -149,10 +140,6 @@ class NumpyKernel:
                     s, total_at = get("scores", (x, m, b)), total[at]
                     # (x, m, b) = (x, m, d) @ (x, d, b)
                     np.matmul(qb[at], _t(kh[keys]), out=s)
-                    if largest is not None:
-                        shifted = None if bounded or capped else shift[at]
-                        raised = largest[heads][at[0].start * g :][: x * g]
-                        self._find_largest(s, shifted, block, raised)
                     if capped:
                         self._cap(s)
                     if bounded:
@@ -295,28 +282,12 @@ class NumpyKernel:
             np.subtract(1, slope, out=slope)
         s *= cap
 
-    def _find_largest(
-        self, s: Array, shift: Array | None, block: CacheBlock, largest: Array
-    ) -> None:
-        """Raise `largest`, one number for each head, to the visible logits of a cache block.
-
-        `s` is (KV heads, rows, keys): logits minus the shift of each row.  Hidden logits become
-        -inf.
-        """
-        if block.hidden is not None:
-            np.copyto(s[:, block.differ], -np.inf, where=block.hidden)
-        by_row = s.max(axis=-1) if shift is None else s.max(axis=-1) + shift  # (KV heads, rows)
-        by_head = by_row.reshape(len(s), -1, len(largest) // len(s)).max(axis=1).ravel()
-        np.maximum(largest, by_head, out=largest)
-
     def _groups(self, nheads_kv: int, rows: int, nk: int, d: int) -> list[range]:
         """Return the KV heads that are packed at once.
 
         The heads of a token are adjacent in memory, so packing head by head takes twice as long.
         """
-        count = -(-nheads_kv // max(1, PACKED // max(1, (rows + nk) * d)))
-        bounds = [nheads_kv * i // count for i in range(count + 1)]
-        return [range(*x) for x in pairwise(bounds)]
+        return [range(*x) for x in even(0, nheads_kv, max(1, PACKED // max(1, (rows + nk) * d)))]
 
     def _by_heads(
         self, cache_blocks: Iterable[CacheBlock], heads: int, d: int

@@ -1,6 +1,6 @@
-"""The 16-bit kernel for CPUs: products by oneDNN, and rows compiled by Numba.
+"""The bfloat16 kernel for CPUs: products by oneDNN, and rows compiled by Numba.
 
-Tensors are copied by head, because oneDNN multiplies contiguous rows fastest (bfloat16 on a Zen 4:
+Tensors are copied by head, because oneDNN multiplies contiguous rows fastest (on a Zen 4:
 205 to 215 GFLOP/s, and 180 to 200 if the rows of a head lie apart).  Everything else stays in the
 16 bits of the tensors, so no tensor is copied to float32:
 
@@ -29,10 +29,10 @@ from a2d_mpi.kernels.numpy import _put
 from a2d_mpi.kernels.onednn_calls import Product, check_products
 
 _f, _u, _u16 = np.float32, np.uint32, np.dtype(np.uint16)
-NONE, SCALE, UNSCALE = _f(-np.inf), _f(2.0**-112), _f(2.0**112)
+NONE = _f(-np.inf)
 SIGN = np.int32(0x7FFFFFFF)
 GRAIN = 32  # products have multiples of it as rows and keys: one for a new shape takes 0.5 ms
-SLACK = _f(9.7)  # nats; exp(SLACK) is still a float16
+SLACK = _f(9.7)  # nats by which a logit may exceed the shift
 # The products of a cache block: logits and weighted sums; logits, dp, dv, dk and dq.
 FORWARD = "mb = md bd", "me += mb be"
 BACKWARD = "bm = bd md", "bm = be me", "be += bm me", "bd += bm md", "md += bm bd"
@@ -51,22 +51,14 @@ def _is_small(rows: int, keys: int, widths: int) -> bool:
 
 
 @njit
-def _rounded(x: np.float32, half: bool) -> np.uint16:
-    """Return the bits of the nearest float16 if `half`, otherwise of the nearest bfloat16."""
-    bits = _f(x).view(_u)
-    if not half:
-        return np.uint16(_u(bits + _u(0x8000)) >> _u(16))
-    # Times 2^-112, a float32 has the exponent of a float16, and what is subnormal there, too.
-    nearest = _u(_u(_f(abs(x) * SCALE).view(_u) + _u(0x1000)) >> _u(13))
-    most = _u(0x7C00) if x == x else _u(0x7E00)
-    return np.uint16(min(nearest, most) | (_u(bits >> _u(16)) & _u(0x8000)))
+def _rounded(x: np.float32) -> np.uint16:
+    """Return the bits of the nearest bfloat16."""
+    return np.uint16(_u(_f(x).view(_u) + _u(0x8000)) >> _u(16))
 
 
 @njit
-def _widened(bits: np.uint16, half: bool) -> np.float32:
-    """Return the number that is not negative and has these bits."""
-    if half:
-        return _u(_u(bits) << _u(13)).view(_f) * UNSCALE
+def _widened(bits: np.uint16) -> np.float32:
+    """Return the number that has these bits."""
     return _u(_u(bits) << _u(16)).view(_f)
 
 
@@ -81,7 +73,7 @@ def _largest(s: Array, factor: np.float32) -> np.float32:
 
 
 @njit(fastmath={"contract", "reassoc"})
-def _powers(s: Array, factor: np.float32, shift: np.float32, p: Array, half: bool) -> tuple:
+def _powers(s: Array, factor: np.float32, shift: np.float32, p: Array) -> tuple:
     """Write rounded exponentials to `p`.
 
     Return the largest exponent, if it is positive, and the sums of the exponentials before and
@@ -93,13 +85,13 @@ def _powers(s: Array, factor: np.float32, shift: np.float32, p: Array, half: boo
         top = max(top, x.view(np.int32))
         y = _exp(x)
         exact += y
-        p[j] = _rounded(y, half)
-        rounded += _widened(p[j], half)
+        p[j] = _rounded(y)
+        rounded += _widened(p[j])
     return np.int32(top).view(_f), exact, rounded
 
 
-@_compile("void(f4[:,::1], i8, f4, i8, b1[:,:], f4[::1], f4[:,:], f4[:,::1], u2[:,::1], b1)")
-def _weights(s, keys, factor, first, hidden, shift, total, acc, p, half) -> None:
+@_compile("void(f4[:,::1], i8, f4, i8, b1[:,:], f4[::1], f4[:,:], f4[:,::1], u2[:,::1])")
+def _weights(s, keys, factor, first, hidden, shift, total, acc, p) -> None:
     """Write the rounded weights of logits to `p`, and add them to `total`.
 
     There are as many rows as `shift` has; other rows of `p` and other keys get 0.  `hidden` has
@@ -120,10 +112,10 @@ def _weights(s, keys, factor, first, hidden, shift, total, acc, p, half) -> None
             if new == NONE:
                 weights[:] = 0
                 continue
-        top, exact, rounded = _powers(x, by, new, weights, half)
+        top, exact, rounded = _powers(x, by, new, weights)
         while SLACK < top < np.inf:
             new += top
-            top, exact, rounded = _powers(x, by, new, weights, half)
+            top, exact, rounded = _powers(x, by, new, weights)
         shift[row] = new
         if NONE != old != new:
             shrink = _exp(old - new)
@@ -135,18 +127,17 @@ def _weights(s, keys, factor, first, hidden, shift, total, acc, p, half) -> None
 
 
 @njit(fastmath={"contract"})
-def _gradient_row(s, dp, factor, per_cap, lse, delta, p, ds, half) -> None:
+def _gradient_row(s, dp, factor, per_cap, lse, delta, p, ds) -> None:
     for i in range(len(s)):
         weight, tanh = _exp(s[i] * factor - lse[i]), s[i] * per_cap
-        p[i] = _rounded(weight, half)
-        ds[i] = _rounded(weight * (dp[i] - delta[i]) * (ONE - tanh * tanh), half)
+        p[i] = _rounded(weight)
+        ds[i] = _rounded(weight * (dp[i] - delta[i]) * (ONE - tanh * tanh))
 
 
 @_compile(
-    "void(f4[:,::1], f4[:,::1], i8, f4, f4, i8, b1[:,:], f4[::1], f4[::1], u2[:,::1], u2[:,::1],"
-    "b1)"
+    "void(f4[:,::1], f4[:,::1], i8, f4, f4, i8, b1[:,:], f4[::1], f4[::1], u2[:,::1], u2[:,::1])"
 )
-def _gradients(s, dp, keys, factor, per_cap, first, hidden, lse, delta, p, ds, half) -> None:
+def _gradients(s, dp, keys, factor, per_cap, first, hidden, lse, delta, p, ds) -> None:
     """Compute rounded probabilities and gradients of logits; all (keys, rows).
 
     There are as many rows as `lse` has; other rows and other keys get 0.  Capped logits times
@@ -158,7 +149,7 @@ def _gradients(s, dp, keys, factor, per_cap, first, hidden, lse, delta, p, ds, h
         x[:, m:] = 0
     for key in range(keys):
         to = p[key, :m], ds[key, :m]
-        _gradient_row(s[key, :m], dp[key, :m], factor, per_cap, lse, delta, *to, half)
+        _gradient_row(s[key, :m], dp[key, :m], factor, per_cap, lse, delta, *to)
         for row in range(len(hidden)):
             if hidden[row, key]:
                 p[key, first + row] = ds[key, first + row] = 0
@@ -168,7 +159,7 @@ _NOTHING_HIDDEN = np.zeros((0, 0), bool)
 
 
 class OneDnnKernel(NumbaKernel):
-    """The kernel for 16 bits on CPUs that have products for them.
+    """The kernel for bfloat16 on CPUs that have products for it.
 
     Small blocks, and blocks with NaN or infinite elements, are computed by the kernel "numba".
     """
@@ -178,16 +169,15 @@ class OneDnnKernel(NumbaKernel):
     def __init__(self, dtype: np.typing.DTypeLike, *given: Any, **options: Any) -> None:
         super().__init__(dtype, *given, **options)
         self.product_dtype = np.dtype(dtype)
-        check_products(self.product_dtype.name)
-        self._is_half = self.product_dtype == np.float16
+        check_products()
         self._made: dict[tuple, tuple[Product, ...]] = {}
 
-    def forward(self, q, k, v, intervals, out, lse, careful=False, largest=None) -> None:
+    def forward(self, q, k, v, intervals, out, lse, careful=False) -> None:
         """As of `NumpyKernel`."""
         (nq, nheads, d), (nk, nheads_kv, e) = q.shape, v.shape
         g = nheads // nheads_kv
         if careful or _is_small(nq * g, nk, d + e):
-            super().forward(q, k, v, intervals, out, lse, careful, largest)
+            super().forward(q, k, v, intervals, out, lse, careful)
             return
         blocks, most, masked_rows, masked_keys = self._blocker.blocking(intervals, nk, g)
         cap, scale = self.logit_softcap, _f(self.softmax_scale)
@@ -212,14 +202,11 @@ class OneDnnKernel(NumbaKernel):
                     s, p = (x[: m * keys].reshape(m, keys) for x in (of_s, of_p))
                     logits, sums = self._products(FORWARD, m, keys, d, e)
                     logits(q_at + 2 * d * rows.start, k_at + 2 * d * j0, s_at)
-                    if largest is not None:  # in a copy: results have the same bits
-                        seen = s[None, : rows.stop - rows.start, :b] * scale
-                        self._find_largest(seen, None, block, largest[heads])
                     if cap is not None:
                         s *= scale
                         self._cap(s)
                     of_rows = shift[rows], total[:, rows], acc[rows]
-                    _weights(s, b, factor, *_hidden(block), *of_rows, p, self._is_half)
+                    _weights(s, b, factor, *_hidden(block), *of_rows, p)
                     sums(p_at, v_at + 2 * e * j0, acc_at + 4 * e * rows.start)
                     self.poll()
                 _finish(acc[None, :n], *np.split(statistics, 3), lse[i0:i1, heads])
@@ -271,7 +258,7 @@ class OneDnnKernel(NumbaKernel):
                         s *= scale
                         self._cap(s)
                     given = b, *factors, *_hidden(block), *of_rows[:, rows], p, ds
-                    _gradients(s, dp, *given, self._is_half)
+                    _gradients(s, dp, *given)
                     to_v(p_at, do_here, dv_at + 4 * e * j0)
                     to_k(ds_at, q_here, dk_at + 4 * d * j0)
                     to_q(ds_at, k_at + 2 * d * j0, dq_at + 4 * d * rows.start)
@@ -305,7 +292,7 @@ class OneDnnKernel(NumbaKernel):
         made = self._made.get((equations, sizes))
         if made is None:
             by_letter = dict(zip("mbde", sizes))
-            made = tuple(Product(self.product_dtype.name, x, by_letter) for x in equations)
+            made = tuple(Product(x, by_letter) for x in equations)
             self._made[equations, sizes] = made
         return made
 

@@ -1,4 +1,4 @@
-"""oneDNN's products of 16-bit matrices with float32 results, called by ctypes."""
+"""oneDNN's products of bfloat16 matrices with float32 results, called by ctypes."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import ctypes
 import os
 import site
 import sys
-from collections.abc import Iterator
-from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_size_t, c_void_p
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 NAME = "libdnnl.so.3"
-# oneDNN's number of a dtype, and the bit of the instruction set (on x86) that has products for it:
-# AVX512_BF16 and AMX_FP16.
-TYPES = {"float16": (1, 0x1000), "bfloat16": (2, 0x80)}
+AVX512_BF16 = 0x80  # the bit of the instruction set that has products of bfloat16
 # Constants of dnnl_types.h
-_FLOAT32, _CPU, _IN_ORDER, _IMPLEMENTATION = 3, 1, 1, 8
+_BFLOAT16, _FLOAT32, _CPU, _IN_ORDER = 2, 3, 1, 1
 _SRC, _WEIGHTS, _DST = 1, 33, 17
 
 
@@ -26,7 +23,7 @@ class _Argument(Structure):
 
 
 class Library(NamedTuple):
-    """oneDNN, its version, its instruction set (0 on other CPUs than x86), and its CPU engine."""
+    """oneDNN, its version, its instruction set (0 if not of x86), and its engine."""
 
     calls: ctypes.CDLL
     version: str
@@ -34,15 +31,12 @@ class Library(NamedTuple):
     engine: c_void_p
 
 
-def _places() -> Iterator[str]:
-    """Yield where the library may lie; wheels and conda put it into lib of an environment."""
+def _places() -> list[str]:
+    """Return where the library may lie; wheels and conda put it into lib of an environment."""
     if given := os.environ.get("A2D_MPI_ONEDNN"):
-        yield given
-        return
-    for prefix in (sys.prefix, sys.base_prefix, site.getuserbase()):
-        if (path := Path(prefix, "lib", NAME)).exists():
-            yield str(path)
-    yield NAME  # the loader searches LD_LIBRARY_PATH and the system
+        return [given]
+    found = (Path(x, "lib", NAME) for x in (sys.prefix, sys.base_prefix, site.getuserbase()))
+    return [*map(str, filter(Path.exists, found)), NAME]  # the loader searches the system
 
 
 @lru_cache
@@ -70,18 +64,12 @@ def open_library() -> Library:
     raise ImportError(f"kernel 'onednn' needs {how} ({'; '.join(problems)})")
 
 
-def check_products(dtype: str) -> None:
-    """Raise ValueError if oneDNN has no fast products of a 16-bit dtype for this CPU."""
+def check_products() -> None:
+    """Raise ValueError if oneDNN has no fast products of bfloat16 for this CPU."""
     library = open_library()
-    bit = TYPES[dtype][1]
-    if library.isa:
-        fast = library.isa & bit
-    else:  # the name of what was not written for the CPU begins so
-        product = Product(dtype, "mn = mk nk", {"m": 64, "n": 64, "k": 64})
-        fast = not product.implementation.startswith("ref")
-    if not fast:
+    if not library.isa & AVX512_BF16:
         why = f"instruction set {library.isa:#x}; ONEDNN_MAX_CPU_ISA may limit it"
-        raise ValueError(f"oneDNN {library.version} has no {dtype} products for this CPU ({why})")
+        raise ValueError(f"oneDNN {library.version} has no bfloat16 products for this CPU ({why})")
 
 
 class Product:
@@ -89,26 +77,24 @@ class Product:
 
     Parameters
     ----------
-    dtype : {"float16", "bfloat16"}
     equation : str
         ``"mn = mk nk"``: letters of the result and of the factors, each (rows, columns) of a
         C-contiguous matrix.  The result is float32.  With ``+=`` the product is added to it.
     sizes : dict of str to int
         The size of each letter.
-
-    Attributes
-    ----------
-    implementation : str
-        oneDNN's name of the code.
     """
 
-    def __init__(self, dtype: str, equation: str, sizes: dict[str, int]) -> None:
+    def __init__(self, equation: str, sizes: dict[str, int]) -> None:
         self._calls, _, _, engine = open_library()
         self._made: list[tuple[str, c_void_p]] = []
         out, sign, a, b = equation.split()
-        (m, n), (k,), number = out, set(a) - set(out), TYPES[dtype][0]
+        (m, n), (k,) = out, set(a) - set(out)
         forms, memories = [], []
-        for matrix, axes, kind in ((a, m + k, number), (b, k + n, number), (out, out, _FLOAT32)):
+        for matrix, axes, kind in (
+            (a, m + k, _BFLOAT16),
+            (b, k + n, _BFLOAT16),
+            (out, out, _FLOAT32),
+        ):
             shape = (sizes[x] for x in axes)
             strides = (1 if x == matrix[1] else sizes[matrix[1]] for x in axes)
             given = 2, (c_int64 * 2)(*shape), kind, (c_int64 * 2)(*strides)
@@ -121,9 +107,6 @@ class Product:
             _call(self._calls, "primitive_attr_set_post_ops", options, after)
         given = engine, *forms[:2], None, forms[2], options
         plan = self._make("primitive_desc", "matmul_primitive_desc_create", *given)
-        name = c_char_p()
-        _call(self._calls, "primitive_desc_query", plan, _IMPLEMENTATION, 0, byref(name))
-        self.implementation = (name.value or b"").decode()
         self._memories = memories
         self._arguments = (_Argument * 3)(*zip((_SRC, _WEIGHTS, _DST), memories))
         self._primitive = self._make("primitive", "primitive_create", plan)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
+from a2d_mpi.kernels.blocks import even
 from a2d_mpi.masks.intervals import Interval
 
 TILE = 128  # of cuDNN
@@ -117,7 +116,7 @@ def runs(interval: Interval, shortest: int = 1, join: bool = False) -> list[Run]
     return [
         _run(begin, end, a, b, shape)
         for first, last, shape in spans
-        for a, b in _cuts(int(first), int(last), shape)
+        for a, b in even(first, last, LONGEST if shape == "general" else last - first)
     ]
 
 
@@ -138,12 +137,6 @@ def _steps(begin: np.ndarray, end: np.ndarray) -> list[tuple[int, int, str]]:
         spans.append((first, last, shape if seen[first] else "empty"))
         first = last
     return spans
-
-
-def _cuts(first: int, last: int, shape: str) -> Iterable[tuple[int, int]]:
-    """Return the bounds of the runs into which one run is cut."""
-    number = -(-(last - first) // LONGEST) if shape == "general" else 1
-    return pairwise(first + (last - first) * i // number for i in range(number + 1))
 
 
 def _run(begin: np.ndarray, end: np.ndarray, a: int, b: int, shape: str) -> Run:

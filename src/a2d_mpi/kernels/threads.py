@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, nullcontext
 
-import numpy as np
 from threadpoolctl import ThreadpoolController
+
+from a2d_mpi.core.sizes import whole_number
 
 # If the user has set one of these variables, the number of threads is not changed.
 VARIABLES = (
@@ -39,9 +40,9 @@ class BlasThreads:
     """
 
     def __init__(self, threads: int | None, cores: int) -> None:
-        if threads is not None and (not isinstance(threads, (int, np.integer)) or threads < 1):
-            raise ValueError(f"threads must be a positive integer, got {threads!r}")
-        if threads is None and not any(os.environ.get(x) for x in VARIABLES):
+        if threads is not None:
+            whole_number("threads", threads)
+        elif not any(os.environ.get(x) for x in VARIABLES):
             threads = cores
         self._threads = threads
         self._libraries: ThreadpoolController | None = None

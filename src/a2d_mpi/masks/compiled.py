@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
@@ -162,39 +163,27 @@ def visible_keys(mask: Mask, q_tokens: np.ndarray, nk: int) -> tuple[Interval, .
     """
     if isinstance(mask, Aligned):
         return visible_keys(mask.mask, np.asarray(q_tokens, np.int64) + mask.offset, nk)
-    tokens, intervals = np.array(q_tokens, np.int64), None
+    tokens, ends = np.array(q_tokens, np.int64), np.array(None)
     tokens.setflags(write=False)
     try:
         intervals = mask.visible(tokens)
-        problem = _problem(intervals, len(tokens))
+        with suppress(ValueError):  # of arrays with several shapes
+            ends = np.array(intervals)  # (m, 2, nq)
     except Exception as error:  # a user's mask may raise anything
         where = traceback.extract_tb(error.__traceback__)[:2][-1]  # the line of `visible`
         problem = f"{type(error).__name__}: {error} ({where.filename}, line {where.lineno})"
-    if problem is None:
-        begin, end = (np.array(x, np.int64).clip(0, nk) for x in zip(*intervals))  # (m, nq)
-        if not (shared := overlap(begin, end)):
-            return tidy(zip(begin, end))
-        problem = f"{shared[0]} of query {tokens[shared[1]]} overlap"
+    else:
+        if ends.shape[1:] == (2, len(tokens)) and ends.dtype.kind == "i":
+            begin, end = ends.astype(np.int64).clip(0, nk).swapaxes(0, 1)  # (m, nq)
+            if not (shared := overlap(begin, end)):
+                return tidy(zip(begin, end))
+            problem = f"{shared[0]} of query {tokens[shared[1]]} overlap"
+        else:
+            problem = (
+                f"must return pairs (begin, end) of ({len(tokens)},) signed integers, "
+                f"got {ends.dtype} of shape {ends.shape}"
+            )
     raise ValueError(f"{type(mask).__name__}.visible: {problem}")
-
-
-def _problem(intervals: object, nq: int) -> str | None:
-    """Describe what is wrong with a result of `visible`; return None if it is valid."""
-    if not isinstance(intervals, (tuple, list)) or not intervals:
-        shown = "an empty " if isinstance(intervals, (tuple, list)) else "a "
-        shown += type(intervals).__name__
-        return f"must return a tuple of pairs (begin, end), got {shown}"
-    for i, pair in enumerate(intervals):
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            return f"item {i} must be a pair (begin, end), got a {type(pair).__name__}"
-        for name, x in zip(("begin", "end"), pair):
-            shape, dtype = np.shape(x), getattr(x, "dtype", type(x).__name__)
-            if shape != (nq,) or getattr(dtype, "kind", "") != "i":
-                return (
-                    f"{name} of pair {i} must be ({nq},) signed integers, "
-                    f"got {dtype} of shape {shape}"
-                )
-    return None
 
 
 def _by_query(mask: Mask, q_tokens: np.ndarray, nk: int) -> list[tuple[int, list]]:

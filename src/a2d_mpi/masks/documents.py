@@ -296,11 +296,6 @@ class CausalBlockwise(_Packed):
         return ((np.where(np.isin(document, last), 0, begin), end),)
 
 
-def positions_in(cu_seqlens: Integers) -> np.ndarray:
-    """Return the position of each token in its document, (seqlen,) int64."""
-    return np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
-
-
 def _checked(name: str, cu_seqlens: np.ndarray) -> np.ndarray:
     """Return a copy of the bounds of documents as int64; raise ValueError if they are invalid."""
     array = np.array(cu_seqlens)

@@ -36,33 +36,6 @@ def _maker(name: str) -> Callable[..., Mask]:
     return getattr(import_module(maker), name) if isinstance(maker, str) else maker
 
 
-def register_mask(name: str, make: Callable[..., Mask]) -> None:
-    """Register a user's mask under a name, which `make_mask` and the drivers then accept.
-
-    Parameters
-    ----------
-    name : str
-        Lower-case letters, digits and underscores; the first is a letter.
-    make : callable
-        Function that returns the mask.  It is called with the length of the sequence and the
-        integers of the text: ``name:3,window=4`` calls ``make(seqlen, 3, window=4)``.
-
-    Raises
-    ------
-    ValueError
-        If the name is taken or has other characters, or `make` cannot be called.
-    """
-    if name in (*PATTERNS, "all", "file"):
-        raise ValueError(f"the name {name!r} of a mask is taken: choose another name")
-    if not re.fullmatch("[a-z][a-z0-9_]*", name):
-        raise ValueError(
-            f"a mask's name must begin with a-z and consist of a-z, 0-9 and _, got {name!r}"
-        )
-    if not callable(make):
-        raise ValueError(f"mask {name!r}: make must be a function, got {make!r}")
-    PATTERNS[name] = make
-
-
 def parse_mask(text: str) -> tuple[str, list[int], dict[str, int]]:
     """Split the text of a mask into its name and arguments.
 

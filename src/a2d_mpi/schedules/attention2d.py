@@ -17,7 +17,7 @@ before they leave.  So rows enter a node once.
 from __future__ import annotations
 
 from a2d_mpi.schedules.group import Group
-from a2d_mpi.schedules.line import Line, arrivals
+from a2d_mpi.schedules.line import Line, arrivals, in_equal_nodes
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Rows
@@ -82,4 +82,4 @@ def gradients_by_query(group: Group) -> bool:
 
 
 METHOD = Method(forward, backward)
-NODE_AWARE = METHOD._replace(suits=lambda layout: layout.in_equal_nodes, knows_nodes=True)
+NODE_AWARE = METHOD._replace(suits=in_equal_nodes, knows_nodes=True)

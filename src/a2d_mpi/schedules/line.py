@@ -17,6 +17,9 @@ from functools import partial
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
+import numpy as np
+
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.intervals import Runs, cut, size
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import KINDS, SUMS, Receive, Rows
@@ -138,6 +141,30 @@ def members_of(ranks: Sequence[int], nodes: Sequence[int]) -> dict[int, list[int
     for x in sorted(ranks):
         members.setdefault(nodes[x], []).append(x)
     return members
+
+
+def in_equal_nodes(layout: Layout) -> bool:
+    """Return True if nodes divide all rows, and all columns, into equal groups of several ranks.
+
+    Rows or columns, not both, may lie inside nodes or have one rank per node.  All
+    context-parallel groups must be divided in the same way.
+    """
+    divisions = {layout.nodes_of_group(head) for head in range(layout.heads)}
+    if layout.nodes is None or len(divisions) > 1:
+        return False
+    grid = np.reshape(divisions.pop(), (layout.rows, layout.cols))
+    shares, lengths = (_equal_share(grid), _equal_share(grid.T)), (layout.cols, layout.rows)
+    return min(shares) > 0 and any(1 < b < n for b, n in zip(shares, lengths))
+
+
+def _equal_share(node: np.ndarray) -> int:
+    """Return how many ranks of a line each of its nodes has; 0 if the numbers differ.
+
+    `node` is (lines, ranks of a line) int.
+    """
+    lines = np.arange(len(node))[:, None] * (node.max() + 1)
+    _, counts = np.unique(lines + node, return_counts=True)
+    return int(counts[0]) if (counts == counts[0]).all() else 0
 
 
 def from_here(rank: int, ranks: Sequence[int], nodes: Sequence[int]) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple
@@ -88,26 +87,3 @@ METHODS = Methods(
         "node aware": "attention2d:NODE_AWARE",
     }
 )
-
-
-def register_method(name: str, method: Method) -> None:
-    """Add a user's method to `METHODS`, so that plans, planner and drivers find it.
-
-    Parameters
-    ----------
-    name : str
-        Words of lower-case letters and digits, with a blank between two words.
-    method : Method
-
-    Raises
-    ------
-    ValueError
-        If the name is taken or has other characters, or `method` is no `Method`.
-    """
-    if name in (*METHODS, "all", "auto"):
-        raise ValueError(f"the name {name!r} of a method is taken: choose another name")
-    if not re.fullmatch("[a-z0-9]+( [a-z0-9]+)*", name):
-        raise ValueError(f"a method's name must consist of words of a-z and 0-9, got {name!r}")
-    if not isinstance(method, Method):
-        raise ValueError(f"method {name!r} must be a Method, got {method!r}")
-    METHODS[name] = method

@@ -14,7 +14,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from a2d_mpi.comm.agreement import agree, errors_of
-from a2d_mpi.core.atomic import new_folder, remove_folder
+from a2d_mpi.core.folders import new_folder, remove_folder
 
 if TYPE_CHECKING:
     from transformers import Trainer

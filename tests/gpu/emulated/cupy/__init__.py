@@ -52,7 +52,12 @@ class ndarray:
         return ndarray(self._host[_whole(index)])
 
     def __setitem__(self, index, value):
-        _queue(lambda: operator.setitem(self._host, _whole(index), value._host))
+        index = index._host if isinstance(index, ndarray) else _whole(index)
+        value = value._host if isinstance(value, ndarray) else value
+        _queue(lambda: operator.setitem(self._host, index, value))
+
+    def fill(self, value):
+        _queue(lambda: self._host.fill(value))
 
     def __iadd__(self, other):
         _queue(lambda: np.add(self._host, other._host, out=self._host))
