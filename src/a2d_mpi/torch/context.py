@@ -30,7 +30,7 @@ from a2d_mpi.sharding.choice import predict_times
 from a2d_mpi.torch.attention import IGNORED
 from a2d_mpi.torch.calls import Arranged, enter, later, leave
 from a2d_mpi.torch.entry import MASKS, Plans, Running, functions, give_back, own_attention, owners
-from a2d_mpi.torch.gradients import Gradients
+from a2d_mpi.torch.gradients import add_gradients
 from a2d_mpi.torch.layers import (
     NUMBERS,
     Fingerprint,
@@ -178,7 +178,6 @@ class ContextParallel:
         register(self._name, *functions(owner, f"_{self._name}", self._running))
         self._find_out(longest or seqlen or self._first())
         self._factor = self.replicas.size / self.replicas.allreduce(int(grid.comm.rank == 0))
-        self._gradients = Gradients(model, self.replicas, grid.failures)
         self._others = [] if self.replicas is grid.comm else [self.replicas]
         grid.failures.others.extend(self._others)
         self._attach(owner)
@@ -607,7 +606,8 @@ class ContextParallel:
                 "backward reached no parameter: torch.autograd.grad would give gradients of this "
                 "rank's tokens, so call backward(), or freeze the model for gradients of inputs"
             )
-        self._gradients.add(self.replicas.size, problem)
+        comm, failures = self.replicas, self.grid.failures
+        add_gradients(self.model, comm, failures, comm.size, problem)
 
     def _attach(self, owner: int) -> None:
         """Let the model and the models in it compute over ranks."""
@@ -644,7 +644,6 @@ class ContextParallel:
         while self._others:
             self.grid.failures.others.remove(self._others.pop())
         self._freed = True
-        self._gradients.free()
         self._end()
 
 
