@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 TOKENS = "input_ids", "inputs_embeds"
 INTEGERS = "attention_mask", "position_ids", "labels", "shift_labels", "cu_seq_lens_q"
 ITEMS = "num_items_in_batch"
+CHANGES = "changes of modules"  # on which ranks agree before they try a model again
 DOCUMENTS = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 CACHES = "cache", "past_key_values"
 PLAIN = bool, int, float, str, type(None)
@@ -302,11 +303,11 @@ def _begin(
         batch = arranged(known, tuple(shape), follows, 2 * comm.size, cp._causal)
         cp._check_tokens(given.get("input_ids"), batch)
     said |= {"the model": type(module).__name__, "training": module.training}
-    said |= {"changes of modules": cp._print.changed()}
+    said |= {CHANGES: (changed := cp._print.changed())}
     said |= {"torch.is_grad_enabled()": torch.is_grad_enabled()}
     with cp.grid.failures.translated():
         call.agree(said)
-        cp._prepare(batch.most, module.training)
+        cp._prepare(batch.most, changed, module.training)
         plans = cp._plans_of(len(batch.places), batch.ends)
     rows = Rows(cp, batch.shape, [batch.places[x] for x in plans.tokens], plans)
     cp.rows = rows.places[rows.real]

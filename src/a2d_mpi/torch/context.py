@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.agreement import Call, agree
+from a2d_mpi.comm.agreement import Call, CollectiveError, agree
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import check_range
@@ -28,7 +28,8 @@ from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.sharding.choice import predict_times
 from a2d_mpi.torch.attention import IGNORED
-from a2d_mpi.torch.calls import Arranged, enter, later, leave
+from a2d_mpi.torch.calls import CHANGES, Arranged, enter, later, leave
+from a2d_mpi.torch.decoding import Step
 from a2d_mpi.torch.entry import MASKS, Plans, Running, functions, give_back, own_attention, owners
 from a2d_mpi.torch.gradients import add_gradients
 from a2d_mpi.torch.layers import (
@@ -57,7 +58,6 @@ if TYPE_CHECKING:  # they load all of transformers
     from transformers.generation.utils import GenerateOutput
 
     from a2d_mpi.torch.cache import SpreadCache
-    from a2d_mpi.torch.decoding import Step
     from a2d_mpi.torch.generation import Generation
 
 PROBED = 16  # tokens of a rank in the probe
@@ -159,8 +159,9 @@ class ContextParallel:
             model = model.get_base_model()
         self.grid, self.model, self.seqlen, self.method = grid, model, seqlen, method
         self.replicas, self.average, self._options = replicas or grid.comm, average, options
-        self.numbering, self._probing, self._freed = NUMBERS, probe, False
+        self._probing, self._freed, self._refused = probe, False, 0
         self._generation: Generation | None = None
+        self._generates = False
         if average and not torch.distributed.is_initialized():
             hide_launcher()  # for accelerate each rank is one process
         self._sets: dict[int, Plans] = {}
@@ -176,7 +177,7 @@ class ContextParallel:
             _undo(model, own_attention, {})  # of a copy
         owners[owner] = self
         register(self._name, *functions(owner, f"_{self._name}", self._running))
-        self._find_out(longest or seqlen or self._first())
+        self._find_out(longest or seqlen or min(TRIED, self._limit or TRIED))
         self._factor = self.replicas.size / self.replicas.allreduce(int(grid.comm.rank == 0))
         self._others = [] if self.replicas is grid.comm else [self.replicas]
         grid.failures.others.extend(self._others)
@@ -185,17 +186,20 @@ class ContextParallel:
         self._end = weakref.finalize(self, _undo, model, [self._name], self._sets)
         self._end.atexit, ENDS[model] = False, self._end
 
-    def _first(self) -> int:
-        """Return the tokens of the first trial."""
+    @property
+    def _limit(self) -> int | None:
+        """The positions that the model has, if it says so."""
         config = getattr(self.model, "config", None)
-        limit = getattr(config and config.get_text_config(), "max_position_embeddings", None)
-        return min(TRIED, limit or TRIED)
+        return getattr(config and config.get_text_config(), "max_position_embeddings", None)
 
     def _find_out(self, longest: int) -> None:
         """Find out what layers compute, if a document has up to `longest` tokens.  Collective."""
         model, call, core, has_loss = self.model, Call(self.grid.comm), self.model, False
         found: dict[torch.nn.Module, Kind] = {}
-        with call.checks(text=lambda x: f"{type(model).__name__}: {x}"), self._rest():
+        with (
+            call.checks(text=lambda x: f"{type(model).__name__}, {longest} tokens: {x}"),
+            self._rest(),
+        ):
             self._recurrent, _ = install(model)
             try:
                 found = layers_of(model, longest)
@@ -214,12 +218,7 @@ class ContextParallel:
             )
         for x in model.modules():
             vars(x).pop(f"_{self._name}", None)
-        self.layers, self.longest, self._core, self._losses = (
-            found,
-            longest,
-            core,
-            {core} if has_loss else set(),
-        )
+        self.layers, self._core, self._losses = found, core, {core} if has_loss else set()
         sees = (x.mask.visible(np.zeros(1, int)) for x in kinds)  # the first token
         self._causal = all(int(end[0]) == 1 for ((_, end), *_) in sees)
         self._masks, kinds = Masks(longest, [x.mask for x in kinds]), [*dict.fromkeys(kinds)]
@@ -229,26 +228,43 @@ class ContextParallel:
         self._paths = {x: name for name, x in model.named_modules()}
         self._files = {type(x).__module__ for x in model.modules()}
         self._sizes.clear()
-        self.plans: Planned = Planned()
-        self._trains, self._generation = False, None
+        self.plans, self._trains = Planned(), False
+        self.longest = 0  # if the probe fails, the next call tries again
         if self._probing:
             with self.grid.failures.translated():
-                self._probe()
-        self._print = Fingerprint(model)
+                self._probe(longest)
+        self.longest, self._print = longest, Fingerprint(model)
 
-    def _prepare(self, most: int, training: bool) -> None:
-        """Repeat trials, if the model has changed or a call has longer documents.  Collective."""
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+    def _prepare(self, most: int, changed: bool, training: bool = False) -> None:
+        """Repeat trials, if the model has changed or documents are longer.  Collective.
+
+        `changed` is what all ranks have agreed on.
+        """
+        if changed:
+            self._generation = None
+            self._find_out(max(most, self.longest))
         if most > self.longest:
-            self._find_out(max(most, min(2 * self.longest, limit or most)))
-        elif self._print.changed():
-            self._find_out(self.longest)
+            self._find_out_more(most)
         if training and not self._trains:
             call = Call(self.grid.comm)
             with call.checks(text=lambda x: f"{type(self.model).__name__}: {x}"), self._rest():
                 self._draws = is_random(self._core, self.longest)
             call.agree({"dropout": self._draws})
             self._trains, self._print = True, Fingerprint(self.model)
+
+    def _find_out_more(self, most: int) -> None:
+        """Repeat the trials for `most` tokens or more, which are more than before.  Collective."""
+        # Many at once, so that steps of generation seldom come here.  A trial may refuse so many.
+        more = min(2 * self.longest, self._limit or most)
+        if self._refused:
+            more = (most + self._refused) // 2
+        for longest in sorted({most, max(most, more)}, reverse=True):
+            try:
+                return self._find_out(longest)
+            except CollectiveError:
+                self._refused = longest
+                if longest == most:
+                    raise
 
     def _check_tokens(self, ids: torch.Tensor | None, batch: Arranged) -> None:
         """Raise ValueError if tokens or labels do not exist, or are too many."""
@@ -290,9 +306,9 @@ class ContextParallel:
     def _within(self, number: int) -> Iterator[None]:
         """Let calls of the model in this context have the plans of a number."""
         running, outer = self._running, self._running.get()
-        plans, layers = self._sets[number], self._known(number).layers
-        dtypes = [getattr(plans[layers[x]], "dtype", None) for x in self._firsts]
-        running.dtypes = [x and getattr(torch, x.name) for x in dtypes]  # a step has none
+        plans = self._sets[number]
+        dtypes = [plans[self.layers[x]].dtype for x in self._firsts]
+        running.dtypes = [getattr(torch, x.name) for x in dtypes]
         running.set(torch.tensor(number))
         try:
             yield
@@ -308,11 +324,6 @@ class ContextParallel:
         finally:
             self._running.resting = False
 
-    def _known(self, number: int | None) -> ContextParallel | Generation:
-        """Return what has the kinds of layers and the masks of the plans of a number."""
-        other = self._generation
-        return other if other is not None and number in other.numbers else self
-
     def _mask(self, mask_function: Callable, attention_mask: torch.Tensor | None) -> int:
         """Return the number of the mask that a function shows."""
         self._refuse({ENTRY: self._running.get() is None}, None)
@@ -320,7 +331,7 @@ class ContextParallel:
         is_step = self._generation is not None and number == self._generation.step
         if is_step and attention_mask is not None:  # with padding before the tokens of a row
             mask_function = _after(mask_function, int(attention_mask[0].int().argmax()))
-        return self._known(number)._masks.number_of(mask_function)
+        return self._masks.number_of(mask_function)
 
     def _plan_for(
         self,
@@ -351,25 +362,22 @@ class ContextParallel:
             ENTRY: number not in self._sets,
         }
         self._refuse(problems, running)
-        known, where = self._known(number), self._paths[module]
-        kind, found = known.layers[module], known._masks.found
+        kind, where = self.layers[module], self._paths[module]
         plan = self._sets[number][kind]
         try:
-            asked = known_mask(where, shown, window, causal, found, known.longest)
+            asked = known_mask(where, shown, window, causal, self._masks.found, self.longest)
         except ValueError as error:
             plan.refuse(str(error))
         # Each step of generation comes here in each layer: no message is written for nothing.
         if asked != kind.mask:
             plan.refuse(f"{where} asks for {asked} in this call, but its plan has {kind.mask}")
-        if rows != 1 and not hasattr(plan, "attend"):
+        if rows != 1 and not isinstance(plan, Step):
             plan.refuse(f"the batch must be one sequence, got {rows}")
         if problem:
             plan.refuse(problem)
-        theirs = plan.softmax_scale
-        if not math.isclose(scaling, theirs):
-            plan.refuse(f"the model scales logits by {scaling}, but the plan by {theirs}")
-        cap = plan.logit_softcap
-        if softcap != cap:
+        if not math.isclose(scaling, scale := kind.softmax_scale):
+            plan.refuse(f"the model scales logits by {scaling}, but the plan by {scale}")
+        if softcap != (cap := kind.logit_softcap):
             plan.refuse(f"the model has the soft-cap {softcap}, but the plan has {cap}")
         return plan
 
@@ -434,10 +442,10 @@ class ContextParallel:
                 total[name] += layers * kind.nheads * kind.headdim * times.get(name, 0)
         return min(total, key=total.get)
 
-    def _probe(self) -> None:
+    def _probe(self, longest: int) -> None:
         """Compare all layers with the model's own attention for a few tokens.  Collective."""
-        n = min(self.longest, PROBED * self.grid.comm.size)
-        positions = torch.from_numpy(np.linspace(0, self.longest - 1, n).round().astype(np.int64))
+        n = min(longest, PROBED * self.grid.comm.size)
+        positions = torch.from_numpy(np.linspace(0, longest - 1, n).round().astype(np.int64))
         number = next(NUMBERS)
         exact = {x: y for x, y in self._options.items() if x not in ("dtype", "wire")}
         plans = self._sets[number] = self._make(self.layers, n, None, {}, **exact)
@@ -630,14 +638,13 @@ class ContextParallel:
     @contextmanager
     def _generating(self) -> Iterator[None]:
         """Let ``model.generate`` be transformers' own; first try a model that has changed."""
-        if any(self.grid.comm.allgather(self._print.changed())):
-            self._find_out(self.longest)
-        own = vars(self.model).pop("generate", None)
+        agree(self.grid.comm, None, {CHANGES: (changed := self._print.changed())})
+        self._prepare(0, changed)
+        self._generates = True
         try:
             yield
         finally:
-            if own is not None:
-                self.model.generate = own
+            self._generates = False
 
     def free(self) -> None:
         """Give the model its own attention back, and release all buffers.  Collective."""
@@ -665,7 +672,7 @@ def _generate(owner: Callable[[], ContextParallel | None], original: Callable) -
     @wraps(original)
     def generate(model: Any, inputs: Any = None, *args: Any, **options: Any) -> Any:
         cp = owner()
-        if cp is None or cp._freed or model is not cp.model or cp._running.resting:
+        if cp is None or cp._freed or model is not cp.model or cp._generates:
             return original(model, inputs, *args, **options)
         names = [*inspect.signature(original).parameters][2:]
         options = dict(zip(names, args)) | options

@@ -19,6 +19,7 @@ from mpi4py import MPI
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import next_ranks
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ class Step:
 
     def __init__(self, steps: Steps, kind: Kind) -> None:
         self._steps, self._kind = steps, kind
-        self.softmax_scale, self.logit_softcap = kind.softmax_scale, kind.logit_softcap
+        self.dtype = DTYPES[kind.dtype]
 
     def attend(self, tensors: tuple, sink: torch.Tensor | None) -> torch.Tensor:
         """Compute the attention of a layer; see `Steps.attend`."""

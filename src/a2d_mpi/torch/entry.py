@@ -18,6 +18,7 @@ import torch
 
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.torch.attention import call_of
+from a2d_mpi.torch.decoding import Step
 from a2d_mpi.torch.layers import Kind, causal_of, tag
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def functions(owner: int, name: str, running: Running) -> tuple[Callable, Callab
             found = _owner_of(owner)
             asked = running.get(), attention_mask, *asked, causal, problem
             plan = found._plan_for(module, *asked)
-            if hasattr(plan, "attend"):  # a step of generation
+            if isinstance(plan, Step):
                 return plan.attend((query, key, value), sink), None
             number = torch.tensor(plan.serial)
         # (1, heads, n, headdim) to (n, heads, headdim)

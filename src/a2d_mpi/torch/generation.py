@@ -29,11 +29,10 @@ from a2d_mpi.torch.batches import agreed, check_padding, check_tokens, left_padd
 from a2d_mpi.torch.cache import SpreadCache
 from a2d_mpi.torch.decoding import Step, Steps
 from a2d_mpi.torch.layers import (
+    NUMBERS,
     Kind,
-    Masks,
     attention_of,
     inputs_of,
-    layers_of,
     random_state,
     same,
 )
@@ -61,18 +60,18 @@ class Generation:
     Attributes
     ----------
     steps : Steps
-    layers : dict of torch.nn.Module to Kind
-        For up to `longest` tokens, which may be more than those of training.
     step, prompt : int
-        Numbers of the plans of steps and of prompts, which belong to these layers.
+        Numbers of the plans of steps and of prompts.
+    masks : list of Mask
+        Of each layer of a cache.
     """
 
     def __init__(self, cp: ContextParallel) -> None:
         self.cp, self.comm, self.steps = proxy(cp), cp.grid.comm, Steps(cp.grid)
-        self.numbers = self.step, self.prompt = next(cp.numbering), next(cp.numbering)
+        self.step, self.prompt = next(NUMBERS), next(NUMBERS)
         self._line = cp.grid.in_one_row()
         self._plans: dict[tuple[int, ...], dict[Kind, AttentionPlan]] = {}
-        self._probed = False
+        self._probed, self._layers = False, None
         self._agreed = False  # whether all ranks are known to have the same tokens
         self._takes = takes = inspect.signature(cp.model.forward).parameters
         self._named = "cache" if "cache" in takes else "past_key_values"
@@ -80,43 +79,23 @@ class Generation:
         usual = {"logits_to_keep": 1, "output_router_logits": False}
         self._usual = {x: y for x, y in usual.items() if x in takes}
         self._random: torch.Tensor | None = None  # the state of the generator before a call
-        self.longest, self._refused = 0, 0  # tokens; and those that a trial refused
-        self._extend(cp.longest, cp.layers)
+        self._prepare(1)
 
-    def _extend(self, total: int, layers: dict[torch.nn.Module, Kind] | None = None) -> None:
-        """Find out what the layers compute among `total` tokens, if more than before."""
-        if total <= self.longest:
+    def _prepare(self, most: int) -> None:
+        """Let the model be tried for `most` tokens, if it was not.  Collective."""
+        self.cp._prepare(most, changed=False)
+        if self._layers is (layers := self.cp.layers):
             return
-        most = getattr(self.cp.model.config.get_text_config(), "max_position_embeddings", None)
-        # Many at once, so that steps seldom come here, but a trial may refuse so many.
-        more = (total + self._refused) // 2 if self._refused else 2 * self.longest
-        for longest in sorted({total, max(total, min(more, most or total))}, reverse=True):
-            try:
-                return self._try(longest, layers)
-            except CollectiveError:
-                self._refused = longest
-                if longest == total:
-                    raise
-
-    def _try(self, longest: int, layers: dict[torch.nn.Module, Kind] | None) -> None:
-        """Find out what the layers compute among `longest` tokens, if `layers` do not say it."""
-        model, call, masks = self.cp.model, Call(self.comm), {}
-        with (
-            call.checks(text=lambda x: f"{type(model).__name__}, {longest} tokens: {x}"),
-            self.cp._rest(),
-        ):
-            layers = layers or layers_of(model, longest)
-            masks = {x.layer_idx: kind.mask for x, kind in layers.items()}
-            if any(end[0] > 1 for x in masks.values() for _, end in x.visible(np.arange(1))):
-                raise ValueError("a layer sees later tokens, so the model cannot generate")
-        call.agree({"layers": layers and [*layers.values()]})
+        if not self.cp._causal:
+            raise CollectiveError("a layer sees later tokens, so the model cannot generate")
+        masks = {x.layer_idx: kind.mask for x, kind in layers.items()}
         # Layers that use the keys of other layers have none of their own, and any mask.
-        last = max(masks)
-        n = model.config.get_text_config().num_hidden_layers if self.cp._recurrent else last + 1
-        self.masks = [masks.get(i, masks[last]) for i in range(n)]
-        self.layers, self.longest, self._masks = layers, longest, Masks(longest, self.masks)
+        n, config = max(masks) + 1, self.cp.model.config.get_text_config()
+        every = range(config.num_hidden_layers if self.cp._recurrent else n)
+        self.masks = [masks.get(i, masks[n - 1]) for i in every]
         self.cp._sets[self.step] = {x: Step(self.steps, x) for x in layers.values()}
         self._plans.clear()
+        self._layers = layers
 
     def begin(self, cache: SpreadCache, given: dict[str, Any]) -> int:
         """Begin a step, before the model is called with some arguments; return its number."""
@@ -136,7 +115,7 @@ class Generation:
                 raise CollectiveError(
                     f"attention_mask must show {old.tolist()} tokens of the cache, and new ones"
                 )
-        self._extend(_reach(old + counts, given))
+        self._prepare(_reach(old + counts, given))
         cache.set_masks(self.masks)
         cache.begin(ids, counts)
         self.steps.cache, self._random = cache, random_state(self.cp.model)
@@ -172,7 +151,7 @@ class Generation:
         """Compute all tokens but the last of each row; see `ContextParallel.prefill`."""
         given = {"input_ids": input_ids, "attention_mask": attention_mask}
         *_, ids, mask, _ = self._batch(given, root, room, {})
-        self._extend(int(mask.sum(1).max()))
+        self._prepare(int(mask.sum(1).max()))
         self._probe()
         cache, ids, mask = self._new_cache(room), ids[:, :-1], mask[:, :-1]
         self._compute_by_plans(cache, ids, mask, self._tensors(position_ids=_positions(mask)))
@@ -207,7 +186,7 @@ class Generation:
                 streamer.put(torch.from_numpy(given))
         call.agree({"new tokens": new})
         cache.room = cache.room if room is None else room
-        self._extend(_reach(mask.sum(1), others) + new - 1)
+        self._prepare(_reach(mask.sum(1), others) + new - 1)
         cache.set_masks(self.masks)
         self._probe()
         self._compute_by_plans(cache, ids[:, :-1], mask[:, :-1], others, new * len(ids))
@@ -422,7 +401,7 @@ class Generation:
         if key not in self._plans:
             ends = bounds if len(counts) > 1 else None
             options = self.cp._options
-            self._plans[key] = self.cp._make(self.layers, int(bounds[-1]), ends, {}, **options)
+            self._plans[key] = self.cp._make(self._layers, int(bounds[-1]), ends, {}, **options)
             if len(self._plans) > KEPT:
                 del self._plans[next(iter(self._plans))]
         return self._plans[key]
@@ -434,7 +413,7 @@ class Generation:
         """
         comm, plans, total = self.comm, {}, int(bounds[-1])
         new = np.split(_owners(Distribution("zigzag", total, comm.size)), bounds[1:-1])
-        for kind in dict.fromkeys(self.layers.values()):
+        for kind in dict.fromkeys(self._layers.values()):
             kept = cache.kept[kind.mask]
             floors = [max(x, kept.floor(len(y))) for x, y in zip(kept.floors, cache.owners)]
             rows = [np.append(x[y:], z) for x, y, z in zip(cache.owners, floors, new)]
@@ -453,7 +432,7 @@ class Generation:
         if self._probed or not self.cp._probing:
             return
         model, call, cache, expected = self.cp.model, Call(self.comm), None, []
-        n = min(self.longest, 4 * self.comm.size + sum(PROBED))
+        n = min(self.cp.longest, 4 * self.comm.size + sum(PROBED))
         sizes = [n - sum(PROBED), *PROBED] if n > sum(PROBED) else [1] * n
         ids, places, _ = inputs_of(model, torch.arange(n)[None]).values()
         with call.checks(), self.cp._rest(), attention_of(model, "eager"):
