@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from a2d_mpi.comm.agreement import Call
 from a2d_mpi.core.sizes import check_range
 from a2d_mpi.torch.attention import IGNORED
-from a2d_mpi.torch.batches import check_padding, digest
+from a2d_mpi.torch.batches import check_padding, digest, integers, kind_of
 from a2d_mpi.torch.entry import Running, give_back
 from a2d_mpi.torch.recurrent import seq_idx_of
 from a2d_mpi.torch.whole import Rows, cut, join, total
@@ -297,8 +297,8 @@ def _begin(
     with call.checks():
         _check(cp, module, given, kept)
         shape = next(given[x] for x in TOKENS if given.get(x) is not None).shape[:2]
-        said = {name: _digest(x) for name, x in given.items() if x is not None}
-        known = {name: _integers(name, given.get(name)) for name in INTEGERS}
+        said = {name: digest(x) for name, x in given.items() if x is not None}
+        known = {name: integers(name, given.get(name)) for name in INTEGERS}
         follows = _follows(module, given)
         batch = arranged(known, tuple(shape), follows, 2 * comm.size, cp._causal)
         cp._check_tokens(given.get("input_ids"), batch)
@@ -323,7 +323,7 @@ def _check(cp: ContextParallel, module: torch.nn.Module, given: dict[str, Any], 
         raise ValueError(f"give one of {' and '.join(TOKENS)}, got {len(tokens)}")
     x, dims = given[tokens[0]], 2 + (tokens[0] == "inputs_embeds")
     if not isinstance(x, torch.Tensor) or x.dim() != dims or not x.numel():
-        raise ValueError(f"{tokens[0]} must be tokens of a batch, (B, N, ...), got {_kind(x)}")
+        raise ValueError(f"{tokens[0]} must be tokens of a batch, (B, N, ...), got {kind_of(x)}")
     for name in CACHES:
         if given.get(name) is not None:
             raise ValueError(f"{name} is a cache of one process: call model.generate")
@@ -336,39 +336,17 @@ def _check(cp: ContextParallel, module: torch.nn.Module, given: dict[str, Any], 
         if not (has_rows or isinstance(y, PLAIN) or name in (*DOCUMENTS, *INTEGERS, ITEMS)):
             raise ValueError(
                 f"ranks cannot share the argument {name}: it must have a row for each of "
-                f"{x.shape[0]} x {x.shape[1]} tokens, got {_kind(y)}"
+                f"{x.shape[0]} x {x.shape[1]} tokens, got {kind_of(y)}"
             )
     if (types := given.get("token_type_ids")) is not None:
         most = getattr(module.config, "type_vocab_size", sys.maxsize) - 1
         check_range(most, token_type_ids=types.numpy(force=True))
 
 
-def _kind(x: Any) -> str:
-    """Return what an argument is, for a message."""
-    return f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-
-
 def _follows(module: torch.nn.Module, given: dict[str, Any]) -> bool:
     """Return whether a token predicts the label of the next one, in the loss of a model."""
     has_labels = given.get("labels") is not None
     return has_labels and "shift_labels" in inspect.signature(module.loss_function).parameters
-
-
-def _integers(name: str, x: Any) -> np.ndarray | None:
-    """Return an argument as an int64 array, (B, N)."""
-    if x is None:
-        return None
-    if not isinstance(x, torch.Tensor) or x.is_floating_point() or x.dim() not in (1, 2):
-        raise ValueError(f"{name} must be integers, (B, N), got {_kind(x)}")
-    return np.atleast_2d(x.numpy(force=True).astype(np.int64))
-
-
-def _digest(x: Any) -> str:
-    """Return a text by which ranks compare an argument."""
-    if not isinstance(x, torch.Tensor):
-        return repr(x)
-    flat = x.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
-    return f"{tuple(x.shape)} {x.dtype}, {digest(flat)}"
 
 
 def _own_part(

@@ -23,9 +23,18 @@ from transformers.generation import GenerationMode, StopStringCriteria
 from a2d_mpi.attention.methods import Attention2D
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import Call, CollectiveError, agree, message_of
+from a2d_mpi.core.sizes import check_range
 from a2d_mpi.masks.documents import Documents
 from a2d_mpi.sharding.distribution import Distribution
-from a2d_mpi.torch.batches import agreed, check_padding, check_tokens, left_padded
+from a2d_mpi.torch.batches import (
+    check_continues,
+    check_padding,
+    digest,
+    integers,
+    kind_of,
+    left_padded,
+    positions_of,
+)
 from a2d_mpi.torch.cache import SpreadCache
 from a2d_mpi.torch.decoding import Step, Steps
 from a2d_mpi.torch.layers import (
@@ -154,7 +163,7 @@ class Generation:
         self._prepare(int(mask.sum(1).max()))
         self._probe()
         cache, ids, mask = self._new_cache(room), ids[:, :-1], mask[:, :-1]
-        self._compute_by_plans(cache, ids, mask, self._tensors(position_ids=_positions(mask)))
+        self._compute_by_plans(cache, ids, mask, self._tensors(position_ids=positions_of(mask)))
         if cache.length < ids.shape[1]:
             self._compute_in_step(cache, ids, mask)
         return cache
@@ -180,7 +189,7 @@ class Generation:
             taken, others = self._checked(prompt, cache, options)
             ids, found = taken["input_ids"].numpy(force=True), taken.get("attention_mask")
             mask = np.ones_like(ids) if found is None else found.numpy(force=True)
-            _check_old(cache, ids, mask)
+            check_continues(cache, ids, mask)
             new = taken["generation_config"].max_length - ids.shape[1]
             if streamer is not None and first:
                 streamer.put(torch.from_numpy(given))
@@ -226,29 +235,45 @@ class Generation:
 
         Also take the other tensors of the model out of the options, and return them as arrays.
         """
-        vocabulary, ranks = self.cp.model.get_input_embeddings().num_embeddings, self.comm.size
-        named = [x for x in sorted(options) if x in self._takes]
-        tensors = {x: options.pop(x) for x in named if isinstance(options[x], torch.Tensor)}
-        call = Call(self.comm)
+        ranks, call, whole, found = self.comm.size, Call(self.comm), {}, ()
+        named = [x for x in options if x in self._takes and isinstance(options[x], torch.Tensor)]
+        tensors = batch | {x: options.pop(x) for x in named}
+        if root not in (None, *range(ranks)):
+            call.problem = f"root must be a rank, got {root}"
+        call.agree({"root": root})
         with call.checks():
-            for name, x in tensors.items():
-                _check_argument(name, x, x.dim() < 3 and not x.is_floating_point())
-        call.agree({"arguments of the model": [*tensors] if root is None else None})
-        if root in range(ranks):
-            tensors = {x: tensors.get(x) for x in self.comm.bcast([*tensors], root)}
+            whole = {name: integers(name, x) for name, x in tensors.items()}
+        if root is not None:
+            call.problem, whole = self.comm.bcast((call.problem, whole), root)
+        with call.checks():
+            found = self._left_padded(room, **whole)
+        call.agree({name: digest(x) for name, x in whole.items()})
+        return found
 
-        def arrange(ids: np.ndarray | None, given: np.ndarray | None, *others: Any) -> tuple:
-            if room is not None and (len(room) != ranks or min(room) < 0):
-                raise ValueError(f"room must be tokens for each of {ranks} ranks, got {room}")
-            check_tokens(ids, vocabulary)
-            mask = np.ones_like(ids) if given is None else given
-            check_padding(mask, ids.shape)
-            for name, x in zip(tensors, others):
-                _check_argument(name, x, x.shape == ids.shape)
-            moved = [left_padded(x, mask)[0] for x in others]
-            return given is not None, ids, *left_padded(ids, mask), dict(zip(tensors, moved))
-
-        return agreed(self.comm, batch | tensors, root, arrange)
+    def _left_padded(
+        self,
+        room: Sequence[int] | None,
+        input_ids: np.ndarray | None = None,
+        attention_mask: np.ndarray | None = None,
+        **others: np.ndarray,
+    ) -> tuple:
+        """Return what `_batch` does; ValueError if something is wrong.  Local."""
+        vocabulary, ranks = self.cp.model.get_input_embeddings().num_embeddings, self.comm.size
+        if room is not None and (len(room) != ranks or min(room) < 0):
+            raise ValueError(f"room must be tokens for each of {ranks} ranks, got {room}")
+        if input_ids is None or not input_ids.size:
+            raise ValueError(
+                "input_ids must be (B, N) tokens, at least one in each row, got "
+                f"{kind_of(input_ids)}"
+            )
+        check_range(vocabulary - 1, input_ids=input_ids)
+        mask = np.ones_like(input_ids) if attention_mask is None else attention_mask
+        check_padding(mask, input_ids.shape)
+        for name, x in others.items():
+            _check_argument(name, x, x.shape == input_ids.shape)
+        moved = {name: left_padded(x, mask) for name, x in others.items()}
+        ids, masked = input_ids, attention_mask is not None
+        return masked, ids, left_padded(ids, mask), left_padded(mask, mask), moved
 
     def _checked(self, prompt: dict, cache: Any, options: dict) -> tuple[dict, dict]:
         """Let transformers check the options.  Local.
@@ -379,7 +404,7 @@ class Generation:
         """Compute n new tokens, or all, in a step; return the last logits, (B, V)."""
         begin = cache.length
         end = begin + n if n else ids.shape[1]
-        given = {"input_ids": ids[:, begin:end], "position_ids": _positions(mask)[:, begin:end]}
+        given = {"input_ids": ids[:, begin:end], "position_ids": positions_of(mask)[:, begin:end]}
         return self._call(cache, self._tensors(**given, attention_mask=mask[:, :end]))
 
     def _call(self, cache: SpreadCache, given: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -446,7 +471,7 @@ class Generation:
         ones, sizes = np.ones_like(ids), sizes[-len(PROBED) :]
         first = n - sum(sizes)
         with call.checks(), attention_of(model, model.config._attn_implementation):
-            positions = self._tensors(position_ids=_positions(ones))
+            positions = self._tensors(position_ids=positions_of(ones))
             self._compute_by_plans(cache, ids[:, :first], ones[:, :first], positions, least=1)
             if first > cache.length:  # too few for plans
                 self._compute_in_step(cache, ids, ones, first)
@@ -500,34 +525,12 @@ class _Decisions(StoppingCriteriaList):
         raise CollectiveError(f"rank 0 could not choose a token: {problem}")
 
 
-def _check_old(cache: SpreadCache, ids: np.ndarray, mask: np.ndarray) -> None:
-    """Raise ValueError unless a batch continues the tokens of a cache."""
-    check_padding(mask, ids.shape)
-    old = cache.length
-    if not mask[:, -1].all():
-        raise ValueError("tokens of padding end the prompt: give attention_mask")
-    if not old:
-        return
-    if len(ids) != len(cache.ids) or ids.shape[1] <= old:
-        raise ValueError(
-            f"the cache has {len(cache.ids)} rows of {old} tokens, and the prompt {len(ids)} of "
-            f"{ids.shape[1]}: it must begin with those tokens, and have more"
-        )
-    for row, place in np.argwhere(ids[:, :old] != cache.ids):
-        raise ValueError(
-            f"the prompt has token {ids[row, place]} at {place} of row {row}, but the cache has "
-            f"{cache.ids[row, place]}"
-        )
-    if (mask[:, :old].sum(1) != cache.lengths).any():
-        raise ValueError("attention_mask must be that of the cache, and 1 for new tokens")
-
-
 def _check_argument(name: str, x: Any, of_tokens: bool) -> None:
     """Raise ValueError if an argument of the model is not `of_tokens`."""
     if not of_tokens:
-        got = f"{type(x).__name__} of shape {(*x.shape,)}" if hasattr(x, "shape") else type(x)
         raise ValueError(
-            f"generation over ranks takes no {name} that is not a number for each token, got {got}"
+            f"generation over ranks takes no {name} that is not a number for each token, got "
+            f"{kind_of(x)}"
         )
 
 
@@ -549,11 +552,6 @@ def _reach(counts: np.ndarray, given: dict[str, Any]) -> int:
     """Return the tokens of the longest row, or more if the positions of a call are further on."""
     positions = given.get("position_ids")
     return max(int(counts.max()), 0 if positions is None else 1 + int(positions.max()))
-
-
-def _positions(mask: np.ndarray) -> np.ndarray:
-    """Return the position of each token of rows with padding before them, as transformers does."""
-    return (mask.cumsum(1) - 1).clip(0)
 
 
 def _owners(distribution: Distribution) -> np.ndarray:

@@ -10,8 +10,9 @@ from mpi4py import MPI
 from a2d_mpi.comm.agreement import Call
 from a2d_mpi.comm.gpus import gpu_aware
 from a2d_mpi.comm.survival import NoFailures
+from a2d_mpi.torch.exchange import exchange
 
-BUCKET = 64 << 20  # most bytes that are summed together, but for a larger parameter
+BUCKET = 1 << 24  # most elements that are summed together
 
 
 def add_gradients(
@@ -64,10 +65,22 @@ def add_gradients(
     said = f"{len(every)} tensors (digest {blake2b(kinds, digest_size=4).hexdigest()})"
     wide = any(x.dtype == torch.float64 for x in every)
     dtype = torch.float64 if wide else torch.float32
-    with (failures or NoFailures(comm, [])).translated():
+    failures, place = failures or NoFailures(comm, []), every[0].device if every else None
+    with failures.translated():
         call.agree({"parameters to train": said})
-        for bucket in _buckets(every, BUCKET // dtype.itemsize):
-            _add(bucket, comm, dtype, ranks, staged)
+        for bucket in _buckets(every, BUCKET):
+            sizes = [x.numel() + 1 for x in bucket]  # one more: how many ranks have the gradient
+            whole = torch.zeros(sum(sizes), dtype=dtype, device="cpu" if staged else place)
+            parts = whole.split(sizes)
+            for x, part in zip(bucket, parts):
+                part.fill_(x.grad is not None)
+                part[:-1] = 0 if x.grad is None else x.grad.detach().reshape(-1)
+            for part in whole.split(BUCKET):
+                _sum(part, comm, failures)
+            for x, part in zip(bucket, parts):
+                if part[-1] != 0:
+                    x.grad = torch.empty_like(x) if x.grad is None else x.grad
+                    x.grad.copy_(part[:-1].div_(ranks).view(x.shape))
 
 
 def _buckets(every: list[torch.nn.Parameter], most: int) -> list[list[torch.nn.Parameter]]:
@@ -82,34 +95,21 @@ def _buckets(every: list[torch.nn.Parameter], most: int) -> list[list[torch.nn.P
     return buckets
 
 
-def _add(
-    bucket: list[torch.nn.Parameter],
-    comm: MPI.Intracomm,
-    dtype: torch.dtype,
-    ranks: int,
-    staged: bool,
-) -> None:
-    """Sum the gradients of a bucket; each rank sums its share, in the order of ranks."""
-    sizes = [x.numel() + 1 for x in bucket]  # the last element counts the ranks with a gradient
-    share, device = -(-sum(sizes) // comm.size), bucket[0].device
-    whole = torch.zeros(comm.size * share, dtype=dtype, device="cpu" if staged else device)
-    parts = whole[: sum(sizes)].split(sizes)
-    for x, part in zip(bucket, parts):
-        part.fill_(x.grad is not None)
-        if x.grad is not None:
-            part[:-1] = x.grad.detach().reshape(-1)
-    shares = torch.empty(comm.size, share, dtype=dtype, device=whole.device)
-    _synchronize(whole)
-    comm.Alltoall(whole, shares)
-    summed = shares[0].clone()
-    for x in shares[1:]:
-        summed += x
-    _synchronize(whole)
-    comm.Allgather(summed, whole)
-    for x, part in zip(bucket, parts):
-        if part[-1] != 0:
-            x.grad = torch.empty_like(x) if x.grad is None else x.grad
-            x.grad.copy_(part[:-1].div_(ranks).view(x.shape))
+def _sum(x: torch.Tensor, comm: MPI.Intracomm, failures: NoFailures) -> None:
+    """Replace a vector by its sum over ranks; each rank adds its share, in the order of ranks.
+
+    Each rank sends 2 (P-1) / P of the bytes, as in a ring all-reduce.
+    """
+    share = -(-len(x) // comm.size)
+    shares = [x[i * share : (i + 1) * share] for i in range(comm.size)]
+    received = x.new_empty(comm.size, len(shares[comm.rank]))
+    _synchronize(x)
+    exchange(comm, failures, shares, received)
+    summed = received[0].clone()
+    for part in received[1:]:
+        summed += part
+    _synchronize(x)
+    exchange(comm, failures, [summed] * comm.size, shares)
 
 
 def _synchronize(x: torch.Tensor) -> None:
