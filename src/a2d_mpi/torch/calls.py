@@ -25,6 +25,7 @@ from a2d_mpi.core.sizes import check_range
 from a2d_mpi.torch.attention import IGNORED
 from a2d_mpi.torch.batches import check_padding, digest, integers, kind_of
 from a2d_mpi.torch.entry import Running, give_back
+from a2d_mpi.torch.layers import replaced
 from a2d_mpi.torch.recurrent import seq_idx_of
 from a2d_mpi.torch.whole import Rows, cut, join, total
 
@@ -259,7 +260,7 @@ class _Call:
         if given.get("fused_lm_head"):
             self.own |= {"shift_labels": self.own.get("labels"), ITEMS: self._count}
         self._stack.enter_context(cp._within(self.rows.plans.number))
-        self._stack.enter_context(_own_loss(cp, module))
+        self._stack.enter_context(replaced(module, "_loss_function", cp._loss_later))
         self._stack.enter_context(_own_numbers(cp, module))
         self._stack.enter_context(_whole_aux(cp, self.rows, given.get("attention_mask")))
 
@@ -366,19 +367,6 @@ def _own_part(
     return own | seq_idx_of(rows.plans)
 
 
-@contextmanager
-def _own_loss(cp: ContextParallel, module: torch.nn.Module) -> Iterator[None]:
-    """Let a model keep the arguments of its loss function, whose result is then added."""
-    before = vars(module).get("_loss_function")
-    module._loss_function = cp._loss_later
-    try:
-        yield
-    finally:
-        del module._loss_function
-        if before is not None:
-            module._loss_function = before
-
-
 def later(running: Any) -> Callable:
     """Return a loss function that keeps its arguments in a `Running`."""
 
@@ -432,7 +420,7 @@ def _whole_aux(cp: ContextParallel, rows: Rows, mask: torch.Tensor | None) -> It
     """Let the function of the balance loss of MoE layers see the routes of all tokens."""
     cp._counted = False
 
-    def replaced(original: Callable) -> Callable:
+    def replacing(original: Callable) -> Callable:
         @torch.compiler.disable
         @wraps(original)
         def function(*args: Any, **kwargs: Any) -> Any:
@@ -447,14 +435,11 @@ def _whole_aux(cp: ContextParallel, rows: Rows, mask: torch.Tensor | None) -> It
         return function
 
     files = {sys.modules.get(x) for x in (MIXTRAL, *cp._files)}
-    originals = {x: vars(x)[AUX] for x in files if x is not None and AUX in vars(x)}
-    for x, original in originals.items():
-        setattr(x, AUX, replaced(original))
-    try:
+    with ExitStack() as stack:
+        for x in files:
+            if x is not None and AUX in vars(x):
+                stack.enter_context(replaced(x, AUX, replacing(vars(x)[AUX])))
         yield
-    finally:
-        for x, original in originals.items():
-            setattr(x, AUX, original)
 
 
 def _joined(

@@ -7,7 +7,7 @@ import math
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -36,19 +36,18 @@ from a2d_mpi.torch.layers import (
     NUMBERS,
     Fingerprint,
     Kind,
-    Masks,
     NoRows,
     attention_of,
     has_loss_function,
     inputs_of,
     is_random,
-    known_mask,
     layers_of,
-    number_of,
     register,
+    replaced,
     run,
     same,
 )
+from a2d_mpi.torch.masks import Masks, known_mask, number_of
 from a2d_mpi.torch.recurrent import cut_pieces, install, seq_idx_of
 from a2d_mpi.torch.trainers import hide_launcher
 from a2d_mpi.torch.whole import total
@@ -315,14 +314,9 @@ class ContextParallel:
         finally:
             running.set(outer)
 
-    @contextmanager
-    def _rest(self) -> Iterator[None]:
+    def _rest(self) -> AbstractContextManager:
         """Let the model be called without plans in this context."""
-        self._running.resting = True
-        try:
-            yield
-        finally:
-            self._running.resting = False
+        return replaced(self._running, "resting", True)
 
     def _mask(self, mask_function: Callable, attention_mask: torch.Tensor | None) -> int:
         """Return the number of the mask that a function shows."""
@@ -640,11 +634,8 @@ class ContextParallel:
         """Let ``model.generate`` be transformers' own; first try a model that has changed."""
         agree(self.grid.comm, None, {CHANGES: (changed := self._print.changed())})
         self._prepare(0, changed)
-        self._generates = True
-        try:
+        with replaced(self, "_generates", True):
             yield
-        finally:
-            self._generates = False
 
     def free(self) -> None:
         """Give the model its own attention back, and release all buffers.  Collective."""

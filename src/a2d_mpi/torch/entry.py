@@ -19,7 +19,8 @@ import torch
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.torch.attention import call_of
 from a2d_mpi.torch.decoding import Step
-from a2d_mpi.torch.layers import Kind, causal_of, tag
+from a2d_mpi.torch.layers import Kind
+from a2d_mpi.torch.masks import causal_of, tag
 
 if TYPE_CHECKING:
     from a2d_mpi.torch.context import ContextParallel

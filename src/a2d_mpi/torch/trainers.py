@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from a2d_mpi.comm.agreement import agree, errors_of
 from a2d_mpi.core.atomic import new_folder, remove_folder
+from a2d_mpi.torch.layers import replaced
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -126,12 +127,8 @@ def _load_best_model(cp: ContextParallel, trainer: Trainer, own: Callable) -> Ca
 
 def get_train_dataloader(cp: ContextParallel, trainer: Trainer, own: Callable) -> Callable:
     def get() -> Any:
-        state = trainer.args.distributed_state
-        try:
-            state.process_index = 0  # its workers draw by this number
-            return own()
-        finally:
-            state.process_index = cp.grid.comm.rank
+        with replaced(trainer.args.distributed_state, "process_index", 0):
+            return own()  # its workers draw by this number
 
     return get
 
@@ -157,11 +154,8 @@ def _save_whole(trainer: Trainer, save: Callable, model: Any, trial: Any) -> Non
     for left in folder.glob(".checkpoint-*.tmp"):  # by a job that was killed
         shutil.rmtree(left, ignore_errors=True)
     with new_folder(final) as temporary:
-        trainer._get_output_dir = lambda trial: temporary
-        try:
+        with replaced(trainer, "_get_output_dir", lambda trial: temporary):
             save(model, trial)
-        finally:
-            del trainer._get_output_dir
         inside = Path(temporary, final.name)
         if state.best_model_checkpoint == str(inside):
             state.best_model_checkpoint = str(final)
