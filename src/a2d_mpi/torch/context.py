@@ -287,19 +287,25 @@ class ContextParallel:
         if ends not in sets:
             options = {"dtype": str(cast).removeprefix("torch.")} if cast else {}
             bounds = None if ends is None else np.array(ends)
-            made = self._make(self.layers, seqlen, bounds, bases, **options | self._options)
-            sets[ends] = plans = Planned(made)
-            plans.number, one = next(NUMBERS), next(iter(made.values())).distribution
-            plans.tokens = [one.tokens(x) for x in range(self.grid.comm.size)]
-            # A backward pass that is still to come keeps the plans of its call.
-            self._sets[plans.number] = made
-            weakref.finalize(plans, self._sets.pop, plans.number, None).atexit = False
+            sets[ends] = self._make(seqlen, bounds, bases, **options | self._options)
         sets.move_to_end(ends)
         for kept, most in ((self._sizes, KEPT[0]), (sets, KEPT[1])):
             if len(kept) > most:
                 kept.popitem(last=False)
         self.plans = sets[ends]
         return self.plans
+
+    def _numbered(self, made: Plans) -> Planned:
+        """Give plans a number, by which layers find them as long as somebody keeps the result.
+
+        A backward pass that is still to come keeps the plans of its call.
+        """
+        plans = Planned(made)
+        plans.number, one = next(NUMBERS), next(iter(made.values())).distribution
+        plans.tokens = [one.tokens(x) for x in range(self.grid.comm.size)]
+        self._sets[plans.number] = made
+        weakref.finalize(plans, self._sets.pop, plans.number, None).atexit = False
+        return plans
 
     @contextmanager
     def _within(self, number: int) -> Iterator[None]:
@@ -388,17 +394,16 @@ class ContextParallel:
 
     def _make(
         self,
-        layers: dict[torch.nn.Module, Kind],
         seqlen: int,
         cu_seqlens: np.ndarray | None,
         bases: dict[tuple[str | None, Kind], AttentionPlan],
         **options: Any,
-    ) -> Plans:
+    ) -> Planned:
         """Make a plan for each kind of layer, all on one distribution.  Collective.
 
         `bases` has the first plan of each distribution and kind; later ones share its buffers.
         """
-        kinds, plans = Counter(layers.values()), {}
+        kinds, plans = Counter(self.layers.values()), {}
         masks = {x: _inside(x.mask, seqlen, cu_seqlens) for x in kinds}
         name = self._chosen(kinds, masks, seqlen)
         for kind, mask in masks.items():
@@ -417,7 +422,7 @@ class ContextParallel:
             raise ValueError("the layers need plans of one distribution; name another one")
         if self._recurrent:
             cut_pieces(plans, cu_seqlens)
-        return plans
+        return self._numbered(plans)
 
     def _chosen(self, kinds: Counter, masks: dict[Kind, Mask], seqlen: int) -> str | None:
         """Return the distribution with the least predicted time of all layers, or None.
@@ -440,10 +445,9 @@ class ContextParallel:
         """Compare all layers with the model's own attention for a few tokens.  Collective."""
         n = min(longest, PROBED * self.grid.comm.size)
         positions = torch.from_numpy(np.linspace(0, longest - 1, n).round().astype(np.int64))
-        number = next(NUMBERS)
         exact = {x: y for x, y in self._options.items() if x not in ("dtype", "wire")}
-        plans = self._sets[number] = self._make(self.layers, n, None, {}, **exact)
-        tokens = next(iter(plans.values())).tokens
+        plans = self._make(n, None, {}, **exact)
+        tokens = plans.tokens[self.grid.comm.rank]
         whole, expected, problems = inputs_of(self._core, positions[None]), [], []
         call = Call(self.grid.comm)
         with call.checks(), self._rest(), attention_of(self._core, "eager"):
@@ -458,12 +462,11 @@ class ContextParallel:
             return y[tokens] if name == other else x
 
         own = {name: x[:, tokens] for name, x in whole.items()} | seq_idx_of(plans)
-        with attention_of(self._core, self._name), self._within(number):
+        with attention_of(self._core, self._name), self._within(plans.number):
             run(self._core, own, compare, every=False)
         agree(self.grid.comm, next(iter(problems), None))
         for plan in plans.values():
             plan.free()
-        del self._sets[number]
 
     @property
     def _generator(self) -> Generation:

@@ -21,7 +21,6 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerationMode, StopStringCriteria
 
 from a2d_mpi.attention.methods import Attention2D
-from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import Call, CollectiveError, agree, message_of
 from a2d_mpi.core.sizes import check_range
 from a2d_mpi.masks.documents import Documents
@@ -39,7 +38,6 @@ from a2d_mpi.torch.cache import SpreadCache
 from a2d_mpi.torch.decoding import Step, Steps
 from a2d_mpi.torch.layers import (
     NUMBERS,
-    Kind,
     attention_of,
     inputs_of,
     random_state,
@@ -48,14 +46,13 @@ from a2d_mpi.torch.layers import (
 from a2d_mpi.torch.recurrent import cut_pieces, pieces_of, seq_idx_of
 
 if TYPE_CHECKING:
-    from a2d_mpi.torch.context import ContextParallel
+    from a2d_mpi.torch.context import ContextParallel, Planned
 
 # New tokens that plans compute.  All ranks compute fewer ones alike, in a step, because plans are
 # made and agreed on first.  A Llama of 8 layers and 512 elements after 200 tokens, 2 ranks on busy
 # cores: 16 tokens take 0.12 s in a step, 0.16 by plans; 64 take 0.27 and 0.23; 256 1.01 and 0.77.
 MANY = 64
 PROBED = 2, 1, 1  # tokens of the steps of the probe
-KEPT = 8  # lengths of prompts whose plans are kept
 FAILED = -1  # rank 0 sends it in place of tokens
 
 
@@ -69,17 +66,15 @@ class Generation:
     Attributes
     ----------
     steps : Steps
-    step, prompt : int
-        Numbers of the plans of steps and of prompts.
+    step : int
+        Number of the plans of steps.
     masks : list of Mask
         Of each layer of a cache.
     """
 
     def __init__(self, cp: ContextParallel) -> None:
         self.cp, self.comm, self.steps = proxy(cp), cp.grid.comm, Steps(cp.grid)
-        self.step, self.prompt = next(NUMBERS), next(NUMBERS)
-        self._line = cp.grid.in_one_row()
-        self._plans: dict[tuple[int, ...], dict[Kind, AttentionPlan]] = {}
+        self.step, self._line = next(NUMBERS), cp.grid.in_one_row()
         self._probed, self._layers = False, None
         self._agreed = False  # whether all ranks are known to have the same tokens
         self._takes = takes = inspect.signature(cp.model.forward).parameters
@@ -103,7 +98,6 @@ class Generation:
         every = range(config.num_hidden_layers if self.cp._recurrent else n)
         self.masks = [masks.get(i, masks[n - 1]) for i in every]
         self.cp._sets[self.step] = {x: Step(self.steps, x) for x in layers.values()}
-        self._plans.clear()
         self._layers = layers
 
     def begin(self, cache: SpreadCache, given: dict[str, Any]) -> int:
@@ -365,9 +359,13 @@ class Generation:
         begin, (rows, end), ranks = cache.length, ids.shape, self.comm.size
         shown = mask[:, begin:] > 0
         counts, plans, owners = shown.sum(1), {}, np.empty(0, np.int64)
-        total = int(counts.sum())
+        bounds = np.append(0, np.cumsum(counts))
+        total = int(bounds[-1])
         if total >= max(least, 2 * ranks):
-            plans = self._plans_of(cache, counts)
+            if cache.length:
+                plans = self._plans_after(cache, bounds)
+            else:
+                plans = self.cp._plans_of(total, tuple(bounds.tolist()) if rows > 1 else None)
             owners = _owners(next(iter(plans.values())).distribution)
         if cache.room is not None:
             own, more = np.bincount(owners, minlength=ranks), later + total - len(owners)
@@ -391,8 +389,7 @@ class Generation:
 
         given = {x: share(y) for x, y in (self._tensors(input_ids=ids) | others).items()}
         given |= seq_idx_of(plans)
-        self.cp._sets[self.prompt] = plans
-        with self.cp._within(self.prompt):
+        with self.cp._within(plans.number):
             self._call(cache, given)
         cache.pieces = None
         for plan in plans.values():
@@ -418,20 +415,7 @@ class Generation:
         self.check_call(cache, cache.length)
         return logits
 
-    def _plans_of(self, cache: SpreadCache, counts: np.ndarray) -> dict[Kind, AttentionPlan]:
-        """Make or find the plans of new tokens, given by the number of each row.  Collective."""
-        bounds, key = np.append(0, np.cumsum(counts)), tuple(counts)
-        if cache.length:
-            return self._plans_after(cache, bounds)
-        if key not in self._plans:
-            ends = bounds if len(counts) > 1 else None
-            options = self.cp._options
-            self._plans[key] = self.cp._make(self._layers, int(bounds[-1]), ends, {}, **options)
-            if len(self._plans) > KEPT:
-                del self._plans[next(iter(self._plans))]
-        return self._plans[key]
-
-    def _plans_after(self, cache: SpreadCache, bounds: np.ndarray) -> dict[Kind, AttentionPlan]:
+    def _plans_after(self, cache: SpreadCache, bounds: np.ndarray) -> Planned:
         """Make plans of tokens that follow a cache, whose keys stay on their ranks.
 
         On a grid of one row queries are gathered, and keys are not.
@@ -450,7 +434,7 @@ class Generation:
             plans[kind] = Attention2D(self._line, **options)
         if self.cp._recurrent:
             cut_pieces(plans, bounds)
-        return plans
+        return self.cp._numbered(plans)
 
     def _probe(self) -> None:
         """Compare a few decoded steps with the model's own cache.  Collective."""
