@@ -21,9 +21,8 @@ from transformers import (
 )
 
 from a2d_mpi.experiments.hdf5 import read_file
-from a2d_mpi.experiments.models import checkpoint_of
 from a2d_mpi.experiments.results import TRAINING_SCHEMA
-from a2d_mpi.torch import ContextParallel, latest_checkpoint
+from a2d_mpi.torch import ContextParallel
 from a2d_mpi.torch.trainers import hide_launcher
 
 STEPS = 6
@@ -43,18 +42,6 @@ def bits(path):
     tensors = [*load_file(path / "model.safetensors").values()]
     tensors += [y for x in moments.values() for y in x.values()]
     return [x.numpy().tobytes() for x in tensors], [x["loss"] for x in history if "loss" in x]
-
-
-def test_latest_checkpoint(tmp_path):
-    """It is the one of most steps among those that are complete."""
-    assert latest_checkpoint(tmp_path) is None and latest_checkpoint(tmp_path / "none") is None
-    for name, text in {"5": "{}", "20": "{}", "30": None, "40": '{"x": ', "best": "{}"}.items():
-        (tmp_path / f"checkpoint-{name}").mkdir()
-        if text:
-            (tmp_path / f"checkpoint-{name}" / "trainer_state.json").write_text(text)
-    assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-20")
-    assert checkpoint_of(tmp_path) == tmp_path / "checkpoint-20"
-    assert checkpoint_of(tmp_path / "none") == tmp_path / "none"
 
 
 # Files of runs in the folder "full" cannot become larger while a checkpoint is written; MPI needs

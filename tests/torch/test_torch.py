@@ -7,9 +7,9 @@ from helpers import assert_all
 from refused import assert_raises
 from torch.utils.checkpoint import checkpoint
 
-from a2d_mpi import Attention2D, Causal, Documents, ProcessGrid
+from a2d_mpi import Attention2D, Causal, ProcessGrid
 from a2d_mpi.comm.calls import PlanCall
-from a2d_mpi.torch import attend, shard, shift_labels, unshard
+from a2d_mpi.torch import attend, shard, unshard
 from a2d_mpi.torch.tensors import array_of, tensor_of
 
 pytestmark = pytest.mark.mpi(min_size=4)
@@ -283,21 +283,6 @@ def test_shards_that_are_refused(make, comm):
     whole = torch.ones(SEQLEN)
     own = shard(plan, whole if plan.grid.comm.rank == 0 else None)
     for wrong in ([1.0], whole.to_sparse(), whole.to("meta")):
-        cases = [(shard, wrong, whole, 0), (unshard, wrong, own, 1), (shift_labels, wrong, own, 1)]
-        for call, bad, good, rank in cases:
+        for call, bad, good, rank in [(shard, wrong, whole, 0), (unshard, wrong, own, 1)]:
             given = bad if plan.grid.comm.rank == rank else good
             assert_raises(comm, "x must be a NumPy or CuPy array, got", call, plan, given)
-    with pytest.raises(ValueError, match="must be able to hold -100"):
-        shift_labels(plan, own.to(torch.uint8))
-
-
-@pytest.mark.parametrize("ends", [[SEQLEN], [4, 5, 5, 23], [1, SEQLEN]])
-def test_shift_labels(make, comm, ends):
-    mask = Documents(np.array([0, *ends]), causal=True) if len(ends) > 1 else Causal()
-    plan = make(mask=mask)
-    labels = torch.arange(100, 100 + SEQLEN)
-    expected = labels.roll(-1)
-    expected[[x - 1 for x in ends]] = -100
-    expected[ends[-1] - 1 :] = -100  # after the last document nobody sees anything
-    found = shift_labels(plan, labels[plan.tokens])
-    assert_all(comm, same(found, expected[plan.tokens]), f"{found}")

@@ -62,7 +62,6 @@ if TYPE_CHECKING:  # they load all of transformers
 PROBED = 16  # tokens of a rank in the probe
 TRIED = 1024  # tokens of a document in the first trial
 KEPT = 2, 8  # sizes of batches whose plans are kept, and sets of documents of each size
-GENERATES = "transformers>=5.0"  # for generation; the oldest in which all tried models are right
 ENDS: weakref.WeakKeyDictionary[torch.nn.Module, weakref.finalize] = weakref.WeakKeyDictionary()
 ENTRY = "a layer was called alone: call the model, and do not change its attention implementation"
 
@@ -472,12 +471,6 @@ class ContextParallel:
     def _generator(self) -> Generation:
         """The part for generation, made at the first call; making it is collective."""
         if self._generation is None:
-            from transformers.utils.versions import require_version
-
-            call = Call(self.grid.comm)
-            with call.checks():
-                require_version(GENERATES)
-            call.agree()
             from a2d_mpi.torch.generation import Generation
 
             self._generation = Generation(self)

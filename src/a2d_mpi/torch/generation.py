@@ -40,10 +40,10 @@ from a2d_mpi.torch.layers import (
     NUMBERS,
     attention_of,
     inputs_of,
-    random_state,
     same,
 )
 from a2d_mpi.torch.recurrent import cut_pieces, pieces_of, seq_idx_of
+from a2d_mpi.torch.states import add_states
 
 if TYPE_CHECKING:
     from a2d_mpi.torch.context import ContextParallel, Planned
@@ -82,12 +82,17 @@ class Generation:
         # Of the last token only, and without a loss of routers, of which no result has anything.
         usual = {"logits_to_keep": 1, "output_router_logits": False}
         self._usual = {x: y for x, y in usual.items() if x in takes}
-        self._random: torch.Tensor | None = None  # the state of the generator before a call
         self._prepare(1)
 
     def _prepare(self, most: int) -> None:
         """Let the model be tried for `most` tokens, if it was not.  Collective."""
-        self.cp._prepare(most, changed=False)
+        training = self.cp.model.training
+        self.cp._prepare(most, changed=False, training=training)
+        if training and self.cp._draws:
+            raise CollectiveError(
+                "the model draws random numbers (dropout), other ones on each rank: call "
+                "model.eval()"
+            )
         if self._layers is (layers := self.cp.layers):
             return
         if not self.cp._causal:
@@ -121,31 +126,24 @@ class Generation:
         self._prepare(_reach(old + counts, given))
         cache.set_masks(self.masks)
         cache.begin(ids, counts)
-        self.steps.cache, self._random = cache, random_state(self.cp.model)
+        self.steps.cache = cache
         return self.step
 
     def check_call(self, cache: SpreadCache, columns: int) -> None:
         """Raise ValueError on all ranks if a call of the model was not right over ranks."""
         if cache.layers[0].length != columns:
             raise CollectiveError("the model did not use the cache: call model.eval()")
-        if not torch.equal(self._random, random_state(self.cp.model)):
-            raise CollectiveError(
-                "the model draws random numbers (dropout?), other ones on each rank: call "
-                "model.eval()"
-            )
 
     def _problem_of(self, cache: Any) -> str | None:
         """Return why a cache is none of this grid, if so.  Local."""
-        here = self.comm.rank, self.comm.size
-        if not isinstance(cache, SpreadCache) or cache.ranks != here[1]:
-            got = f"{type(cache).__name__} on {getattr(cache, 'ranks', 1)}"
-            return f"the cache must be of `prefill` on {here[1]} ranks, got {got}"
-        if cache.rank != here[0]:
-            return (
-                f"the cache is of a grid that numbers the same ranks otherwise: rank {here[0]} of "
-                f"this grid was rank {cache.rank} of that one"
-            )
-        return None
+        found = getattr(cache, "rank", 0), getattr(cache, "ranks", 1)
+        if isinstance(cache, SpreadCache) and found == (self.comm.rank, self.comm.size):
+            return None
+        kind, (rank, ranks) = type(cache).__name__, found
+        return (
+            f"the cache must be of `prefill` on {self.comm.size} ranks, numbered as here, got "
+            f"{kind} of rank {rank} of {ranks} on rank {self.comm.rank}"
+        )
 
     @torch.no_grad()
     def prefill(
@@ -220,8 +218,6 @@ class Generation:
         cache = SpreadCache(self.masks, self.comm.rank, self.comm.size, room)
         if not self.cp._recurrent:
             return cache
-        from a2d_mpi.torch.states import add_states  # older versions of transformers have none
-
         return add_states(cache, self.cp.model.config)
 
     def _batch(self, batch: dict, root: int | None, room: Any, options: dict) -> tuple:
@@ -407,7 +403,7 @@ class Generation:
     def _call(self, cache: SpreadCache, given: dict[str, torch.Tensor]) -> torch.Tensor:
         """Call the model; return the logits after the last token, (B, V)."""
         given = given | {self._named: cache, "use_cache": True} | self._usual
-        self._agreed, self._random = True, random_state(self.cp.model)
+        self._agreed = True
         try:
             logits = self.cp.model(**given).logits[:, -1]
         finally:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import copy
 from functools import wraps
 from pathlib import Path
@@ -40,30 +39,6 @@ def hide_launcher() -> None:
     """
     for name in LAUNCHERS:
         os.environ.pop(name, None)
-
-
-def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
-    """Return the latest complete checkpoint of a Trainer, for `resume_from_checkpoint`.
-
-    A job that was killed may have left an incomplete one, which ``resume_from_checkpoint=True``
-    takes.
-
-    Parameters
-    ----------
-    folder : path
-        The trainer's `output_dir`.
-
-    Returns
-    -------
-    str
-        Path of ``checkpoint-N`` with the largest N; None if there is none.
-    """
-    found = {}
-    for path in Path(folder).glob(f"checkpoint-*/{STATE}"):
-        with suppress(ValueError):  # it is cut short, or has another name
-            json.loads(path.read_text())
-            found[int(path.parent.name.removeprefix("checkpoint-"))] = path.parent
-    return str(found[max(found)]) if found else None
 
 
 def attach(cp: ContextParallel, trainer: Trainer) -> None:
