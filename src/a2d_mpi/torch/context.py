@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +163,6 @@ class ContextParallel:
         if average and not torch.distributed.is_initialized():
             hide_launcher()  # for accelerate each rank is one process
         self._sets: dict[int, Plans] = {}
-        self._sizes: OrderedDict[tuple, tuple[dict, OrderedDict]] = OrderedDict()
         self._entries, self._task, self._draws = set(), -1, False
         self._running, self._counted, self.rows = Running(), False, None
         self._loss_later, self._losses = later(self._running), set()
@@ -225,7 +224,8 @@ class ContextParallel:
             setattr(module, f"_{self._name}", kinds.index(kind))
         self._paths = {x: name for name, x in model.named_modules()}
         self._files = {type(x).__module__ for x in model.modules()}
-        self._sizes.clear()
+        # Of a proxy: the plans that are kept would keep this object.
+        self._sets_of = lru_cache(KEPT[0])(partial(_sets_of, weakref.proxy(self)))
         self.plans, self._trains = Planned(), False
         self.longest = 0  # if the probe fails, the next call tries again
         if self._probing:
@@ -281,17 +281,7 @@ class ContextParallel:
         """Make or find the plans of documents.  Collective."""
         kind = self.model.device.type
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        bases, sets = self._sizes.setdefault((seqlen, cast), ({}, OrderedDict()))
-        self._sizes.move_to_end((seqlen, cast))
-        if ends not in sets:
-            options = {"dtype": str(cast).removeprefix("torch.")} if cast else {}
-            bounds = None if ends is None else np.array(ends)
-            sets[ends] = self._make(seqlen, bounds, bases, **options | self._options)
-        sets.move_to_end(ends)
-        for kept, most in ((self._sizes, KEPT[0]), (sets, KEPT[1])):
-            if len(kept) > most:
-                kept.popitem(last=False)
-        self.plans = sets[ends]
+        self.plans = self._sets_of(seqlen, cast)(ends)
         return self.plans
 
     def _numbered(self, made: Plans) -> Planned:
@@ -639,6 +629,19 @@ class ContextParallel:
             self.grid.failures.others.remove(self._others.pop())
         self._freed = True
         self._end()
+
+
+def _sets_of(cp: ContextParallel, seqlen: int, cast: torch.dtype | None) -> Callable:
+    """Return a function that makes the plans of documents with so many tokens, given their ends."""
+    options = {"dtype": str(cast).removeprefix("torch.")} if cast else {}
+    bases: dict[tuple[str | None, Kind], AttentionPlan] = {}
+
+    @lru_cache(KEPT[1])
+    def made(ends: tuple[int, ...] | None) -> Planned:
+        bounds = None if ends is None else np.array(ends)
+        return cp._make(seqlen, bounds, bases, **options | cp._options)
+
+    return made
 
 
 def _after(mask_function: Callable, padding: int) -> Callable:
