@@ -300,9 +300,6 @@ class ContextParallel:
     def _within(self, number: int) -> Iterator[None]:
         """Let calls of the model in this context have the plans of a number."""
         running, outer = self._running, self._running.get()
-        plans = self._sets[number]
-        dtypes = [plans[self.layers[x]].dtype for x in self._firsts]
-        running.dtypes = [getattr(torch, x.name) for x in dtypes]
         running.set(torch.tensor(number))
         try:
             yield
@@ -632,7 +629,7 @@ class ContextParallel:
 
 
 def _sets_of(cp: ContextParallel, seqlen: int, cast: torch.dtype | None) -> Callable:
-    """Return a function that makes the plans of documents with so many tokens, given their ends."""
+    """Return what makes the plans of documents with so many tokens, given their ends."""
     options = {"dtype": str(cast).removeprefix("torch.")} if cast else {}
     bases: dict[tuple[str | None, Kind], AttentionPlan] = {}
 

@@ -18,7 +18,6 @@ import torch
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.torch.exchange import exchange
 
 if TYPE_CHECKING:
@@ -142,7 +141,6 @@ class Step:
 
     def __init__(self, steps: Steps, kind: Kind) -> None:
         self._steps, self._kind = steps, kind
-        self.dtype = DTYPES[kind.dtype]
 
     def attend(self, tensors: tuple, sink: torch.Tensor | None) -> torch.Tensor:
         """Compute the attention of a layer; see `Steps.attend`."""

@@ -46,15 +46,13 @@ class Running:
         no attributes of threads.
     resting : bool
         Whether the model is called without plans.
-    dtypes : list of torch.dtype
-        Of the plans of each kind of layers.
     loss : tuple or None
         The arguments of the model's loss function in this call.
     """
 
     def __init__(self) -> None:
         self.shared: torch.Tensor | None = None
-        self.resting, self.dtypes, self.loss = False, [], None
+        self.resting, self.loss = False, None
         self._own = threading.local()
 
     def get(self) -> torch.Tensor | None:
@@ -122,8 +120,8 @@ def functions(owner: int, name: str, running: Running) -> tuple[Callable, Callab
             number = torch.tensor(plan.serial)
         # (1, heads, n, headdim) to (n, heads, headdim)
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-        if any(torch.is_autocast_enabled(x) for x in ("cpu", "cuda")):
-            q, k, v = (x.to(running.dtypes[kind]) for x in (q, k, v))
+        if torch.is_autocast_enabled(device := query.device.type):
+            q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
         if sink is not None:
             sink = sink.to(torch.promote_types(q.dtype, torch.float32))
         out, _ = call_of(number, q, k, v, sink)

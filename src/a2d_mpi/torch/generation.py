@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from gc import get_objects
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import proxy
@@ -36,12 +35,7 @@ from a2d_mpi.torch.batches import (
 )
 from a2d_mpi.torch.cache import SpreadCache
 from a2d_mpi.torch.decoding import Step, Steps
-from a2d_mpi.torch.layers import (
-    NUMBERS,
-    attention_of,
-    inputs_of,
-    same,
-)
+from a2d_mpi.torch.layers import NUMBERS, attention_of, inputs_of, same
 from a2d_mpi.torch.recurrent import cut_pieces, pieces_of, seq_idx_of
 from a2d_mpi.torch.states import add_states
 
@@ -129,11 +123,6 @@ class Generation:
         self.steps.cache = cache
         return self.step
 
-    def check_call(self, cache: SpreadCache, columns: int) -> None:
-        """Raise ValueError on all ranks if a call of the model was not right over ranks."""
-        if cache.layers[0].length != columns:
-            raise CollectiveError("the model did not use the cache: call model.eval()")
-
     def _problem_of(self, cache: Any) -> str | None:
         """Return why a cache is none of this grid, if so.  Local."""
         found = getattr(cache, "rank", 0), getattr(cache, "ranks", 1)
@@ -191,8 +180,7 @@ class Generation:
         cache.set_masks(self.masks)
         self._probe()
         self._compute_by_plans(cache, ids[:, :-1], mask[:, :-1], others, new * len(ids))
-        check = partial(self.check_call, cache)
-        criteria = _Decisions(taken.pop("stopping_criteria"), self.steps, streamer, check)
+        criteria = _Decisions(taken.pop("stopping_criteria"), self.steps, streamer, cache)
         if not first:  # it takes the tokens of rank 0
             taken["logits_processor"] = LogitsProcessorList()
             taken["generation_config"].do_sample = False
@@ -282,9 +270,8 @@ class Generation:
             found = options.get(name), *(getattr(x, name, None) for x in configs)
             return next((x for x in found if x is not None), None)
 
-        for name in ("custom_generate", "inputs"):
-            if options.get(name) is not None:
-                raise ValueError(f"generation over ranks takes no {name}")
+        if options.get("custom_generate") is not None:
+            raise ValueError("generation over ranks takes no custom_generate")
         if problem := self._problem_of(cache):
             raise ValueError(problem)
         if (kind := asked("cache_implementation")) not in (None, "hybrid"):
@@ -408,7 +395,7 @@ class Generation:
             logits = self.cp.model(**given).logits[:, -1]
         finally:
             self._agreed = False
-        self.check_call(cache, cache.length)
+        cache.check_used(cache.length)
         return logits
 
     def _plans_after(self, cache: SpreadCache, bounds: np.ndarray) -> Planned:
@@ -466,16 +453,15 @@ class _Decisions(StoppingCriteriaList):
     """The tokens that rank 0 chooses, and when it stops, in place of those of each rank."""
 
     def __init__(
-        self, criteria: StoppingCriteriaList, steps: Steps, streamer: Any, check_call: Callable
+        self, criteria: StoppingCriteriaList, steps: Steps, streamer: Any, cache: SpreadCache
     ) -> None:
         super().__init__(criteria)
-        self.steps, self.streamer, self.done = steps, streamer, False
-        self.check_call = check_call
+        self.steps, self.streamer, self.cache, self.done = steps, streamer, cache, False
         self.awaited = False  # whether the other ranks wait for a token of this one
 
     def begin(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Check the call of the model, after which rank 0 chooses tokens."""
-        self.check_call(input_ids.shape[1])
+        self.cache.check_used(input_ids.shape[1])
         self.awaited = self.steps.comm.rank == 0
         return scores
 
@@ -519,12 +505,13 @@ def _check_wrappers(model: torch.nn.Module) -> None:
     peft = sys.modules.get("peft")
     if peft is None or any(x.requires_grad for x in model.parameters()):
         return  # such wrappers freeze the model, which knows nothing of them
-    wrappers = (x for x in get_objects() if issubclass(type(x), peft.PeftModel))
-    for config in (x.active_peft_config for x in wrappers if x.base_model is model):
-        if config.is_prompt_learning:
+    for x in get_objects():
+        is_wrapper = issubclass(type(x), peft.PeftModel) and x.base_model is model
+        if is_wrapper and x.active_peft_config.is_prompt_learning:
+            kind = x.active_peft_config.peft_type.value
             raise ValueError(
-                f"{config.peft_type.value} of PEFT puts virtual tokens before the prompt, which "
-                "generation over ranks would leave out"
+                f"{kind} of PEFT puts virtual tokens before the prompt, which generation over "
+                "ranks would leave out"
             )
 
 
