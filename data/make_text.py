@@ -17,9 +17,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from a2d_mpi.cli.options import Parser
+from a2d_mpi.cli.subcommands import run_serial
 from a2d_mpi.core.atomic import check_writable, replacing
-from a2d_mpi.experiments.options import Parser
-from a2d_mpi.experiments.subcommands import run_serial
 
 if TYPE_CHECKING:
     import argparse

@@ -24,7 +24,7 @@ _PUBLIC = {
     "a2d_mpi.comm.grid": ["ProcessGrid"],
     "a2d_mpi.comm.survival": ["RanksLost"],
     "a2d_mpi.devices.merging": ["merge"],
-    "a2d_mpi.experiments.autotune": ["autotune"],
+    "a2d_mpi.checks.autotune": ["autotune"],
     "a2d_mpi.kernels.protocol": ["register_kernel"],
     "a2d_mpi.linear.linear_attention": ["LinearAttention"],
     "a2d_mpi.masks.arrays": ["IntervalMask"],

@@ -7,10 +7,10 @@ from a2d_mpi.attention.methods import (
     RingAttention,
     TriangleAttention,
 )
+from a2d_mpi.checks.autotune import autotune
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.survival import RanksLost
 from a2d_mpi.devices.merging import merge
-from a2d_mpi.experiments.autotune import autotune
 from a2d_mpi.kernels.protocol import register_kernel
 from a2d_mpi.linear.linear_attention import LinearAttention
 from a2d_mpi.masks.arrays import IntervalMask

@@ -23,12 +23,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from a2d_mpi.experiments import end_job_on_errors
+from a2d_mpi.cli import end_job_on_errors
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from a2d_mpi.experiments.options import Parser
+    from a2d_mpi.cli.options import Parser
 
 COMMANDS = "attention", "bench", "calibrate", "generate", "plan", "plot", "train"
 SERIAL = "plan", "plot"
@@ -44,9 +44,9 @@ def build_parser(name: str, prog: str | None = None, comm: MPI.Intracomm | None 
     prog : str, optional
         What the user typed; default: the program in drivers/.
     comm : Intracomm, optional
-        See `a2d_mpi.experiments.options.Parser`.
+        See `a2d_mpi.cli.options.Parser`.
     """
-    from a2d_mpi.experiments.options import Parser
+    from a2d_mpi.cli.options import Parser
 
     if name not in COMMANDS:
         parser = Parser(prog, __doc__, comm)
@@ -54,7 +54,7 @@ def build_parser(name: str, prog: str | None = None, comm: MPI.Intracomm | None 
         return parser
     prog, module = prog or f"{name}.py", import_module(f"a2d_mpi.commands.{name}")
     if hasattr(module, "COMMANDS"):
-        from a2d_mpi.experiments.subcommands import Commands
+        from a2d_mpi.cli.subcommands import Commands
 
         return Commands(prog, module.__doc__, *module.COMMANDS, comm=comm, default=module.DEFAULT)
     parser = Parser(prog, module.__doc__, comm)
@@ -82,10 +82,10 @@ def start(name: str, prog: str | None = None) -> NoReturn:
                 sys.exit(2)
     build = partial(build_parser, name, prog)
     if comm is None:
-        from a2d_mpi.experiments.subcommands import run_serial
+        from a2d_mpi.cli.subcommands import run_serial
 
         run_serial(build)
-    from a2d_mpi.experiments.cli import run
+    from a2d_mpi.cli.run import run
 
     run(comm, build)
 

@@ -2,13 +2,11 @@
 
 import shlex
 import sys
-from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT, execute, module_of
 
 from a2d_mpi.figures.pictures import METHOD_STYLES
-from a2d_mpi.figures.plots import read_crossover
 from a2d_mpi.schedules.method import METHODS
 
 FIGURES = ROOT / "data" / "figures"
@@ -43,15 +41,6 @@ def test_every_figure_has_a_command_and_a_page():
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     text = "".join(x.read_text() for x in pages)
     assert [x for x in committed if f"data/figures/{x})" not in text] == []
-
-
-def test_crossover():
-    """The gains over the ring are those of the table in docs/study.md."""
-    crossover = read_crossover(SimpleNamespace(results=ROOT / "data/results/crossover"))
-    gains = {name: sorted(round(x, 2) for _, x in points)
-             for name, points in crossover.gains.items()}  # fmt: skip
-    assert gains["attention2d"] == [1.20, 1.30, 1.38, 2.16, 2.63]
-    assert gains["attention2d + heads"] == [1.56, 1.57, 1.76, 2.82, 5.21]
 
 
 def test_a_method_has_one_colour_and_one_marker():

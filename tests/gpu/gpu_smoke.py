@@ -18,12 +18,12 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid, SlidingWindow
+from a2d_mpi.checks.timing import random_inputs
 from a2d_mpi.comm.gpus import bind_gpu
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import flops
 from a2d_mpi.devices.cuda import Cuda
 from a2d_mpi.devices.protocol import Array
-from a2d_mpi.experiments.bench_parts import random_inputs
 from a2d_mpi.kernels.cupy import CupyKernel
 from a2d_mpi.kernels.graphs import NotSupported, graphs_of
 

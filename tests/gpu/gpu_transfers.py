@@ -11,9 +11,9 @@ import sys
 import numpy as np
 from mpi4py import MPI
 
+from a2d_mpi.checks.timing import in_turn
 from a2d_mpi.comm.device_transport import DeviceTransport
 from a2d_mpi.comm.gpus import bind_gpu, gpu_aware
-from a2d_mpi.experiments.bench_parts import in_turn
 
 MEBI = 1 << 20
 

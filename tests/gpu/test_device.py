@@ -19,8 +19,8 @@ from refused import GOOD, assert_raises
 from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid
 from a2d_mpi.comm.device_transport import DeviceTransport
 from a2d_mpi.comm.gpus import gpu_aware
-from a2d_mpi.experiments.hdf5 import read_file
-from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, flat
+from a2d_mpi.results.hdf5 import read_file
+from a2d_mpi.results.tables import BENCHMARK_SCHEMA, flat
 
 pytestmark = pytest.mark.grids
 
@@ -294,7 +294,7 @@ def test_benchmark_of_kernels(monkeypatch, tmp_path):
 
 
 ONCE = """
-import a2d_mpi.experiments.bench_parts as m
+import a2d_mpi.checks.timing as m
 measured = m.in_turn
 m.in_turn = lambda calls, *others, device, **more: measured(calls, 1, device=device, warmup=0)
 """

@@ -8,9 +8,9 @@ from threadpoolctl import threadpool_info
 
 from a2d_mpi import Causal, Documents, autotune
 from a2d_mpi.attention.methods import make_plan
+from a2d_mpi.checks import autotune as module
+from a2d_mpi.checks.timing import plan_of
 from a2d_mpi.comm.agreement import CollectiveError
-from a2d_mpi.experiments import autotune as module
-from a2d_mpi.experiments.bench_parts import plan_of
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.workload import Workload
 

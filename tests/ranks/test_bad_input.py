@@ -11,7 +11,7 @@ from refused import GOOD, assert_raises, message_of
 
 from a2d_mpi import Attention2D, Causal, Full, IntervalMask, LinearAttention, ProcessGrid
 from a2d_mpi.attention.methods import make_plan, plan_class
-from a2d_mpi.experiments.cli import together
+from a2d_mpi.cli.run import together
 from a2d_mpi.schedules.method import METHODS, Method
 from a2d_mpi.schedules.steps import Rows
 

@@ -6,7 +6,7 @@ from dense import problem_for, results_of
 from helpers import assert_all
 
 from a2d_mpi import Attention2D, Causal, Full, SlidingWindow
-from a2d_mpi.experiments.cli import least_bytes
+from a2d_mpi.cli.run import least_bytes
 from a2d_mpi.planning.workload import Workload
 
 pytestmark = [pytest.mark.mpi, pytest.mark.one_mpi]

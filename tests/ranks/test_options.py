@@ -28,8 +28,8 @@ from a2d_mpi.attention.executor import Executor
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import KEPT
 from a2d_mpi.core.dtypes import DTYPES
-from a2d_mpi.experiments.files import inspect_input
 from a2d_mpi.masks.mask import Mask
+from a2d_mpi.results.inputs import inspect_input
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.sharding import triangle_shards
 

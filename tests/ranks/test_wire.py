@@ -10,9 +10,9 @@ from helpers import SAMPLE, assert_all, drive, read_run
 
 from a2d_mpi import Attention2D, Causal, Full, IntervalMask
 from a2d_mpi.attention import around
+from a2d_mpi.checks.check import check_attention
 from a2d_mpi.core import wire
 from a2d_mpi.core.wire import FORMATS
-from a2d_mpi.experiments.check import check_attention
 
 
 def ranks(test):

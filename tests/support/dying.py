@@ -68,9 +68,9 @@ def arm(folder, stages):
     seconds after the call began.  Calls are counted from the end of the previous stage.  In the
     phase "repair" a smaller grid is made.
     """
-    import a2d_mpi.experiments.cli as cli
-    import a2d_mpi.experiments.generate as generate
-    import a2d_mpi.experiments.train as job
+    import a2d_mpi.cli.run as cli
+    import a2d_mpi.commands.generate_session as generate
+    import a2d_mpi.commands.train_job as job
     import a2d_mpi.torch.context as context
     import a2d_mpi.torch.trainers as trainers
     from a2d_mpi.torch.decoding import Steps

@@ -107,7 +107,7 @@ def bounds_for(
     """Return `error_bounds` for the whole q, k, v, dout and the float64 reference."""
     import numpy as np
 
-    from a2d_mpi.experiments.check import error_bounds
+    from a2d_mpi.checks.check import error_bounds
 
     norms = {
         name: np.linalg.norm(x.astype(float), axis=-1).max(initial=0)
@@ -171,15 +171,15 @@ def assert_all(comm: MPI.Intracomm, ok: bool, message: str) -> None:
 
 def read_run(path: str | Path) -> dict[str, Any]:
     """Read a file of drivers/attention.py."""
-    from a2d_mpi.experiments.hdf5 import RESULT_SCHEMA, read_file
+    from a2d_mpi.results.hdf5 import RESULT_SCHEMA, read_file
 
     return read_file(path, RESULT_SCHEMA)
 
 
 def read_runs(path: str | Path) -> dict[str, dict[str, Any]]:
     """Read the runs of a file of drivers/bench.py, by name."""
-    from a2d_mpi.experiments.hdf5 import read_file
-    from a2d_mpi.experiments.results import BENCHMARK_SCHEMA
+    from a2d_mpi.results.hdf5 import read_file
+    from a2d_mpi.results.tables import BENCHMARK_SCHEMA
 
     return read_file(path, BENCHMARK_SCHEMA)["runs"]
 

@@ -6,19 +6,18 @@ from collections import Counter
 from functools import partial
 from itertools import product
 
-import h5py
 import helpers
 import numpy as np
 import pytest
 from helpers import ROOT, read_runs
 
+from a2d_mpi.cli.workloads import make_workload, parse_plan, plans_for
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.experiments.hdf5 import read_file
-from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, flat
-from a2d_mpi.experiments.sweep import make_workload, parse_plan, plans_for
 from a2d_mpi.planning import planner
 from a2d_mpi.planning.profile import read_machine
+from a2d_mpi.results.hdf5 import read_file
+from a2d_mpi.results.tables import BENCHMARK_SCHEMA, flat
 
 SMALL = ["--nheads", "4", "--headdim", "8", "--trials", "2"]
 WORKLOAD = "full-n61-h4-kv2-d8-float32-backward"
@@ -98,26 +97,6 @@ def test_wrong_result(tmp_path):
     bench(2, *options, "--resume", code=1)
 
 
-FIGURES = ("scaling", "phases", "bytes", "model")
-
-
-def test_one_number_of_ranks(tmp_path):
-    """All is drawn but what is not there."""
-    path, drawn = tmp_path / "bench.h5", tmp_path / "drawn"
-    options = [*SMALL, "--seqlens", "64", "--plans", "auto:2", "--profile", PROFILE]
-    bench(2, "--output", path, *options)
-    plot(path, "--output", drawn, "--format", "svg")
-    assert "% of ideal" in (drawn / "scaling.svg").read_text()
-    assert "formula" in (drawn / "bytes.svg").read_text()
-    assert {x.name for x in drawn.iterdir()} == {f"{x}.svg" for x in FIGURES}
-    with h5py.File(path, "a") as file:
-        for run in file["runs"].values():
-            del run["predicted"]
-    done = plot(path, "--output", drawn, "--what", "model,phases")
-    assert "not drawn: model: no pred" in done.stderr
-
-
-@pytest.mark.thorough
 def test_plots_of_chosen_runs(finished, results, tmp_path):
     """By default a figure is a PNG and an SVG; --ranks and --workload choose what it shows."""
     whole, some = tmp_path / "whole", tmp_path / "some"

@@ -22,7 +22,7 @@ from helpers import (
 
 import a2d_mpi
 from a2d_mpi.__main__ import COMMANDS
-from a2d_mpi.experiments import options as common
+from a2d_mpi.cli import options as common
 
 PROGRAMS = sorted(x.name for x in DRIVERS.glob("*.py"))
 # A command of a driver, which may go on in the next line.
@@ -34,7 +34,7 @@ SMALL = {
     "bench.py attention": "--seqlens=70 --nheads=4 --headdim=8 --trials=1 --plans=ring",
     "bench.py kernels": "--shapes 70x2x8",
     "plan.py rank": "--ranks 4 --seqlen 2K",
-    "plot.py results": "--what scaling --format svg",
+    "plot.py results": "--format svg",
     "plot.py grid": "",
     "plot.py masks": "--masks causal",
     "plot.py schedule": "--ranks 4 --seqlen 2K --plans ring",
@@ -157,8 +157,8 @@ def test_module_without_mpi(command):
 
 
 def test_interrupted_program_of_one_process():
-    sabotage = "import a2d_mpi.experiments.plan as t, signal\n"
-    sabotage += "t.rank = lambda _: signal.raise_signal(signal.SIGINT)"
+    sabotage = "import a2d_mpi.commands.plan as t, signal\n"
+    sabotage += "t.rank_plans = lambda _: signal.raise_signal(signal.SIGINT)"
     done = drive("plan.py", 0, *first_examples()["plan.py rank"][2], sabotage=sabotage, code=130)
     assert done.stderr == "plan.py: interrupted\n"
 
@@ -166,7 +166,7 @@ def test_interrupted_program_of_one_process():
 RUN = """
 import sys
 from mpi4py import MPI
-from a2d_mpi.experiments.cli import Parser, run
+from a2d_mpi.cli.run import Parser, run
 
 class Comm(MPI.Intracomm):
     def Abort(self, code=0):

@@ -28,8 +28,8 @@ from helpers import (
 from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import CollectiveError
+from a2d_mpi.commands import attention as job
 from a2d_mpi.core import reference
-from a2d_mpi.experiments import attention as job
 
 # The others, in which MPI has no part: what is wrong is found, and said, in Python.
 launches = pytest.mark.launches
@@ -169,7 +169,7 @@ t.NumpyKernel.forward = forward
 """
 # The other ranks wait for this rank, which does not wait for them.
 PART = """
-import a2d_mpi.experiments.attention as job
+import a2d_mpi.commands.attention as job
 from a2d_mpi.comm.agreement import CollectiveError
 def open_grid(comm, *_):
     if rank == 1:
@@ -181,8 +181,8 @@ job.open_grid = open_grid
 
 @launches
 @pytest.mark.parametrize("sabotage, said", [
-    ("if rank: sys.modules['a2d_mpi.experiments.attention'] = None",  # before the program begins
-     "import of a2d_mpi.experiments.attention halted"),
+    ("if rank: sys.modules['a2d_mpi.commands.attention'] = None",  # before the program begins
+     "import of a2d_mpi.commands.attention halted"),
     (PART, "attention.py: rank 1 failed, others did not: of a part of the ranks"),
     (DIES.format("raise RuntimeError('a defect')"), "a defect"),
     (DIES.format("os.kill(os.getpid(), 2)"), "rank 1 interrupted\n"),
@@ -211,7 +211,7 @@ def test_heads_before_tokens(tmp_path):
 def test_no_file_of_a_job_that_dies_while_it_writes(tmp_path):
     """The file of an earlier job stays as it was, if a rank dies before its rows have come."""
     (output := tmp_path / "run.h5").touch()  # an empty file may be replaced
-    sabotage = "import a2d_mpi.experiments.measure as m\n"
+    sabotage = "import a2d_mpi.checks.measure as m\n"
     sabotage += "if rank: m.Measurement.write_outputs = lambda *_: (time.sleep(1), os._exit(9))"
     options = ["--seqlen", "64", "--trials", "1", "--save-outputs", "--output", output]
     done = drive(2, SAMPLE, *options, sabotage=f"import time; {sabotage}", code=None)
@@ -224,7 +224,7 @@ def test_outputs_in_pieces(tmp_path):
     for size in (1 << 12, 1 << 24):
         options = ["--seqlen", "301", "--backward", "--dtype", "bfloat16", "--trials", "1"]
         options += ["--save-outputs", "--output", output := tmp_path / f"{size}.h5"]
-        sabotage = f"import a2d_mpi.experiments.measure as m; m.PIECE = {size}"
+        sabotage = f"import a2d_mpi.checks.measure as m; m.PIECE = {size}"
         drive(3, SAMPLE, *options, sabotage=sabotage)
         found.append(read_run(output)["outputs"])
     for name, x in found[0].items():

@@ -17,7 +17,7 @@ def goes_on(test):
 NUMPY = ["--kernel", "numpy"]  # as `drive` has it: what is killed goes on with the same bits
 BENCH = ["--nheads", 2, "--headdim", 8, "--trials", 2, *NUMPY]
 KILL = """
-import h5py, a2d_mpi.experiments.hdf5 as hdf5
+import h5py, a2d_mpi.results.hdf5 as hdf5
 old, calls, after = {0}, [], {2!r} == "after"
 def counted(*given, **options):
     found = old(*given, **options) if after else None
@@ -169,8 +169,8 @@ def test_small_programs_go_on(ranks, code, lines):
 # their exit, or while the others leave.
 END = """
 import atexit, os, signal, sys, time
-import a2d_mpi.experiments.cli as cli
-from a2d_mpi.experiments.options import Parser
+import a2d_mpi.cli.run as cli
+from a2d_mpi.cli.options import Parser
 from mpi4py import MPI
 moment, victims, rank = {!r}, {!r}, MPI.COMM_WORLD.rank
 def die(*args):

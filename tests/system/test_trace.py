@@ -9,7 +9,7 @@ from dense import problem_for, results_of
 from helpers import SAMPLE, assert_all, drive
 
 from a2d_mpi import Attention2D, Causal
-from a2d_mpi.experiments.trace import Trace
+from a2d_mpi.checks.trace import Trace
 
 SIZES = {"seqlen": 61, "nheads": 12, "nheads_kv": 2, "headdim": 8}
 

@@ -20,8 +20,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from a2d_mpi.experiments.hdf5 import read_file
-from a2d_mpi.experiments.results import TRAINING_SCHEMA
+from a2d_mpi.results.hdf5 import read_file
+from a2d_mpi.results.tables import TRAINING_SCHEMA
 from a2d_mpi.torch import ContextParallel
 from a2d_mpi.torch.trainers import hide_launcher
 
@@ -129,7 +129,7 @@ def test_not_finite(runs):
 # A rank dies: rank 0 at a random call while it writes a checkpoint, or any after random seconds.
 KILLED = """
 import random, shutil, threading, torch, transformers
-from a2d_mpi.experiments.train import Notes
+from a2d_mpi.commands.train_job import Notes
 from a2d_mpi.torch import trainers
 draw, left = random.Random({seed}), -1
 def die():

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from a2d_mpi.experiments.models import Tokenizer
+from a2d_mpi.cli.models import Tokenizer
 
 PROMPT = "To be, or not to be"
 
@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 
 # Tell the grid.
 GRID = """
-from a2d_mpi.experiments import generate
+from a2d_mpi.cli import run as generate
 real = generate.ProcessGrid
 def told(*given):
     print(f"rank {rank}: grid", *given[1:], file=sys.stderr)
@@ -97,7 +97,7 @@ def test_text_and_refusals(folder, tmp_path):
     done, said = drive_each(cases, 3, GRID, timeout=300)
     assert [code for code, _ in said] == [0, *[2] * len(refused)], done.stderr
     assert_one_line_each(done, [x for *_, x in refused])
-    assert "rank 0: grid 3 1 1\n" in done.stderr
+    assert "rank 0: grid 3 1 1 rcu" in done.stderr
     text = r"--- prompt 0\n(.*)\n\n199 tokens .*\n--- prompt 1\n(.*)\n\n19 tokens .*tokens/s "
     found = re.fullmatch(text + r"\(9 in all\); .*\n", said[0][1], re.DOTALL)
     assert found, said[0]

@@ -24,7 +24,7 @@ from killing import (
     trained_badly,
 )
 
-from a2d_mpi.experiments.models import checkpoint_of, open_model
+from a2d_mpi.cli.models import checkpoint_of, open_model
 
 launches = pytest.mark.launches
 more = partial(pytest.param, marks=pytest.mark.thorough)  # `bash jobs/test.sh torch` runs it
@@ -121,7 +121,7 @@ def test_refused_where_jobs_end(tmp_path):
 @goes_on
 def test_without_the_option_the_job_ends(tmp_path):
     """Without --survive the job ends, even if MPI continues."""
-    sabotage = "from a2d_mpi.experiments.train import Notes\n"
+    sabotage = "from a2d_mpi.commands.train_job import Notes\n"
     sabotage += "if rank == 1: Notes.on_step_begin = lambda *_, **__: os.kill(os.getpid(), 9)"
     done = drive("train.py", 3, *TRAINING, *files(tmp_path), sabotage=sabotage, mpi=ULFM,
                  code=70)  # fmt: skip

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from a2d_mpi.experiments.hdf5 import read_file
-from a2d_mpi.experiments.results import TRAINING_SCHEMA
+from a2d_mpi.results.hdf5 import read_file
+from a2d_mpi.results.tables import TRAINING_SCHEMA
 
 torch.set_num_threads(1)
 TEXT = ROOT / "LICENSE"

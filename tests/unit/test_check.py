@@ -8,8 +8,8 @@ import pytest
 from dense import TENSORS
 from helpers import SAMPLE, bounds_for, drive, drive_each
 
+from a2d_mpi.checks.check import Check
 from a2d_mpi.core import reference
-from a2d_mpi.experiments.files import Check
 
 
 def test_overflow_and_logits_of_a_billion(tmp_path):

@@ -45,8 +45,8 @@ def test_imports_run_one_way(tmp_path):
 
 NO_MPI = """core.atomic core.dtypes core.merge core.reference core.sizes devices kernels
     schedules.attention2d sharding.pairs planning.calibration planning.cost planning.memory
-    planning.model planning.planner experiments.options experiments.plan experiments.results
-    experiments.sweep figures.plots figures.schedule_plots commands.plan commands.plot __main__"""
+    planning.model planning.planner cli.options cli.workloads results.tables
+    figures.plots figures.schedule_plots commands.plan commands.plot __main__"""
 
 
 def test_these_need_no_mpi():
@@ -67,7 +67,7 @@ except ImportError:
 
 # What few runs need, and what other drivers share.
 UNUSED = """
-bench_parts ranks results subcommands sweep user_files
+cli.subcommands cli.survivors cli.user_files cli.workloads results.tables
 """
 
 
@@ -76,13 +76,13 @@ def test_main_job_loads_what_it_uses():
     code = "import sys, a2d_mpi.__main__ as x; x.build_parser('attention'); print(*sys.modules)"
     modules = {*launch(0, "-c", code, timeout=60, cwd=ROOT).stdout.split()}
     loaded = {x for x in modules if x.startswith("a2d_mpi.")}
-    assert "a2d_mpi.experiments.attention" in loaded
+    assert "a2d_mpi.commands.attention" in loaded
     folders = {x.split(".")[1] for x in loaded}
     assert not folders & {"linear", "figures", "torch"}
     assert not {"torch", "transformers"} & modules
     unused = {
         *(f"a2d_mpi.planning.{x}" for x in ("planner", "simulator", "profile", "survey")),
-        *(f"a2d_mpi.experiments.{x}" for x in UNUSED.split()),
+        *(f"a2d_mpi.{x}" for x in UNUSED.split()),
         *(f"a2d_mpi.comm.{x}" for x in ("failures", "gpus", "device_transport")),
         "a2d_mpi.core.wire",
         "a2d_mpi.comm.shards",

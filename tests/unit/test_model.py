@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from machines import FAST, KERNEL, MACHINES, RESULTS, SLOW, machine, plan_of
 from mpi4py import MPI
 
+from a2d_mpi.checks import autotune
+from a2d_mpi.commands import calibrate
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.core.sizes import flops
-from a2d_mpi.experiments import autotune
-from a2d_mpi.experiments.results import summarise
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.calibration import Sample, fit_kernel, fit_link, fit_steps, steadiness
@@ -27,6 +27,7 @@ from a2d_mpi.planning.planner import best_candidate
 from a2d_mpi.planning.profile import parse_size, read_machine, to_toml, write_machine
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.planning.workload import Workload
+from a2d_mpi.results.tables import summarise
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.writing import problem_of
 
@@ -381,7 +382,7 @@ def test_a_disturbed_machine(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(autotune, "steadiness", lambda _: told)
     path = tmp_path / "here.toml"
     args = parser_of("drivers/calibrate.py").parse_args(["--output", f"{path}", "--seconds=0.1"])
-    assert autotune.calibrate(MPI.COMM_SELF, args) == 0
+    assert calibrate.calibrate(MPI.COMM_SELF, args) == 0
     told = f"float32: {told}\n"
     assert f"\n# {told}" in path.read_text() and told in capsys.readouterr().out
     found = read_machine(path)

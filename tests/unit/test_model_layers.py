@@ -8,7 +8,7 @@ import pytest
 from helpers import ROOT
 
 from a2d_mpi import Causal, Full
-from a2d_mpi.experiments.model_layers import Model, read_model
+from a2d_mpi.cli.model_layers import Model, read_model
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning.model import predict, slowest_seconds
 from a2d_mpi.planning.planner import candidates

@@ -12,7 +12,6 @@ from a2d_mpi import Causal, Full
 from a2d_mpi.attention.tags import mpi_tag
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.experiments.results import plan_text, summarise
 from a2d_mpi.planning.layouts import layouts
 from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.memory import most_memory, peak_memory
@@ -20,6 +19,7 @@ from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidate
 from a2d_mpi.planning.profile import read_machine, write_machine
 from a2d_mpi.planning.workload import Workload
+from a2d_mpi.results.tables import plan_text, summarise
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.steps import Receive, Send
 from a2d_mpi.schedules.writing import problem_of, write

@@ -19,13 +19,14 @@ import pytest
 from helpers import SAMPLE, execute
 
 import a2d_mpi
+from a2d_mpi.checks.check import Check, attributes_of
+from a2d_mpi.checks.measure import TIMED_PARTS
 from a2d_mpi.core.atomic import check_writable
-from a2d_mpi.experiments import origin
-from a2d_mpi.experiments.files import Check, attributes_of, inspect_input, read_shard
-from a2d_mpi.experiments.hdf5 import check_output, create, read_file, write_file
-from a2d_mpi.experiments.measure import TIMED_PARTS
-from a2d_mpi.experiments.origin import provenance
-from a2d_mpi.experiments.results import (
+from a2d_mpi.results import origin
+from a2d_mpi.results.hdf5 import check_output, create, read_file, write_file
+from a2d_mpi.results.inputs import inspect_input, read_shard
+from a2d_mpi.results.origin import provenance
+from a2d_mpi.results.tables import (
     BENCHMARK_SCHEMA,
     RESULT_SCHEMA,
     extend_file,

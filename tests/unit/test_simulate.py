@@ -8,9 +8,8 @@ import pytest
 from helpers import parser_of
 from machines import machine
 
+from a2d_mpi.commands import plan as job
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.experiments import plan as job
-from a2d_mpi.experiments.results import print_study
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.machine import Link
@@ -20,6 +19,7 @@ from a2d_mpi.planning.profile import write_machine
 from a2d_mpi.planning.simulator import POST, WAIT
 from a2d_mpi.planning.survey import survey_of
 from a2d_mpi.planning.workload import Workload
+from a2d_mpi.results.tables import print_study
 from a2d_mpi.schedules.writing import problem_of
 
 # At once, with heads, rank by rank, on uneven nodes.

@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from a2d_mpi.experiments.text import Text, read_documents
+from a2d_mpi.cli.text import Text, read_documents
 
 
 def written(path, content):

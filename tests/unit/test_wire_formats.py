@@ -167,7 +167,7 @@ def test_what_is_passed_on_is_encoded_once(name, encodings):
 
 def test_bounds_of_the_format():
     """Merges times the error of the format times the largest term is added, however large."""
-    from a2d_mpi.experiments.check import error_bounds
+    from a2d_mpi.checks.check import error_bounds
 
     norms, largest = {"q": 1.0, "k": 1.0, "v": 1.0}, {"out": 2.0, "lse": 1.0}
     same = dict.fromkeys(largest, 1e-6)

@@ -449,7 +449,7 @@ class AttentionPlan(Caller):
         """Record all calls of this rank inside a ``with`` statement.  Local.
 
         ``with plan.recording() as calls: plan.forward(q, k, v)``.
-        `a2d_mpi.experiments.trace` makes a timeline of all ranks from their lists.
+        `a2d_mpi.checks.trace` makes a timeline of all ranks from their lists.
 
         Returns
         -------

@@ -8,17 +8,51 @@ All results are checked, also those of an earlier run.
 Exit code 0: all checks passed.  1: a check failed.  2: bad input, or the output cannot be written.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
 
-from a2d_mpi.experiments.options import (
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+from mpi4py import MPI
+
+from a2d_mpi.checks.measure import Measurement, open_device, origin_of
+from a2d_mpi.checks.timing import plan_of, random_inputs, turns
+from a2d_mpi.cli.options import (
+    FAILED_CHECK,
     Parser,
     add_engine,
     add_options,
     check_text,
-    listed,
-    one_of,
+    checked_rows,
+    log,
+    progress,
 )
-from a2d_mpi.experiments.sweep import add_list, add_plans, add_workloads
+from a2d_mpi.cli.run import together
+from a2d_mpi.cli.workloads import (
+    add_plans,
+    add_workloads,
+    expected,
+    plans_for,
+    workloads_of,
+)
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.commands.bench_kernels import kernels
+from a2d_mpi.core.layout import Layout
+from a2d_mpi.devices.protocol import Device
+from a2d_mpi.planning.machine import Machine
+from a2d_mpi.planning.profile import read_machine, to_toml
+from a2d_mpi.planning.workload import Choice, Workload, workload_name
+from a2d_mpi.results.tables import (
+    BENCHMARK_SCHEMA,
+    done_before,
+    extend_file,
+    summarise,
+    table,
+)
 
 
 def attention(parser: Parser) -> Callable:
@@ -35,8 +69,6 @@ def attention(parser: Parser) -> Callable:
     A job that is killed leaves a whole file and loses only the workload in progress.  --resume
     runs what is not there yet.  Other numbers of ranks may add to the same file.
     """
-    from a2d_mpi.experiments.bench import bench
-
     add_workloads(parser)
     group = parser.add_argument_group("plans")
     add_plans(parser, group, default="all")
@@ -58,50 +90,113 @@ def attention(parser: Parser) -> Callable:
     return bench
 
 
-def kernels(parser: Parser) -> Callable:
-    """Compare kernels with PyTorch's scaled_dot_product_attention, in one process.
+def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
+    """Run the configurations that a file lacks, workload by workload; return the exit code."""
+    works = together(comm, lambda: _works(args, comm.size))
+    # Masks do not travel: those of a user may be of any class.
+    prepared = comm.bcast(together(comm, lambda: _prepare(args, works, comm.size), on=0))
+    found, settings, machine, done = prepared
+    sweep = [
+        [Choice(*x[:2], work, x[2]) for work, plans in zip(*block) for x in plans]
+        for block in zip(works, found)
+    ]
+    grids: dict[Layout, ProcessGrid] = {}
+    device = open_device(comm, args.device)
+    skipped = [c for block in sweep for c in block if c.name in done]
+    blocks = ([c for c in block if c.name not in done] for block in sweep)
+    right = all(done[c.name] for c in skipped)
+    if comm.rank == 0 and skipped:
+        log.info("%d configurations are in %s already", len(skipped), args.output)
+    with progress([x for x in blocks if x], comm.rank, desc="workloads") as bar:
+        for block in bar:
+            runs = _checked(comm, block, args, device, grids)
+            for run in turns(list(runs.values()), args.trials):
+                run.trial()
+            origin = origin_of(comm, device)
+            results = {c.name: _result(c, run, args, machine, origin) for c, run in runs.items()}
+            for run in runs.values():
+                run.plan.free()
+            new = {"settings": settings, "runs": results}
+            together(comm, lambda x=new: extend_file(args.output, BENCHMARK_SCHEMA, x), on=0)
+            if comm.rank == 0:
+                right &= all(x["passed"] for x in results.values())
+                rows = [summarise(x, [phase]) for x in results.values() for phase in x["timings"]]
+                bar.write(table(rows))
+    right = comm.bcast(right)
+    if comm.rank == 0:
+        print(f"written to {args.output}" + "; A CHECK FAILED" * (not right), flush=True)
+    for grid in grids.values():
+        grid.free()
+    return 0 if right else FAILED_CHECK
 
-        python -m a2d_mpi bench kernels --shapes 512x2x64 --trials 3
-        python -m a2d_mpi bench kernels --trials 9 --output data/results/tiles.h5
-        python -m a2d_mpi bench kernels --shapes 16384x8x64 --masks full,sliding_window
-        python -m a2d_mpi bench kernels --device gpu --masks full,sliding_window_causal:4096
-        OPENBLAS_CORETYPE=Haswell python -m a2d_mpi bench kernels  # as if the CPU were another
 
-    To compare with PyTorch: pip install -e '.[bench]'; on CPUs its build for CPUs is enough.
+def _works(args: argparse.Namespace, ranks: int) -> list[list[Workload]]:
+    """Return the workloads; those that differ in their overlap only stand together."""
+    works = workloads_of(args)
+    for work in works:  # before anything walks over all tokens
+        work.check_room(ranks)
+    return [[replace(x, overlap=overlap) for overlap in args.overlaps or [True]] for x in works]
 
-    All kernels run in turn, trial by trial.  On a CPU these are "numpy" and the fastest kernel for
-    the dtype, on one core.  On a GPU it is the fastest kernel that is installed.  For the masks
-    that torch has, its attention runs too, by the backend that torch chooses or by those of
-    --torch.  The backward pass is timed against torch's autograd.
 
-    The table has FLOP/s in the median over the trials: 4 operations per pair, head and element
-    forward, and 10 backward.  Masked pairs are not counted.  It also has the ratios to torch.
-    --output adds the seconds of all trials to a benchmark file, with versions, the CPU or GPU,
-    BLAS, and the CPU that BLAS takes this CPU for.  "plot results FILE --what kernels" draws
-    the file.
-    """
-    from a2d_mpi.experiments.bench_kernel import BACKENDS, MASKS, bench_kernel, shape
+def _prepare(args: argparse.Namespace, works: list[list[Workload]], ranks: int) -> tuple:
+    """Return plans by workload, settings, machine, and earlier results; on one rank."""
+    machine = read_machine(args.profile) if args.profile else None
+    found = [
+        [
+            [(x.method, x.layout, x.picked) for x in plans_for(work, args.plans, ranks, machine)]
+            for work in block
+        ]
+        for block in works
+    ]
+    names = ("trials", "warmup", "seed", "device", "kernel", "transfers", "threads")
+    settings = {name: getattr(args, name) for name in names}
+    settings["machine"] = machine.name if machine else "none"
+    # All predictions and picks of a file must come from the same profile, whatever its name.
+    settings["profile"] = f"{crc32(to_toml(machine).encode()):08x}" if machine else "none"
+    done = done_before(args.output, BENCHMARK_SCHEMA, args.resume, settings)
+    return found, settings, machine, done
 
-    group = parser.add_argument_group("workloads and kernels")
-    add = group.add_argument
-    add("--device", choices=("cpu", "gpu"), default="cpu", help="where the kernels run")
-    text = "SEQLENxNHEADSxHEADDIM; default: 4096x4x128,8192x2x64 or, on a GPU, 16384x16x128"
-    add("--shapes", type=listed(shape), metavar="SHAPE,...", help=text)
-    add_options(group, "nheads-kv", help="KV heads of all shapes; default: as many as query heads")
-    add_list(group, "masks", "mask", default=",".join(MASKS))
-    text = "storage dtype; default: float32 or, on a GPU, bfloat16"
-    add_options(group, "dtype", default=None, help=text)
-    text = "names in a2d_mpi.kernels.KERNELS; default: numpy,auto or, on a GPU, auto"
-    add("--kernels", type=listed(str), metavar="KERNEL,...", help=text)
-    text = f"backends of torch's attention: {', '.join(BACKENDS)}"
-    options = {"type": listed(one_of(BACKENDS)), "metavar": "BACKEND,...", "help": text}
-    add("--torch", default=["default"], **options)
-    group = parser.add_argument_group("measurement and output")
-    add_options(group, "trials")
-    add_options(group, "output", help="HDF5 file to which the seconds are added")
-    text = "name of the results in the file; default: CPU or GPU, and BLAS"
-    group.add_argument("--name", metavar="TEXT", help=text)
-    return bench_kernel
+
+def _checked(
+    comm: MPI.Intracomm,
+    block: list[Choice],
+    args: argparse.Namespace,
+    device: Device,
+    grids: dict[Layout, ProcessGrid],
+) -> dict[Choice, Measurement]:
+    """Make and check all plans of a workload."""
+    inputs: dict[bytes, dict[str, np.ndarray]] = {}
+    runs: dict[Choice, Measurement] = {}
+    options = {x: getattr(args, x) for x in ("kernel", "transfers", "threads")}
+    for c in block:
+        plan = plan_of(comm, c, grids, **options)
+        tokens = plan.tokens.tobytes()  # plans with the same shards share their inputs
+        earlier = inputs.get(tokens)
+        inputs[tokens] = together(
+            comm, lambda x=plan, y=earlier: y or random_inputs(x, args.backward, args.seed)
+        )
+        runs[c] = Measurement(plan, inputs[tokens], args.backward, device)
+        for _ in range(max(1, args.warmup)):
+            runs[c].call()
+        runs[c].check(checked_rows(args.check), args.seed)
+    return runs
+
+
+def _result(
+    c: Choice,
+    run: Measurement,
+    args: argparse.Namespace,
+    machine: Machine | None,
+    origin: Mapping[str, object],
+) -> dict[str, Any]:
+    """Return what the file has of a timed plan on rank 0, an empty dict on other ranks."""
+    named = {"name": c.name, "workload": workload_name(c.work.attributes)}
+    config = {**named, "mask": c.work.mask_text, "picked": c.picked}
+    result = run.result(args, config, origin)
+    if result:
+        made = replace(c, layout=run.plan.layout)
+        result["predicted"] = expected(made, machine, run.plan.distribution.name)
+    return result
 
 
 COMMANDS, DEFAULT = (attention, kernels), "attention"

@@ -15,11 +15,19 @@ more than 20 %, other work disturbed them: measure once more then.
 Exit code 0: the profile is written.  2: bad input, or the output cannot be written.
 """
 
+import argparse
+import time
 from collections.abc import Callable
 
-from a2d_mpi.experiments.autotune import calibrate
-from a2d_mpi.experiments.options import Parser, add_options, real
-from a2d_mpi.experiments.sweep import add_list
+import numpy as np
+from mpi4py import MPI
+
+from a2d_mpi.checks.autotune import measure
+from a2d_mpi.cli.options import Parser, add_options, real
+from a2d_mpi.cli.run import together
+from a2d_mpi.cli.workloads import add_list
+from a2d_mpi.core.atomic import check_writable
+from a2d_mpi.planning.profile import read_machine, write_machine
 
 
 def build(parser: Parser) -> Callable:
@@ -34,3 +42,18 @@ def build(parser: Parser) -> Callable:
     text = "name of the machine; default: the name of its first node"
     group.add_argument("--name", metavar="TEXT", help=text)
     return calibrate
+
+
+def calibrate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
+    """Measure and write the profile; return the exit code."""
+    together(comm, lambda: check_writable(args.output, 1 << 16, read_machine), on=0)
+    machine, notes = measure(comm, args.dtypes, args.seconds, args.name)
+    lines = [
+        f"Measured {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC by drivers/calibrate.py",
+        f"{MPI.Get_library_version().splitlines()[0][:60]}; numpy {np.__version__}",
+        *notes,
+    ]
+    together(comm, lambda: write_machine(args.output, machine, "\n".join(lines)), on=0)
+    if comm.rank == 0:
+        print("\n".join((*notes, f"written to {args.output}")), flush=True)
+    return 0

@@ -16,7 +16,7 @@ class Device(Protocol):
     ----------
     name : {"cpu", "gpu"}
     description : str or None
-        The name of the GPU.  None on the host: `a2d_mpi.experiments.origin` finds the CPU's name.
+        The name of the GPU.  None on the host: `a2d_mpi.results.origin` finds the CPU's name.
     """
 
     name: str

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from a2d_mpi.cli.workloads import plans_for, read_problem
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.experiments.plan import read_problem
-from a2d_mpi.experiments.sweep import plans_for
 from a2d_mpi.figures.pictures import (
     SETTINGS,
     check_picture,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from a2d_mpi.experiments.options import (
+from a2d_mpi.cli.options import (
     BAD_INPUT,
     INTERRUPTED,
     Parser,

@@ -6,7 +6,6 @@ profile to the measured seconds.
 
 from __future__ import annotations
 
-import argparse
 import math
 import operator
 import os
@@ -22,29 +21,26 @@ from mpi4py import MPI
 
 from a2d_mpi.attention.methods import Attention2D, RingAttention
 from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.checks.measure import Measurement, open_device
+from a2d_mpi.checks.timing import in_turn, kernel_calls, plan_of, random_inputs, seconds_of
+from a2d_mpi.cli.options import aligned, progress
+from a2d_mpi.cli.run import together
 from a2d_mpi.comm.agreement import CollectiveError, agree
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.dtypes import as_dtype
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.core.merge import merge
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments.bench_kernel import kernel_calls
-from a2d_mpi.experiments.bench_parts import in_turn, plan_of, random_inputs, seconds_of
-from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.measure import Measurement, open_device
-from a2d_mpi.experiments.options import aligned, progress
-from a2d_mpi.experiments.origin import blas_name
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.kernels.threads import BlasThreads
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning.calibration import Sample, fit_kernel, fit_link, fit_steps, steadiness
 from a2d_mpi.planning.machine import KernelModel, Link, Machine
 from a2d_mpi.planning.planner import best_candidates, duration
-from a2d_mpi.planning.profile import read_machine, write_machine
 from a2d_mpi.planning.workload import Choice, Workload
+from a2d_mpi.results.origin import blas_name
 
 CALIBRATION = 5.0  # s to measure a machine of which there is no profile
 # Queries, keys, nheads, nheads_kv, headdim, mask: small and large values of each.
@@ -69,21 +65,6 @@ SHAPES = (
 FLOOD = 32  # number of tiny messages that are posted together
 LARGEST = 16 << 20  # bytes of the largest message
 HOPS = 8  # number of large messages one after the other
-
-
-def calibrate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Measure and write the profile; return the exit code."""
-    together(comm, lambda: check_writable(args.output, 1 << 16, read_machine), on=0)
-    machine, notes = measure(comm, args.dtypes, args.seconds, args.name)
-    lines = [
-        f"Measured {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC by drivers/calibrate.py",
-        f"{MPI.Get_library_version().splitlines()[0][:60]}; numpy {np.__version__}",
-        *notes,
-    ]
-    together(comm, lambda: write_machine(args.output, machine, "\n".join(lines)), on=0)
-    if comm.rank == 0:
-        print("\n".join((*notes, f"written to {args.output}")), flush=True)
-    return 0
 
 
 def measure(

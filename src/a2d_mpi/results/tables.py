@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 
+from a2d_mpi.cli.options import FAILED_CHECK, aligned
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.experiments.hdf5 import RESULT_SCHEMA, check_output, fill, new_file, read_file
-from a2d_mpi.experiments.options import FAILED_CHECK, aligned
 from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.simulator import PARTS
+from a2d_mpi.results.hdf5 import RESULT_SCHEMA, check_output, fill, new_file, read_file
 from a2d_mpi.schedules.method import METHODS
 
 if TYPE_CHECKING:

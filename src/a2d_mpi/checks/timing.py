@@ -1,4 +1,4 @@
-"""Parts of benchmarks: random inputs, timing in turn, checks, a table, and a file that grows."""
+"""Benchmarks: random inputs, timing in turn, and a table of results."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from mpi4py import MPI
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.checks.check import Check
+from a2d_mpi.checks.measure import random_rows
+from a2d_mpi.cli.options import FAILED_CHECK, aligned
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import OF_KEYS
+from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.devices.host import HOST
-from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments.files import Check
-from a2d_mpi.experiments.measure import random_rows
-from a2d_mpi.experiments.options import FAILED_CHECK, aligned
+from a2d_mpi.devices.protocol import Array, Device
+from a2d_mpi.kernels.protocol import Kernel
+from a2d_mpi.masks.intervals import Intervals
+from a2d_mpi.masks.mask import Mask
 from a2d_mpi.planning.workload import Choice
 
 T = TypeVar("T")
@@ -123,3 +127,34 @@ def plan_of(
         grids[layout] = ProcessGrid.from_layout(comm, layout)
     options = {**work.arguments, "overlap": work.overlap, **options}
     return make_plan(choice.method, grids[layout], work.mask, **options)
+
+
+def kernel_calls(
+    kernel: Kernel, mask: Mask, t: dict[str, Array], device: Device = HOST
+) -> dict[str, Callable[[], None]]:
+    """Return the calls of a kernel by phase; "backward" needs the results of "forward".
+
+    Parameters
+    ----------
+    kernel : Kernel
+    mask : Mask
+        Of queries and keys whose tokens begin at 0.
+    t : dict of str to arrays
+        q, k, v and dout, each (tokens, heads, headdim), to which new arrays for the results are
+        added: out, lse, dq, dk, dv.
+    device : Device
+    """
+    q, k, v, dout = (t[name] for name in ("q", "k", "v", "dout"))
+    seen = Intervals.of(mask.intervals(np.arange(len(q)), np.arange(len(k))))
+    out, dq, dk, dv = (device.empty(x.shape, x.dtype) for x in (q, q, k, v))
+    lse = device.empty(q.shape[:2], compute_dtype(q.dtype))
+    t |= {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+    def forward() -> None:
+        kernel.forward(q, k, v, seen, out, lse)
+
+    def backward() -> None:  # with delta, which autograd computes in its backward pass, too
+        delta = device.delta(dout, out)
+        kernel.backward(dout, q, k, v, lse, delta, seen, dq, dk, dv, fresh=True)
+
+    return {"forward": forward, "backward": backward}

@@ -11,30 +11,26 @@ from itertools import product
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 from a2d_mpi.attention.methods import Attention2D
+from a2d_mpi.checks.check import check_attention
+from a2d_mpi.checks.measure import open_device, origin_of
+from a2d_mpi.checks.timing import in_turn, kernel_calls, random_inputs, report
+from a2d_mpi.cli.options import SAMPLE, Parser, add_options, form, listed, log, one_of, progress
+from a2d_mpi.cli.run import together
+from a2d_mpi.cli.workloads import add_list
 from a2d_mpi.comm.agreement import errors_of
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import PHASES
-from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.core.sizes import flops, parse_count
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
-from a2d_mpi.experiments.bench_parts import in_turn, random_inputs, report
-from a2d_mpi.experiments.check import check_attention
-from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.hdf5 import check_output
-from a2d_mpi.experiments.measure import open_device, origin_of
-from a2d_mpi.experiments.options import SAMPLE, form, log, progress
-from a2d_mpi.experiments.results import BENCHMARK_SCHEMA, extend_file, kernel_speeds
 from a2d_mpi.kernels import make_kernel
-from a2d_mpi.kernels.protocol import Kernel
-from a2d_mpi.masks.intervals import Intervals
-from a2d_mpi.masks.mask import Mask
 from a2d_mpi.masks.patterns import make_mask
+from a2d_mpi.results.hdf5 import check_output
+from a2d_mpi.results.tables import BENCHMARK_SCHEMA, extend_file, kernel_speeds
 
 MASKS = ("full", "causal")  # masks that torch has
 BACKENDS = {  # of torch's attention, by their names in torch
@@ -56,6 +52,50 @@ shape = form(
     r"(\d{1,9}[KMG]?)x(\d{1,9})x(\d{1,9})",
     lambda *sizes: tuple(map(parse_count, sizes)),
 )
+
+
+def kernels(parser: Parser) -> Callable:
+    """Compare kernels with PyTorch's scaled_dot_product_attention, in one process.
+
+        python -m a2d_mpi bench kernels --shapes 512x2x64 --trials 3
+        python -m a2d_mpi bench kernels --trials 9 --output data/results/tiles.h5
+        python -m a2d_mpi bench kernels --shapes 16384x8x64 --masks full,sliding_window
+        python -m a2d_mpi bench kernels --device gpu --masks full,sliding_window_causal:4096
+        OPENBLAS_CORETYPE=Haswell python -m a2d_mpi bench kernels  # as if the CPU were another
+
+    To compare with PyTorch: pip install -e '.[bench]'; on CPUs its build for CPUs is enough.
+
+    All kernels run in turn, trial by trial.  On a CPU these are "numpy" and the fastest kernel for
+    the dtype, on one core.  On a GPU it is the fastest kernel that is installed.  For the masks
+    that torch has, its attention runs too, by the backend that torch chooses or by those of
+    --torch.  The backward pass is timed against torch's autograd.
+
+    The table has FLOP/s in the median over the trials: 4 operations per pair, head and element
+    forward, and 10 backward.  Masked pairs are not counted.  It also has the ratios to torch.
+    --output adds the seconds of all trials to a benchmark file, with versions, the CPU or GPU,
+    BLAS, and the CPU that BLAS takes this CPU for.  "plot results FILE --what kernels" draws
+    the file.
+    """
+    group = parser.add_argument_group("workloads and kernels")
+    add = group.add_argument
+    add("--device", choices=("cpu", "gpu"), default="cpu", help="where the kernels run")
+    text = "SEQLENxNHEADSxHEADDIM; default: 4096x4x128,8192x2x64 or, on a GPU, 16384x16x128"
+    add("--shapes", type=listed(shape), metavar="SHAPE,...", help=text)
+    add_options(group, "nheads-kv", help="KV heads of all shapes; default: as many as query heads")
+    add_list(group, "masks", "mask", default=",".join(MASKS))
+    text = "storage dtype; default: float32 or, on a GPU, bfloat16"
+    add_options(group, "dtype", default=None, help=text)
+    text = "names in a2d_mpi.kernels.KERNELS; default: numpy,auto or, on a GPU, auto"
+    add("--kernels", type=listed(str), metavar="KERNEL,...", help=text)
+    text = f"backends of torch's attention: {', '.join(BACKENDS)}"
+    options = {"type": listed(one_of(BACKENDS)), "metavar": "BACKEND,...", "help": text}
+    add("--torch", default=["default"], **options)
+    group = parser.add_argument_group("measurement and output")
+    add_options(group, "trials")
+    add_options(group, "output", help="HDF5 file to which the seconds are added")
+    text = "name of the results in the file; default: CPU or GPU, and BLAS"
+    group.add_argument("--name", metavar="TEXT", help=text)
+    return bench_kernel
 
 
 def bench_kernel(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
@@ -126,37 +166,6 @@ def _bench_kernel(ranks: int, args: argparse.Namespace) -> int:
         name = args.name or f"{origin['device']}, {origin['blas']}{kind}"
         extend_file(args.output, BENCHMARK_SCHEMA, {"figures": {name.replace("/", " "): times}})
     return report(MPI.COMM_SELF, [COLUMNS, *_speeds(times)], checks)
-
-
-def kernel_calls(
-    kernel: Kernel, mask: Mask, t: dict[str, Array], device: Device = HOST
-) -> dict[str, Callable[[], None]]:
-    """Return the calls of a kernel by phase; "backward" needs the results of "forward".
-
-    Parameters
-    ----------
-    kernel : Kernel
-    mask : Mask
-        Of queries and keys whose tokens begin at 0.
-    t : dict of str to arrays
-        q, k, v and dout, each (tokens, heads, headdim), to which new arrays for the results are
-        added: out, lse, dq, dk, dv.
-    device : Device
-    """
-    q, k, v, dout = (t[name] for name in ("q", "k", "v", "dout"))
-    seen = Intervals.of(mask.intervals(np.arange(len(q)), np.arange(len(k))))
-    out, dq, dk, dv = (device.empty(x.shape, x.dtype) for x in (q, q, k, v))
-    lse = device.empty(q.shape[:2], compute_dtype(q.dtype))
-    t |= {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-
-    def forward() -> None:
-        kernel.forward(q, k, v, seen, out, lse)
-
-    def backward() -> None:  # with delta, which autograd computes in its backward pass, too
-        delta = device.delta(dout, out)
-        kernel.backward(dout, q, k, v, lse, delta, seen, dq, dk, dv, fresh=True)
-
-    return {"forward": forward, "backward": backward}
 
 
 def _torch(device: Device) -> ModuleType | None:

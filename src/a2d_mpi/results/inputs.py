@@ -1,4 +1,4 @@
-"""Input files, and the checks of results.
+"""Input files.
 
 Every function raises OSError if a file cannot be read or written, and ValueError if its contents
 are wrong.  The message is one line that names the file, for the user to read.
@@ -6,16 +6,14 @@ are wrong.  The message is one line that names the file, for the user to read.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import h5py
 import numpy as np
 
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.experiments.hdf5 import reading
+from a2d_mpi.results.hdf5 import reading
 from a2d_mpi.sharding.distribution import Distribution
 
 INPUT_SCHEMA = ("a2d_mpi input", 1)
@@ -118,57 +116,3 @@ def _dataset(file: h5py.File, name: str) -> h5py.Dataset:
     if not isinstance(data, h5py.Dataset):
         raise OSError(f"dataset {name} is missing")
     return data
-
-
-@dataclass(frozen=True)
-class Check:
-    """The check of one tensor.
-
-    Attributes
-    ----------
-    error : float
-        Largest error.  With a narrow format on the wire, the largest distance from attention of
-        the rounded tensors.
-    bound : float
-        Largest allowed error; NaN if rounding alone may change the values by a tenth.
-    rows : int
-        Number of compared tokens; of "repeat", "inputs" and "traffic" the number of ranks.
-    as_given : float or None
-        With a narrow format on the wire, the largest distance from attention of the tensors before
-        rounding.
-    """
-
-    error: float
-    bound: float
-    rows: int
-    as_given: float | None = None
-
-    @property
-    def attributes(self) -> dict[str, object]:
-        """The fields without None, and the verdict: attributes in result files."""
-        values = {name: x for name, x in vars(self).items() if x is not None}
-        return {**values, "passed": self.passed}
-
-    @property
-    def passed(self) -> bool:
-        """True if tokens were compared, and the error is at most the bound."""
-        return self.verdict == "passed"
-
-    @property
-    def verdict(self) -> str:
-        """The verdict in words: "passed", or "FAILED" with the reason if it is not the error."""
-        if self.rows <= 0:
-            return "FAILED: nothing was compared"
-        if not math.isfinite(self.error):
-            return "FAILED: not finite"
-        if not math.isfinite(self.bound):
-            return "FAILED: not checked, rounding alone may change a tenth of it"
-        return "passed" if self.error <= self.bound else "FAILED"
-
-
-def attributes_of(checks: Mapping[str, Check]) -> dict[str, object]:
-    """Return the checks of a run as they stand in files, and whether all passed."""
-    return {
-        "passed": all(x.passed for x in checks.values()),
-        "checks": {name: x.attributes for name, x in checks.items()},
-    }

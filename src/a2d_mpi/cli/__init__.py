@@ -11,7 +11,7 @@ def end_job_on_errors() -> None:
 
     Otherwise the rank would wait in MPI_Finalize, and the other ranks would wait for this rank.
     Drivers call this before their imports: a module may be missing on one node.
-    `a2d_mpi.experiments.cli.run` catches later errors.
+    `a2d_mpi.cli.run.run` catches later errors.
     """
     sys.excepthook = _end_job
 

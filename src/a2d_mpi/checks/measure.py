@@ -25,14 +25,13 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.checks.check import Check, attributes_of, check_attention, digests, worse
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.core.config import OF_KEYS
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
-from a2d_mpi.experiments.check import check_attention, digests, worse
-from a2d_mpi.experiments.files import Check, attributes_of
-from a2d_mpi.experiments.hdf5 import as_stored, create
-from a2d_mpi.experiments.origin import provenance
+from a2d_mpi.results.hdf5 import as_stored, create
+from a2d_mpi.results.origin import provenance
 
 PIECE = 1 << 24  # bytes of a tensor that travel at once to rank 0, which writes them
 RESULTS = ("out", "lse", "dq", "dk", "dv")

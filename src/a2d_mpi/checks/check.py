@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -20,12 +20,64 @@ from mpi4py import MPI
 from a2d_mpi import onepage
 from a2d_mpi.attention.around import ROUNDED
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import compute_dtype
-from a2d_mpi.experiments.files import Check
 
 ROWS = 64  # rows that are checked together
 RESULTS = ("out", "dq", "dk", "dv")  # partial results of which travel in the format of `wire`
+
+
+@dataclass(frozen=True)
+class Check:
+    """The check of one tensor.
+
+    Attributes
+    ----------
+    error : float
+        Largest error.  With a narrow format on the wire, the largest distance from attention of
+        the rounded tensors.
+    bound : float
+        Largest allowed error; NaN if rounding alone may change the values by a tenth.
+    rows : int
+        Number of compared tokens; of "repeat", "inputs" and "traffic" the number of ranks.
+    as_given : float or None
+        With a narrow format on the wire, the largest distance from attention of the tensors before
+        rounding.
+    """
+
+    error: float
+    bound: float
+    rows: int
+    as_given: float | None = None
+
+    @property
+    def attributes(self) -> dict[str, object]:
+        """The fields without None, and the verdict: attributes in result files."""
+        values = {name: x for name, x in vars(self).items() if x is not None}
+        return {**values, "passed": self.passed}
+
+    @property
+    def passed(self) -> bool:
+        """True if tokens were compared, and the error is at most the bound."""
+        return self.verdict == "passed"
+
+    @property
+    def verdict(self) -> str:
+        """The verdict in words: "passed", or "FAILED" with the reason if it is not the error."""
+        if self.rows <= 0:
+            return "FAILED: nothing was compared"
+        if not math.isfinite(self.error):
+            return "FAILED: not finite"
+        if not math.isfinite(self.bound):
+            return "FAILED: not checked, rounding alone may change a tenth of it"
+        return "passed" if self.error <= self.bound else "FAILED"
+
+
+def attributes_of(checks: Mapping[str, Check]) -> dict[str, object]:
+    """Return the checks of a run as they stand in files, and whether all passed."""
+    return {
+        "passed": all(x.passed for x in checks.values()),
+        "checks": {name: x.attributes for name, x in checks.items()},
+    }
 
 
 @np.errstate(all="ignore")  # overflows show in the results and fail the check
@@ -40,8 +92,7 @@ def check_attention(
     ----------
     plan : AttentionPlan
     tensors : mapping of str to arrays
-        This rank's shards of q, k, v, out, lse, and for the gradients dout, dq, dk, dv.  With a
-        sink also "sink" and, for its gradient, "dsink" from this rank's tokens.
+        This rank's shards of q, k, v, out, lse, and for the gradients dout, dq, dk, dv.
     rows : int, optional
         Number of sampled query rows (out, lse, dq) and, independently, of sampled key rows (dk,
         dv).  Default: all rows.  The first and the last token are always among them.
@@ -69,8 +120,6 @@ def check_attention(
     The rounding of partial results adds an a-priori term: see `error_bounds`.
     """
     comm, local, wire, merging = plan.grid.comm, dict(tensors), plan.config.wire, {}
-    if "dsink" in local:
-        local["dsink"] = _sum(comm, local["dsink"])
     as_given: dict[str, float] = {}
     if wire:
         from a2d_mpi.core.wire import FORMATS, rounded
@@ -133,7 +182,7 @@ def _reference(
     value : array
         Expected values of these rows, rounded to the run's dtype; not rounded in float64.
     """
-    comm, backward, sink = plan.grid.comm, "dq" in local, local.get("sink")
+    comm, backward = plan.grid.comm, "dq" in local
     double, mask = kind == np.float64, plan.mask
     options = {
         "softmax_scale": plan.softmax_scale,
@@ -155,7 +204,6 @@ def _reference(
         own, where = _own(plan, sample)
         of_row = comm, alone, own, plan.tokens  # a row of all ranks
         out_rows, lse_rows = onepage.forward(*of_row, q[where], k, v, mask, **options)
-        out_rows, lse_rows = _with_sink(out_rows, lse_rows, sink)
         out_rows = stored(out_rows)
         yield "out", where, out_rows
         yield "lse", where, lse_rows
@@ -175,9 +223,6 @@ def _reference(
         _, dk, dv = onepage.backward(alone, comm, plan.tokens, own, *given, **options)
         yield "dk", where, stored(dk)
         yield "dv", where, stored(dv)
-    if sink is not None:
-        gradient = reference.sink_gradient(lse, (dout * out).sum(axis=-1), sink, kind)
-        yield "dsink", slice(None), _sum(comm, gradient)
 
 
 class _Alone:
@@ -196,25 +241,10 @@ def _own(plan: AttentionPlan, sample: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return own, np.searchsorted(plan.tokens, own)
 
 
-def _with_sink(
-    out: np.ndarray, lse: np.ndarray, sink: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Merge attention with a sink, a partial result whose out is 0."""
-    if sink is None:
-        return out, lse
-    total = np.logaddexp(lse, sink.astype(lse.dtype))
-    return out * np.exp(lse - np.where(np.isneginf(total), 0, total))[..., None], total
-
-
 def _norms(comm: MPI.Intracomm, local: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Compute the norms that `error_bounds` takes."""
     names = [name for name in ("q", "k", "v", "dout") if name in local]
-    norms = {name: comm.allreduce(_largest_norm(local[name]), op=MPI.MAX) for name in names}
-    if "dsink" in local:
-        sizes = (np.linalg.norm(local[x].astype(np.float64), axis=-1) for x in ("dout", "out"))
-        largest = -reference.sink_gradient(local["lse"], np.multiply(*sizes), local["sink"])
-        norms["dsink"] = float(_sum(comm, largest).max())
-    return norms
+    return {name: comm.allreduce(_largest_norm(local[name]), op=MPI.MAX) for name in names}
 
 
 def error_bounds(
@@ -338,9 +368,3 @@ def samples(seqlen: int, rows: int | None, seed: int) -> list[np.ndarray]:
         chosen = np.random.default_rng(seed).choice(seqlen, rows, replace=False)
         tokens = np.union1d(chosen, [0, seqlen - 1])
     return np.array_split(tokens, -(-len(tokens) // ROWS))
-
-
-def _sum(comm: MPI.Intracomm, x: np.ndarray) -> np.ndarray:
-    total = np.empty_like(x)
-    comm.Allreduce(x, total)
-    return total

@@ -10,9 +10,7 @@ from itertools import product
 
 import numpy as np
 
-from a2d_mpi.core.config import PHASES
-from a2d_mpi.core.layout import Layout
-from a2d_mpi.experiments.options import (
+from a2d_mpi.cli.options import (
     OPTIONS,
     BadOption,
     Parser,
@@ -22,7 +20,10 @@ from a2d_mpi.experiments.options import (
     method_name,
     one_of,
     slices,
+    whole,
 )
+from a2d_mpi.core.config import PHASES
+from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.patterns import make_mask, split_masks
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.layouts import layouts
@@ -30,7 +31,8 @@ from a2d_mpi.planning.machine import KernelModel, Link, Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidates
-from a2d_mpi.planning.workload import Choice, Workload, workload_name
+from a2d_mpi.planning.profile import read_machine
+from a2d_mpi.planning.workload import SIZES, Choice, Workload, workload_name
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.slices import slices_of
 from a2d_mpi.schedules.writing import problem_of
@@ -135,6 +137,38 @@ def make_workload(text: str, seqlen: int, wire: str, **others: object) -> Worklo
     return Workload(
         seqlen=seqlen, mask=make_mask(text, seqlen), mask_text=text, wire=wire, **others
     )
+
+
+def add_problem(parser: Parser, ranks: int, needs_heads: bool = True) -> None:
+    """Add the options of a problem on at most `ranks` ranks of a machine; see `read_problem`."""
+    group = parser.add_argument_group("machine")
+    add_options(group, "profile", required=True)
+    text = f"ranks, at most {ranks}"
+    group.add_argument("--ranks", type=whole(1, ranks), metavar="N", required=True, help=text)
+    group = parser.add_argument_group("problem")
+    add_options(group, "seqlen", required=True)
+    add_options(group, "nheads", required=needs_heads)
+    add_options(group, "nheads-kv")
+    add_options(group, "headdim", help="elements of a head of q and k; default: 128")
+    add_options(group, "headdim-v")
+    add_options(group, "dtype", default=None, help="storage dtype; default: bfloat16")
+    add_options(group, "wire", "mask", "backward", "overlap")
+
+
+def read_problem(args: argparse.Namespace) -> tuple[Machine, Workload]:
+    """Return the machine and the workload of the options of `add_problem`.
+
+    Raises
+    ------
+    ValueError
+        If an option is wrong.
+    OSError
+        If the profile cannot be read.
+    """
+    machine = read_machine(args.profile)
+    given = {x: getattr(args, x) for x in (*SIZES, "wire", "backward", "overlap")}
+    given["headdim"], given["dtype"] = args.headdim or 128, args.dtype or "bfloat16"
+    return machine, make_workload(args.mask, **given)
 
 
 def expected(choice: Choice, machine: Machine | None, distribution: str) -> dict[str, object]:

@@ -13,17 +13,17 @@ from mpi4py import MPI
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import TextStreamer
 
+from a2d_mpi.checks.measure import open_device, origin_of
+from a2d_mpi.cli.models import Tokenizer, checkpoint_of, open_model, workload_of
+from a2d_mpi.cli.options import progress
+from a2d_mpi.cli.run import open_grid, together
+from a2d_mpi.cli.survivors import check_survive, surviving
+from a2d_mpi.cli.user_files import texts_of
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.host import HOST
-from a2d_mpi.experiments.cli import grid_shape, least_bytes, together
-from a2d_mpi.experiments.hdf5 import check_output, write_file
-from a2d_mpi.experiments.measure import open_device, origin_of
-from a2d_mpi.experiments.models import Tokenizer, checkpoint_of, open_model, workload_of
-from a2d_mpi.experiments.options import progress
-from a2d_mpi.experiments.ranks import check_survive, surviving
-from a2d_mpi.experiments.results import GENERATION_SCHEMA as SCHEMA
-from a2d_mpi.experiments.user_files import texts_of
+from a2d_mpi.results.hdf5 import check_output, write_file
+from a2d_mpi.results.tables import GENERATION_SCHEMA as SCHEMA
 from a2d_mpi.torch import ContextParallel
 
 if TYPE_CHECKING:
@@ -44,14 +44,9 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         session.model.to(f"cuda:{device.index}")
     wrong = f"--room must be tokens for each of the {comm.size} ranks, got {args.room}"
     agree(comm, wrong if args.room and len(args.room) != comm.size else None)
-    rows, cols = args.rows, args.cols
-    if (rows, cols) == (None, None):
-        longest = max(map(len, session.prompts))
-        sizes = max(comm.size, longest), longest, str(session.model.dtype).removeprefix("torch.")
-        work = workload_of(session.model, *sizes, backward=False)
-        rows, cols = least_bytes(comm, args.method, work, args.head_ranks)
-    shape = grid_shape(comm.size, rows, cols, args.head_ranks)
-    grid = ProcessGrid(comm, *shape, args.head_ranks)
+    longest = max(map(len, session.prompts))
+    sizes = max(comm.size, longest), longest, str(session.model.dtype).removeprefix("torch.")
+    grid = open_grid(comm, args, workload_of(session.model, *sizes, backward=False))
     return surviving("generate.py", grid, session.work, args.survive, args.method) or 0
 
 

@@ -24,19 +24,19 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.checks.check import Check, attributes_of
+from a2d_mpi.checks.measure import open_device, origin_of
+from a2d_mpi.cli.models import Tokenizer, checkpoint_of, open_model, workload_of
+from a2d_mpi.cli.options import FAILED_CHECK, log, progress
+from a2d_mpi.cli.run import open_grid, together
+from a2d_mpi.cli.survivors import check_survive, surviving
+from a2d_mpi.cli.text import Text, read_documents
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments.cli import open_grid, together
-from a2d_mpi.experiments.files import Check, attributes_of
-from a2d_mpi.experiments.hdf5 import check_output, write_file
-from a2d_mpi.experiments.measure import open_device, origin_of
-from a2d_mpi.experiments.models import Tokenizer, checkpoint_of, open_model, workload_of
-from a2d_mpi.experiments.options import FAILED_CHECK, log, progress
-from a2d_mpi.experiments.ranks import check_survive, surviving
-from a2d_mpi.experiments.results import TRAINING_SCHEMA as SCHEMA
-from a2d_mpi.experiments.text import Text, read_documents
+from a2d_mpi.results.hdf5 import check_output, write_file
+from a2d_mpi.results.tables import TRAINING_SCHEMA as SCHEMA
 from a2d_mpi.torch import ContextParallel
 from a2d_mpi.torch.trainers import STATE, hide_launcher
 

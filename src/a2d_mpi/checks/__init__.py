@@ -1,0 +1,1 @@
+"""Checks against float64, measurements and traces."""

@@ -1,0 +1,1 @@
+"""Files of results: HDF5, inputs, tables."""
