@@ -30,7 +30,15 @@ from a2d_mpi.sharding.choice import predict_times
 from a2d_mpi.torch.attention import IGNORED
 from a2d_mpi.torch.calls import CHANGES, Arranged, enter, later, leave
 from a2d_mpi.torch.decoding import Step
-from a2d_mpi.torch.entry import MASKS, Plans, Running, functions, give_back, own_attention, owners
+from a2d_mpi.torch.entry import (
+    MASKS,
+    Plans,
+    Running,
+    functions,
+    give_back,
+    own_attention,
+    owners,
+)
 from a2d_mpi.torch.gradients import add_gradients
 from a2d_mpi.torch.layers import (
     NUMBERS,
@@ -324,18 +332,15 @@ class ContextParallel:
         module: torch.nn.Module | None,
         within: torch.Tensor | None,
         mask: torch.Tensor | None,
-        rows: int,
-        scaling: float,
-        softcap: float | None,
-        window: int | None,
-        causal: bool | None,
-        problem: str,
+        asked: tuple,
     ) -> AttentionPlan | Step:
         """Return the plan of a layer, or raise ValueError on all ranks.
 
         `within` is the number of the plans of the call that it is in.  A layer that is computed
-        again, in the backward pass, has its mask only.
+        again, in the backward pass, has its mask only.  `asked` is what it asks for besides, and
+        why no plan can compute it, if so.
         """
+        rows, scaling, softcap, window, causal, problem = asked
         running = None if within is None else int(within)
         tagged = None if mask is None else number_of(mask)
         number, shown = (running, None) if tagged is None else divmod(tagged, MASKS)
@@ -351,12 +356,12 @@ class ContextParallel:
         kind, where = self.layers[module], self._paths[module]
         plan = self._sets[number][kind]
         try:
-            asked = known_mask(where, shown, window, causal, self._masks.found, self.longest)
+            seen = known_mask(where, shown, window, causal, self._masks.found, self.longest)
         except ValueError as error:
             plan.refuse(str(error))
         # Each step of generation comes here in each layer: no message is written for nothing.
-        if asked != kind.mask:
-            plan.refuse(f"{where} asks for {asked} in this call, but its plan has {kind.mask}")
+        if seen != kind.mask:
+            plan.refuse(f"{where} asks for {seen} in this call, but its plan has {kind.mask}")
         if rows != 1 and not isinstance(plan, Step):
             plan.refuse(f"the batch must be one sequence, got {rows}")
         if problem:
@@ -657,12 +662,10 @@ def _generate(owner: Callable[[], ContextParallel | None], original: Callable) -
     """Return ``model.generate`` over the ranks of a `ContextParallel`."""
 
     @wraps(original)
-    def generate(model: Any, inputs: Any = None, *args: Any, **options: Any) -> Any:
+    def generate(model: Any, inputs: Any = None, **options: Any) -> Any:
         cp = owner()
         if cp is None or cp._freed or model is not cp.model or cp._generates:
-            return original(model, inputs, *args, **options)
-        names = [*inspect.signature(original).parameters][2:]
-        options = dict(zip(names, args)) | options
+            return original(model, inputs, **options)
         inputs = options.pop("input_ids", None) if inputs is None else inputs
         found = cp.generate(inputs, options.pop("attention_mask", None), **options)
         # Rank 0 has sampled, so only its random numbers have gone on.

@@ -102,19 +102,16 @@ def functions(owner: int, name: str, running: Running) -> tuple[Callable, Callab
     ) -> tuple[torch.Tensor, None]:
         if scaling is None:
             scaling = query.shape[-1] ** -0.5
-        causal = causal_of(module, others)
-        problem = _problem_of(module, dropout, others)
         sinks = [others.get(x) for x in ("s_aux", "sinks")]
         sink = next((x for x in sinks if x is not None), None)
         asked = query.shape[0], scaling, others.get("softcap"), others.get("sliding_window")
+        asked += causal_of(module, others), _problem_of(module, dropout, others)
         kind = getattr(module, name, -1)
         if torch.compiler.is_compiling():
-            given = running.get(), attention_mask, owner, kind, *asked, causal, problem
-            number = torch.ops.a2d_mpi.layer(*given)
+            number = torch.ops.a2d_mpi.layer(running.get(), attention_mask, owner, kind, *asked)
         else:
             found = _owner_of(owner)
-            asked = running.get(), attention_mask, *asked, causal, problem
-            plan = found._plan_for(module, *asked)
+            plan = found._plan_for(module, running.get(), attention_mask, asked)
             if isinstance(plan, Step):
                 return plan.attend((query, key, value), sink), None
             number = torch.tensor(plan.serial)
@@ -152,7 +149,7 @@ def _layer(within, mask, owner, kind, *asked):
     """Return the number of the plan of a layer, () int64, in a compiled graph."""
     found = _owner_of(owner)
     module = found._firsts[kind] if kind >= 0 else None
-    return torch.tensor(found._plan_for(module, within, mask, *asked).serial)
+    return torch.tensor(found._plan_for(module, within, mask, asked).serial)
 
 
 @_layer.register_fake

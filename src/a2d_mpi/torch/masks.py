@@ -74,7 +74,7 @@ class Masks:
         number = self._numbers.get(key)
         if number is None:
             mask = None
-            with suppress(Exception):  # of any kind: there are no such tokens
+            with suppress(IndexError, RuntimeError):  # of PyTorch: there are no such tokens
                 mask = mask_of(mask_function, self._seqlen)
             if mask not in self.found:
                 self.found.append(mask)
