@@ -11,10 +11,8 @@ from trl import SFTConfig, SFTTrainer
 
 from a2d_mpi import ProcessGrid
 from a2d_mpi.torch import ContextParallel
-from a2d_mpi.torch.trainers import hide_launcher
 
 comm = MPI.COMM_WORLD
-hide_launcher()  # or accelerate takes the ranks of mpiexec for its own
 set_seed(0)  # the same weights on all ranks, of the adapter, too
 
 # A small random model and a tokenizer of the text; take yours by `from_pretrained`.
@@ -27,6 +25,7 @@ sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=500, num_attention_heads=4, **sizes))
 
 texts = [text[i : i + 4000] for i in range(0, 40_000, 4000)]
+cp = ContextParallel(ProcessGrid(comm, 1, comm.size), model)  # before SFTConfig
 arguments = SFTConfig(
     "lora", max_steps=5, max_length=1024, per_device_train_batch_size=1, learning_rate=1e-2,
     logging_steps=1, use_cpu=True, bf16=False, report_to=[],
@@ -35,7 +34,6 @@ trainer = SFTTrainer(
     model, arguments, processing_class=tokenizer, peft_config=LoraConfig(r=8),
     train_dataset=Dataset.from_dict({"text": texts}),
 )  # fmt: skip
-cp = ContextParallel(ProcessGrid(comm, 1, comm.size), trainer.model)
 cp.attach(trainer)  # rank 0 alone saves, logs and shows bars
 trainer.train()
 trainer.save_model("lora")  # the adapter
