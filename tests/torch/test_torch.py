@@ -7,22 +7,14 @@ from helpers import assert_all
 from refused import assert_raises
 from torch.utils.checkpoint import checkpoint
 
-from a2d_mpi import Attention2D, Causal, ProcessGrid
+from a2d_mpi import Attention2D, Causal
 from a2d_mpi.comm.calls import PlanCall
 from a2d_mpi.torch import attend, shard, unshard
 from a2d_mpi.torch.tensors import array_of, tensor_of
 
 pytestmark = pytest.mark.mpi(min_size=4)
-torch.set_num_threads(1)
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 SEQLEN = 29
-
-
-@pytest.fixture(scope="module")
-def grid(comm):
-    grid = ProcessGrid(comm, 2, comm.size // 2)
-    yield grid
-    grid.free()
 
 
 @pytest.fixture
