@@ -12,12 +12,7 @@ import pytest
 import torch
 from helpers import ROOT, assert_all, drive, drive_each
 from safetensors.torch import load_file
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from a2d_mpi.results.hdf5 import read_file
 from a2d_mpi.results.tables import TRAINING_SCHEMA

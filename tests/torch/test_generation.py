@@ -401,10 +401,7 @@ def test_refused(comm, parallel):
         ({"num_beams": 2}, beams),
         ({"cache_implementation": "static"}, "cache_implementation"),
         ({"cache_implementation": "quantized"}, "cache_implementation"),
-        (
-            {"past_key_values": dynamic},
-            "numbered as here, got DynamicCache",
-        ),
+        ({"past_key_values": dynamic}, "numbered as here, got DynamicCache"),
         ({"assistant_model": made("GPT-2")}, "no assisted_generation"),
         ({"prompt_lookup_num_tokens": 3}, "no assisted_generation"),
         ({"guidance_scale": 2.0}, "guidance_scale needs a second prompt"),

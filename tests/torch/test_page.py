@@ -83,7 +83,8 @@ def test_page_of_distributed(printed):
 def test_page(printed):
     """The examples run as one program; names of the room exist."""
     folder, said = printed
-    assert sorted(x.name for x in (folder / "trained").iterdir()) == [
+    names = sorted(x.name for x in (folder / "trained").iterdir())
+    assert names == [
         "checkpoint-2",
         "checkpoint-4",
     ]

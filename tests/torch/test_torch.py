@@ -5,7 +5,6 @@ import pytest
 import torch
 from helpers import assert_all
 from refused import assert_raises
-from torch.utils.checkpoint import checkpoint
 
 from a2d_mpi import Attention2D, Causal
 from a2d_mpi.comm.calls import PlanCall
@@ -170,21 +169,6 @@ def test_lse_or_out_alone(make, comm):
     loss.backward()
     assert_all(comm, bool(q.grad.any() if len(q) else True), "no gradient")
     assert_all(comm, not attend(plan, q, k, v).isnan().any(), "NaN")
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoint(make, comm, reentrant):
-    plan = make()
-    q, k, v, _ = tensors(plan)
-    attend(plan, q * 2, k, v).square().sum().backward()
-    expected, q.grad = q.grad, None
-
-    def doubled(q, k, v):
-        return attend(plan, q * 2, k, v)
-
-    out = checkpoint(doubled, q, k, v, use_reentrant=reentrant)
-    out.square().sum().backward()
-    assert_all(comm, same(q.grad, expected), "another gradient")
 
 
 def test_no_grad_and_double_backward(make, comm):

@@ -19,12 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from a2d_mpi import Attention2D, Causal, ProcessGrid
-from a2d_mpi.torch import (
-    ContextParallel,
-    attend,
-    init_process_group,
-    sum_gradients,
-)
+from a2d_mpi.torch import ContextParallel, attend, init_process_group, sum_gradients
 
 ranks = pytest.mark.mpi(min_size=4)
 SEQLEN, VOCAB = 37, 23
