@@ -27,13 +27,12 @@ model = LlamaForCausalLM(LlamaConfig(vocab_size=500, num_attention_heads=4, **si
 texts = [text[i : i + 4000] for i in range(0, 40_000, 4000)]
 cp = ContextParallel(ProcessGrid(comm, 1, comm.size), model)  # before SFTConfig
 arguments = SFTConfig(
-    "lora", max_steps=5, max_length=1024, per_device_train_batch_size=1, learning_rate=1e-2,
+    "lora", max_steps=5, max_length=1024, per_device_train_batch_size=1, learning_rate=2e-2,
     logging_steps=1, use_cpu=True, bf16=False, report_to=[],
 )  # fmt: skip
-trainer = SFTTrainer(
-    model, arguments, processing_class=tokenizer, peft_config=LoraConfig(r=8),
-    train_dataset=Dataset.from_dict({"text": texts}),
-)  # fmt: skip
+adapter = LoraConfig(r=8, modules_to_save=["lm_head"])  # the head is random, so it is trained, too
+data = Dataset.from_dict({"text": texts})
+trainer = SFTTrainer(model, arguments, None, data, processing_class=tokenizer, peft_config=adapter)
 cp.attach(trainer)  # rank 0 alone saves, logs and shows bars
 trainer.train()
 trainer.save_model("lora")  # the adapter
