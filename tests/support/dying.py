@@ -74,14 +74,13 @@ def arm(folder, stages):
     import a2d_mpi.torch.context as context
     import a2d_mpi.torch.trainers as trainers
     from a2d_mpi.torch.decoding import Steps
-    from a2d_mpi.torch.gradients import Gradients
 
     faulthandler.dump_traceback_later(150)  # a rank says where it hangs
     places = {
         "forward": [(AttentionPlan, "forward")],
         "backward": [(AttentionPlan, "backward")],
         "making": [(context, "make_plan")],
-        "sums": [(Gradients, "add")],
+        "sums": [(context, "add_gradients")],
         "checkpoint": [(trainers, "_of_first")],  # on all ranks; one writes
         "evaluation": [(job.Trainer, "evaluate")],
         "step": [(Steps, "_exchange")],

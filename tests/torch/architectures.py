@@ -23,17 +23,7 @@ from a2d_mpi.torch import ContextParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 import hybrids
 from hybrids import HYBRIDS
-from test_context import (
-    EXPERTS,
-    LOCAL,
-    MLA,
-    SIZES,
-    N,
-    build,
-    distance,
-    sequence,
-    step,
-)
+from test_context import EXPERTS, LOCAL, MLA, SIZES, N, build, distance, sequence, step
 
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 BERT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0, "embedding_size": 32}

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 import transformers
-from helpers import SECONDS, assert_one_line_each, drive, drive_each
+from helpers import SECONDS, assert_one_line_each, drive_each
 from killing import family, kill, start
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
@@ -115,27 +115,6 @@ def test_bytes_are_streamed(capsys):
         streamer.put(torch.tensor([x]))
     streamer.end()
     assert capsys.readouterr().out == text + "\n"
-
-
-@pytest.mark.launches
-def test_a_rank_that_fails(folder):
-    """The job ends in the middle of the text, with one message."""
-    sabotage = """
-from a2d_mpi.torch import decoding
-attend, calls = decoding.Steps.attend, []
-def counted(*given):
-    calls.append(1)
-    if rank == 1 and len(calls) == 40:
-        raise MemoryError("no memory")
-    return attend(*given)
-decoding.Steps.attend = counted
-"""
-    options = ["--prompt", PROMPT, "--tokens", 300]
-    done = drive("generate.py", 2, folder, *options, sabotage=sabotage, code=None)
-    assert done.returncode != 0
-    assert "tokens/s" not in done.stdout
-    assert "generate.py: rank 1 failed" in done.stderr, done.stderr
-    assert done.stderr.count("generate.py: ") == 1, done.stderr
 
 
 @pytest.mark.launches

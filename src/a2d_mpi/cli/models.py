@@ -114,11 +114,11 @@ def model_name(text: str) -> str | Path:
 
 def checkpoint_of(name: str | Path) -> str | Path:
     """Return the name or folder of a model; of a folder of checkpoints the latest whole one."""
-    if not isinstance(name, Path) or (name / "config.json").exists():
+    if not isinstance(name, Path) or not name.is_dir() or (name / "config.json").exists():
         return name
-    from a2d_mpi.torch import latest_checkpoint
+    from transformers.trainer_utils import get_last_checkpoint
 
-    return Path(latest_checkpoint(name) or name)
+    return Path(get_last_checkpoint(name) or name)
 
 
 def workload_of(

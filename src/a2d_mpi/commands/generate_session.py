@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from mpi4py import MPI
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import TextStreamer
 
 from a2d_mpi.checks.measure import open_device, origin_of
@@ -185,9 +186,11 @@ class _Printer(TextStreamer):
         """Show which layers the prefill has computed, as long as the stack is open."""
         self._layers = len(cp.layers)
         self._bar = stack.enter_context(progress(total=self._layers, desc="prefill", unit="layer"))
-        for layer in cp.layers:
-            handle = layer.register_forward_hook(lambda *_: self._advance())
-            stack.callback(handle.remove)
+        # Not a hook of layers, which would be a change of the model on this rank alone.
+        handle = register_module_forward_hook(
+            lambda module, *_: self._advance() if module in cp.layers else None
+        )
+        stack.callback(handle.remove)
 
     def put(self, value: torch.Tensor) -> None:
         """Take the prompt, and then a token."""
