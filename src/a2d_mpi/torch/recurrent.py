@@ -40,7 +40,7 @@ from a2d_mpi.comm.transport import Transport
 from a2d_mpi.core.sizes import next_ranks
 
 Given = dict[str, Any]  # the arguments of a call, by name
-_now = threading.local()  # .alone: whether this thread tries a model
+_now = threading.local()  # .alone: whether this thread tries a model; .note: what notes results
 
 
 class Piece(NamedTuple):
@@ -451,16 +451,35 @@ def _replaced(module: dict[str, Any], name: str, takes: list[str]) -> Callable:
 
         return spread(call, pieces, dict(zip(takes, args)) | kwargs)
 
-    @wraps(original)
-    def function(*args: Any, seq_idx: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and getattr(_now, "alone", False):
-            return alone(**dict(zip(takes, args)) | kwargs)
+    def compute(*args: Any, seq_idx: torch.Tensor | None = None, **kwargs: Any) -> Any:
         if isinstance(seq_idx, torch.Tensor) and seq_idx.dtype == torch.float64:
             return over_pieces(seq_idx, args, kwargs)
         return original(*args, **kwargs, **({} if seq_idx is None else {"seq_idx": seq_idx}))
 
+    @wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return compute(*args, **kwargs)
+        if getattr(_now, "alone", False):
+            return alone(**dict(zip(takes, args)) | kwargs)
+        found, note = compute(*args, **kwargs), getattr(_now, "note", None)
+        if note is not None and found is not None:
+            out = found[0] if isinstance(found, tuple) else found
+            note(name, out[0].T if spread is _convolution else out[0].flatten(1))
+        return found
+
     function.a2d_mpi = original
     return function
+
+
+@contextmanager
+def noting(note: Callable[[str, torch.Tensor], Any]) -> Iterator[None]:
+    """Let `note` get the name and the rows, (n, width), of each result of the functions."""
+    _now.note = note
+    try:
+        yield
+    finally:
+        _now.note = None
 
 
 @contextmanager
