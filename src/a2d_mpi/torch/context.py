@@ -48,7 +48,7 @@ from a2d_mpi.torch.layers import (
     run,
     same,
 )
-from a2d_mpi.torch.recurrent import FUNCTIONS, cut_pieces, install, noting, seq_idx_of
+from a2d_mpi.torch.recurrent import FUNCTIONS, cut_pieces, install, seq_idx_of, trial
 from a2d_mpi.torch.trainers import hide_launcher
 from a2d_mpi.torch.whole import total
 
@@ -449,7 +449,7 @@ class ContextParallel:
         call = Call(self.grid.comm)
         with call.checks(), self._rest(), attention_of(self._core, "eager"):
             note = lambda *x: expected.append(x)  # noqa: E731
-            with noting(note):
+            with trial(note):
                 run(self._core, whole, note, every=False)
         call.agree()
         rest = iter(expected)
@@ -461,7 +461,7 @@ class ContextParallel:
             return y[tokens] if name == other else x
 
         own = {name: x[:, tokens] for name, x in whole.items()} | seq_idx_of(plans)
-        with attention_of(self._core, self._name), self._within(number), noting(compare):
+        with attention_of(self._core, self._name), self._within(number), trial(compare):
             run(self._core, own, compare, every=False)
         agree(self.grid.comm, next(iter(problems), None))
         for plan in plans.values():
