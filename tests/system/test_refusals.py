@@ -44,7 +44,7 @@ attention.py {tmp}/pipe | cannot read {tmp}/pipe as HDF5: it is not a regular
 attention.py {tmp}/loop | cannot read {tmp}/loop as HDF5: Too many levels
 attention.py {tmp} | cannot read {tmp} as HDF5: Is a directory
 attention.py {text}/x.h5 | cannot read {text}/x.h5 as HDF5: Not a directory
-attention.py {text} | cannot read {text} as HDF5: file signature not found
+attention.py {text} | (file signature not found)
 attention.py {sample} --output {tmp} | cannot write {tmp}: it is not a regular file
 attention.py {sample} --output {tmp}/pipe | cannot write {tmp}/pipe: it is not a regular file
 attention.py {sample} --output {text}/x.h5 | cannot write {text}/x.h5: Not a directory
@@ -72,6 +72,8 @@ attention.py {forty} --output {other} | another kind of file
 attention.py {forty} --output {tmp}/binary | another kind of file
 attention.py {forty} --profile {text} | text
 attention.py {forty} --profile {wide} | float32
+attention.py {forty} --profile {tmp}/pipe | is not a regular file
+attention.py {forty} --profile {tmp} | is not a regular file
 calibrate.py --output {text} | another kind of file
 calibrate.py --output /nowhere/here.toml --seconds 1 | cannot write
 calibrate.py --output {new} --seconds 1 --dtypes int8 | --dtypes must be one of float16

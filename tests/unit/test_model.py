@@ -1,6 +1,5 @@
 """Properties that the model in seconds has on every machine; nothing is timed here."""
 
-import os
 import re
 from dataclasses import replace
 
@@ -279,14 +278,6 @@ def test_bad_profiles(tmp_path, old, new, message):
     with pytest.raises(ValueError, match=message) as error:
         read_machine(path)
     assert "bad.toml" in str(error.value) and str(error.value).isprintable()
-
-
-def test_only_files_are_read(tmp_path):
-    """A pipe is refused, because reading it would block."""
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", tmp_path):
-        with pytest.raises(OSError, match="is not a regular file"):
-            read_machine(path)
 
 
 def test_links_that_are_needed(tmp_path):

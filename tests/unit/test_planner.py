@@ -125,6 +125,7 @@ def test_where_the_triangle_helps():
     assert candidates(machine, 64, job, methods=("triangle",)) == []
 
 
+@pytest.mark.thorough
 def test_many_ranks_take_few_steps(monkeypatch):
     """A program is read once for all ranks that run it, and few plans are simulated."""
     steps, simulations = [], []
