@@ -2,6 +2,7 @@
 
     python jobs/measure.py planner                           CPU seconds of the planner
     mpiexec -n 4 python jobs/measure.py documents [TOKENS]   making plans of packed documents
+    mpiexec -n 4 python jobs/measure.py hybrid [TOKENS]      a training step of a small Qwen3-Next
     python jobs/measure.py calls OUTPUT SEQLEN,NHEADS,HEADDIM TRIALS METHOD:RxCxU[:BLOCK]...
     python jobs/measure.py --compare FOLDER
 
@@ -13,6 +14,8 @@ import json
 import statistics
 import sys
 import time
+from collections import Counter
+from functools import wraps
 from itertools import product
 from pathlib import Path
 
@@ -105,6 +108,77 @@ def documents(seqlen=1 << 17):
         say(f"{name}: {1e3 * x:.1f} ms")
 
 
+def hybrid(seqlen=1 << 14):
+    """Print parts of a training step of 8 layers, 2 of which attend: seconds, and MB of a rank."""
+    import torch
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+    from transformers.models.qwen3_next import modeling_qwen3_next as file
+
+    from a2d_mpi.comm.channel import Channel, Traffic
+    from a2d_mpi.torch import ContextParallel
+    from a2d_mpi.torch.gradients import Gradients
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rule, heads, width, seconds, sent = file.torch_chunk_gated_delta_rule, 2, 64, Counter(), {}
+    model = Qwen3NextForCausalLM(Qwen3NextConfig(
+        vocab_size=256, hidden_size=128, num_hidden_layers=8, num_attention_heads=heads,
+        num_key_value_heads=1, head_dim=width, linear_num_key_heads=1,
+        linear_num_value_heads=heads, linear_key_head_dim=width, linear_value_head_dim=width,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+        shared_expert_intermediate_size=64, max_position_embeddings=seqlen,
+    ))  # fmt: skip
+
+    def timed(owner, name, part=None):
+        function = getattr(owner, name)
+
+        @wraps(function)
+        def call(self, *args):
+            start = time.perf_counter()
+            found = function(self, *args)
+            seconds[part or f"{self.phase} {self.name}"] += time.perf_counter() - start
+            return found
+
+        setattr(owner, name, call)
+
+    def count(self, phase, name, direction, nbytes, messages):
+        key = f"{phase} {name}"
+        sent[key] = sent.get(key, 0) + nbytes * (direction == 0)
+
+    def piece(n, more):
+        """Compute a piece of one layer, with gradients; `more` columns of values are added."""
+        q, k = (torch.randn(1, n, 1, width, requires_grad=True) for _ in range(2))
+        v = torch.randn(1, n, heads, width + more, requires_grad=True)
+        g, beta = -torch.rand(1, n, heads), torch.rand(1, n, heads)
+        state = torch.zeros(1, heads, width, width + more)
+        rule(q, k, v, g, beta, initial_state=state)[0].sum().backward()
+
+    n, found = seqlen // (2 * COMM.size), []  # of zigzag's two pieces
+    ways = {"a piece of a layer": lambda: piece(n, 0), "a wider one": lambda: piece(n, width)}
+    for name, x in in_turn(ways, trials=3).items():
+        say(f"{name:<20} {x:8.3f} s")
+    cp = ContextParallel(squarest_grid(), model) if COMM.size > 1 else None
+    if cp:
+        timed(Channel, "wait")
+        timed(Gradients, "add", "all gradients")
+        Traffic.count = count
+    for n in (seqlen // 16, seqlen, seqlen):  # the first one warms up
+        seconds.clear(), sent.clear(), model.zero_grad(), COMM.Barrier()
+        start, ids = time.perf_counter(), torch.randint(256, (1, n))
+        loss = model(input_ids=ids, labels=ids).loss
+        seconds["all forward"] += time.perf_counter() - start
+        loss.backward()
+        seconds["all"] += time.perf_counter() - start
+        found.append(dict(seconds))
+    say("waiting, or all: seconds of the slowest rank in two steps, MB sent by the busiest one")
+    for name in sorted(seconds):
+        first, second = (COMM.allreduce(x.get(name, 0), MPI.MAX) for x in found[1:])
+        nbytes = COMM.allreduce(sent.get(name, 0), MPI.MAX)
+        say(f"{name:<20} {first:8.3f} {second:8.3f} {nbytes / 1e6:8.2f}")
+    if cp:
+        cp.free()
+
+
 def calls(output, sizes, trials, *plans):
     """Write the median seconds of the calls of plans."""
     found = {}
@@ -151,5 +225,5 @@ if __name__ == "__main__":
     elif kind == "calls":
         calls(*words)
     else:
-        measures = {"planner": planner, "documents": documents}
+        measures = {"planner": planner, "documents": documents, "hybrid": hybrid}
         measures[kind](*map(int, words))

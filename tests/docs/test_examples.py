@@ -21,7 +21,7 @@ def test_runs(name):
     path = ROOT / "examples" / f"{name}.py"
     assert len(path.read_text().splitlines()) <= 25
     told, count = EXAMPLES[name]
-    printed = launch(4, path, timeout=100).stdout
+    printed = launch(4, path).stdout
     assert printed.count(told) == count, printed
 
 

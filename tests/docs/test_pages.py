@@ -25,7 +25,7 @@ def test_code(tmp_path, page, number, ranks, told):
     (tmp_path / "data").symlink_to(ROOT / "data")
     code = [x.replace("ranks=64", "ranks=4") for x in blocks(f"docs/{page}.md", "python")]
     (tmp_path / "x.py").write_text("\n".join(code) if number is None else code[number])
-    done = launch(ranks, "x.py", "Attention2D", cwd=tmp_path, timeout=100)
+    done = launch(ranks, "x.py", "Attention2D", cwd=tmp_path)
     assert [done.stdout.count(x) for x in told] == [max(1, ranks)] * len(told), done.stdout
 
 

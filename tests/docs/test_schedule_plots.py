@@ -11,6 +11,7 @@ from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.figures import schedule_plots
 from a2d_mpi.figures.mask_plots import deepest, tiling
+from a2d_mpi.figures.pictures import METHOD_STYLES
 from a2d_mpi.masks.compiled import compile_mask
 from a2d_mpi.masks.patterns import PATTERNS, make_mask
 from a2d_mpi.planning import cost
@@ -101,6 +102,12 @@ def test_tiles_are_those_of_owners(text):
         visible = mask.dense(tokens, tokens)
         assert np.array_equal(found, np.where(visible, ranks, -1))
         assert areas.tolist() == [(found == rank).sum() for rank in range(6)]
+
+
+def test_a_method_has_one_colour_and_one_marker():
+    assert METHOD_STYLES.keys() >= METHODS.keys()
+    for i in (0, 1):
+        assert len({x[i] for x in METHOD_STYLES.values()}) == len(METHOD_STYLES)
 
 
 def test_deepest():

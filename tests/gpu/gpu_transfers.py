@@ -11,7 +11,7 @@ import sys
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.checks.measure import in_turn
+from a2d_mpi.checks.timing import in_turn
 from a2d_mpi.comm.device_transport import DeviceTransport
 from a2d_mpi.comm.gpus import bind_gpu, gpu_aware
 

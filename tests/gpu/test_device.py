@@ -87,7 +87,7 @@ def test_results(comm, cupy, gpus, method, mask, dtype, transfers, monkeypatch):
 
 @pytest.mark.mpi
 @pytest.mark.one_mpi
-@pytest.mark.parametrize("transfers", ["device", "host"])
+@pytest.mark.parametrize("transfers", deeper(["device", "host"], ["host"]))
 def test_same_bits(comm, cupy, gpus, method, transfers):
     """Again, in turn, and in slices, with kernels that run late and messages that come late."""
     sizes = {"seqlen": 30, "nheads": 6, "headdim": 8, "kernel": "cupy", "transfers": transfers}
@@ -293,7 +293,7 @@ def test_benchmark_of_kernels(monkeypatch, tmp_path):
 
 
 ONCE = """
-import a2d_mpi.checks.measure as m
+import a2d_mpi.checks.timing as m
 measured = m.in_turn
 m.in_turn = lambda calls, *others, device, **more: measured(calls, 1, device=device, warmup=0)
 """

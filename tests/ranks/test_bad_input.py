@@ -11,7 +11,6 @@ from refused import GOOD, assert_raises, message_of
 
 from a2d_mpi import Attention2D, Causal, Full, IntervalMask, LinearAttention, ProcessGrid
 from a2d_mpi.attention.methods import make_plan, plan_class
-from a2d_mpi.cli.run import together
 from a2d_mpi.schedules.method import METHODS, Method
 from a2d_mpi.schedules.steps import Rows
 
@@ -63,28 +62,6 @@ def test_freed_grid(comm, make):
         lambda: plan.forward(shard, shard, shard),
     ):
         assert message_of(comm, action) == "the grid was freed"
-
-
-class Unprintable:
-    """An argument that raises an error whatever is done with it."""
-
-    def __repr__(self):
-        raise RuntimeError("cannot be printed")
-
-
-def test_arguments_of_any_type(comm, grid):
-    """What is no number on one rank, and not even text: one error on all ranks."""
-    last, plan = comm.rank == comm.size - 1, Attention2D(grid, Full(), **GOOD)
-    rows, both = (Unprintable(), np.ones(2)) if last else (1, True)
-    qkv = [np.ones((len(plan.tokens), 4, 8), np.float32)] * 3
-    assert_raises(comm, "cannot be printed", ProcessGrid, comm, rows, comm.size)
-    text = "truth value of an array"
-    assert_raises(comm, text, Attention2D, grid, Full(), overlap=both, **GOOD)
-    assert_raises(comm, text, plan.forward, *qkv, _recorded=both)
-    if comm.size > 1:
-        text = "ranks disagree on gradients (torch.no_grad, requires_grad): some ranks pa"
-        assert_raises(comm, text, plan.forward, *qkv, _recorded=not last)
-    plan.forward(*qkv)
 
 
 # What a plan refuses; the numbers that a configuration refuses are in tests/unit/test_cost.py.
@@ -206,35 +183,48 @@ def test_interrupted_plan_refuses_to_go_on(comm):
     assert_raises(comm, "make a new grid and a new plan", plan.forward, *x)
 
 
-@pytest.mark.parametrize("bad", ["shape", "dtype", "type", "mask"])
-def test_arrays(comm, grid, bad):
-    plan = make_plan("ring", grid, Causal(), **GOOD)
-    q, k, v = (np.ones((len(plan.tokens), 4, 8), np.float32) for _ in range(3))
-    good = q, k, v
-    if comm.rank == comm.size - 1:
-        wrong = {"shape": v[:, :2], "dtype": v.astype(np.float64), "type": v.tolist()}
-        v = wrong.get(bad, np.ma.masked_array(v, v > 0))
-    text = message_of(comm, lambda: plan.forward(q, k, v))
-    assert {"shape": "2, 8", "dtype": "float64", "type": "list", "mask": "Masked"}[bad] in text
-    assert text.startswith("v ")
-    # The plan is as good as before.
-    out, lse = plan.forward(*good)
-    wrong_lse = lse[:, :3] if comm.rank == comm.size - 1 else lse
-    text = message_of(comm, lambda: plan.backward(out, *good, out, wrong_lse))
-    assert text.startswith("lse ")
-    dq, *_ = plan.backward(out, *good, out, lse)
+# Of calls: an argument, what stands for it, and what is said.
+ARRAYS = [
+    ("v", lambda x: x[:, :2], "v has shape "), ("v", lambda x: x[:, :2], ", 2, 8)"),
+    ("v", lambda x: x.astype(float), "dtype float64"), ("v", np.ndarray.tolist, "v must be "),
+    ("v", lambda x: np.ma.masked_array(x, x > 0), "Masked"),
+    ("sink", lambda x: x[:3],
+     "sink has shape (3,) and dtype float32, but this plan needs (4,) and float32"),
+    ("sink", lambda x: x.astype(float), "sink has shape (4,) and dtype float64"),
+    ("sink", np.ndarray.tolist, "sink "), ("lse", lambda x: x[:, :3], "lse "),
+    ("dlse", lambda x: x[:, :3], ", 3) and dtype float32, but this shard needs"),
+    ("dlse", lambda x: x.astype(float), "and dtype float64, but this shard needs"),
+    ("dlse", np.ndarray.tolist, "dlse "),
+]  # fmt: skip
+DISAGREE = [
+    ("sink", lambda x: None, "ranks disagree on the sink"),
+    ("dlse", lambda x: None, "ranks disagree on dlse: some ranks pass it, others do not"),
+    ("_recorded", lambda x: True, "ranks disagree on gradients (torch.no_grad, requires_grad)"),
+]
+
+
+@pytest.mark.parametrize("where", ["all", "last"])
+def test_arrays(comm, grid, where):
+    """A wrong argument of a call is one error on all ranks, and the plan still works."""
+    here = where == "all" or comm.rank == comm.size - 1
+    plan, sink = Attention2D(grid, Full(), **GOOD), np.zeros(4, np.float32)
+    x = np.ones((len(plan.tokens), 4, 8), np.float32)
+    out, lse = plan.forward(x, x, x, sink)
+    good = {"v": x, "sink": sink, "_recorded": False}
+    rest = {"lse": lse, "dlse": np.zeros_like(lse)}
+    for name, wrong, text in ARRAYS + DISAGREE * (comm.size > 1 and where == "last"):
+        given = good | rest
+        given[name] = wrong(given[name]) if here else given[name]
+        if name in good:
+            assert_raises(comm, text, plan.forward, x, x, **{y: given[y] for y in good})
+        else:
+            stats = given["lse"], sink
+            assert_raises(comm, text, plan.backward, *[x] * 4, out, *stats, dlse=given["dlse"])
+    out, lse = plan.forward(x, x, x, sink)
+    one = 40 * np.exp(8**0.5)
+    assert_all(comm, np.allclose(out, one / (one + 1)), "wrong")
+    dq, *_ = plan.backward(x, x, x, x, out, lse, sink, dlse=rest["dlse"])
     assert_all(comm, np.isfinite(dq).all(), "the plan is spoilt")
-
-
-@pytest.mark.parametrize("error", [ValueError("no"), OSError(28, "disk full"), MemoryError()])
-def test_together(comm, error):
-    def step():
-        if comm.rank == comm.size - 1:
-            raise error
-        return 1
-
-    assert_raises(comm, str(error) or "MemoryError", together, comm, step)
-    assert together(comm, lambda: 7, on=0) == (7 if comm.rank == 0 else None)
 
 
 @pytest.mark.multirank

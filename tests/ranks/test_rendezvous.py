@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -81,12 +82,14 @@ def test_two_threads(comm, grid_of):
     plans = [kind(own, Causal(), **GOOD) for kind in (Attention2D, RingAttention)]
     x = inputs(plans[0])
     expected = [plan.forward(*x)[0] for plan in plans]
+    begun = [threading.Event() for _ in plans]
     for plan in plans:
         kernel = plan._state.kernel
-        kernel.forward = _slow(kernel.forward)
+        kernel.forward = partial(_after, begun, kernel.forward)
     found = [None, None]
 
     def call(i):
+        begun[i].set()
         try:
             found[i] = np.array_equal(plans[i].forward(*x)[0], expected[i])
         except ValueError as error:
@@ -107,12 +110,12 @@ def test_two_threads(comm, grid_of):
         assert_all(comm, np.array_equal(plan.forward(*x)[0], out), "the plan is spoilt")
 
 
-def _slow(forward):
-    def later(*args, **options):
-        time.sleep(0.2)
-        forward(*args, **options)
-
-    return later
+def _after(events, forward, *args, **options):
+    """Compute a while after all events, so that a thread of each waits for the grid."""
+    for event in events:
+        event.wait()
+    time.sleep(0.2)
+    forward(*args, **options)
 
 
 @mpi
@@ -149,23 +152,37 @@ def test_no_communicator_left(comm, monkeypatch):
 
 STALL = """
 import os, sys, time
+from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 from a2d_mpi import Attention2D, Causal, ProcessGrid
-comm = MPI.COMM_WORLD
-where = sys.argv[1]
-if where == "grid" and comm.rank == 1: time.sleep(4)
+from a2d_mpi.comm import watch
+comm, where, folder, reports = MPI.COMM_WORLD, sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+tell, watch._PAUSE = watch.Watch._tell, 2
+def noted(self):
+    tell(self)
+    if where == "grid" or "call 2" in f"{self.doing}":
+        (folder / f"{where}-{comm.rank}").touch()
+def be_late():  # until the others have reported it
+    until = time.monotonic() + 100
+    while len([*folder.glob(f"{where}-*")]) < reports and time.monotonic() < until:
+        time.sleep(0.1)
+watch.Watch._tell = noted
+comm.Barrier()
+if where == "grid" and comm.rank == 1: be_late()
+if where == "call" and comm.rank == 2:
+    os.environ["A2D_MPI_STALL_SECONDS"] = "90"  # it has not waited for long when rank 0 says so
 grid = ProcessGrid(comm, 1, comm.size)
 plan = Attention2D(grid, Causal(), seqlen=40, nheads=2, headdim=8, kernel="numpy")
 x = [np.ones((len(plan.tokens), 2, 8), np.float32)] * 3
 plan.forward(*x)
-if comm.rank == 2: time.sleep(1.3)  # it has not waited for long when the others say so
 if comm.rank == 1:
-    time.sleep({"nobody": 60, "call": 4, "silent": 4}.get(where, 0))
+    if where in ("nobody", "call"): be_late()
+    if where == "silent": time.sleep(3)
     if where == "kernel":
-        kernel, naps = plan._state.kernel, [4]
+        kernel, naps = plan._state.kernel, [0]
         forward = kernel.forward
-        kernel.forward = lambda *x, **y: (time.sleep(naps.pop() if naps else 0), forward(*x, **y))
+        kernel.forward = lambda *x, **y: (naps and be_late(), naps.clear(), forward(*x, **y))
 plan.forward(*x)
 plan.forward(*x)
 comm.Barrier()
@@ -179,7 +196,7 @@ STALLS = {
     "call": (3, "1", "0", rf"ranks 0 and 2 {FORWARD}to begin; of 3 ranks, {LATE}", 1),
     "kernel": (3, "1", "0", rf"rank.* {FORWARD}for messages \(row\).*; of 3 ranks, {LATE}", 1),
     "grid": (3, "1", "0",
-             r"rank 0 in ProcessGrid\(1 x 3 x 1\), for all ranks to call it \(3 ranks\)", 2),
+             r"rank [02] in ProcessGrid\(1 x 3 x 1\), for all ranks to call it \(3 ranks\)", 2),
     "nobody": (3, "1", "1", rf".*{LATE}; aborting the job \(A2D_MPI_STALL_ABORT\)", 1),
     "silent": (2, "0", "0", "", 0),
     "unread": (2, "soon", "0", "", 0),
@@ -187,13 +204,14 @@ STALLS = {
 
 
 @pytest.fixture(scope="module")
-def stalled():
+def stalled(tmp_path_factory):
     """Run the jobs of STALLS at the same time; they mostly sleep."""
+    folder = tmp_path_factory.mktemp("reports")
 
     def run(where):
-        ranks, seconds, abort, *_ = STALLS[where]
+        ranks, seconds, abort, *_, reports = STALLS[where]
         env = {"A2D_MPI_STALL_SECONDS": seconds, "A2D_MPI_STALL_ABORT": abort}
-        return launch(ranks, "-c", STALL, where, timeout=60, env=env, code=None)
+        return launch(ranks, "-c", STALL, where, folder, reports, env=env, code=None)
 
     with ThreadPoolExecutor() as pool:
         return dict(zip(STALLS, pool.map(run, STALLS)))
@@ -202,12 +220,16 @@ def stalled():
 @pytest.mark.launches
 @pytest.mark.parametrize("where", STALLS)
 def test_late_rank(stalled, where):
-    """It is named after the time of the environment, or the job ends, or nothing is said."""
+    """It is named after the time of the environment, or the job ends, or nothing is said.
+
+    On a busy machine ranks may wait for each other elsewhere, too.
+    """
     done, (*_, text, number) = stalled[where], STALLS[where]
     lines = [line for line in done.stderr.splitlines() if "a2d_mpi: waiting" in line]
-    told = [line for line in lines if re.search(rf"waiting for [2-5] s: {text}$", line)]
-    assert bool(told) == (number > 0) and len(lines) >= number, done.stderr
-    assert where == "nobody" or len(lines) == number, done.stderr
+    told = [line for line in lines if re.search(rf"waiting for \d+ s: {text}$", line)]
+    assert len(told) == number or (where == "nobody" and told), done.stderr
+    if number == 0:
+        assert not lines
     if where == "unread":
         text = "A2D_MPI_STALL_SECONDS must be a number of seconds (0: never report), got 'soon'"
         assert text in done.stderr

@@ -74,14 +74,13 @@ def arm(folder, stages):
     import a2d_mpi.torch.context as context
     import a2d_mpi.torch.trainers as trainers
     from a2d_mpi.torch.decoding import Steps
-    from a2d_mpi.torch.gradients import Gradients
 
     faulthandler.dump_traceback_later(150)  # a rank says where it hangs
     places = {
         "forward": [(AttentionPlan, "forward")],
         "backward": [(AttentionPlan, "backward")],
         "making": [(context, "make_plan")],
-        "sums": [(Gradients, "add")],
+        "sums": [(context, "add_gradients")],
         "checkpoint": [(trainers, "_of_first")],  # on all ranks; one writes
         "evaluation": [(job.Trainer, "evaluate")],
         "step": [(Steps, "_exchange")],
@@ -140,7 +139,7 @@ def hash_of(*arrays):
 SIZES = {"seqlen": 768, "nheads": 6, "headdim": 16, "kernel": "numpy"}
 # Functions in which a rank dies while the grid shrinks.
 POINTS = (failures, "_grid_on"), (ProcessGrid, "_split"), (Layout, "on_nodes")
-PATIENCE = 20  # seconds: a rank that hears nothing leaves
+PATIENCE = 100  # seconds: a rank that hears nothing leaves, also on a busy machine
 
 
 def say(*words):
@@ -237,7 +236,7 @@ def whole(method, heads, say_hash=say_hash):
 
 if __name__ == "__main__":
     kind, first, second, *more = sys.argv[1:]
-    faulthandler.dump_traceback_later(PATIENCE + 10, exit=True)
+    faulthandler.dump_traceback_later(2 * PATIENCE, exit=True)
     if kind == "lose":
         lose(first, json.loads(second), *more[:1], *map(int, more[1:]))
     else:

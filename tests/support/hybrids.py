@@ -56,7 +56,7 @@ HYBRIDS = {
 }  # fmt: skip
 
 
-def build(name, exact=True, seed=0):
+def build(name, exact=True, seed=0, **options):
     """Return a model with the weights of a seed; `exact`: with float64 everywhere."""
     import transformers
 
@@ -65,7 +65,7 @@ def build(name, exact=True, seed=0):
     config = getattr(transformers, f"{name}TextConfig", None) or getattr(
         transformers, f"{name}Config"
     )
-    own = HYBRIDS.get(name, {})
+    own = HYBRIDS.get(name, {}) | options
     known = {*config().to_dict(), *config.attribute_map, *own}
     config = config(**{x: y for x, y in (SIZES | own).items() if x in known})
     config._experts_implementation = "eager"  # the others have no float64

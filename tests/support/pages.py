@@ -24,9 +24,9 @@ def run(command, folder=ROOT):
     """Return what a command of a page prints."""
     words = shlex.split(command.replace("$A2D", str(ROOT)).replace("\\\n", " "))
     ranks, words = (int(words[2]), words[4:]) if words[0] == "mpiexec" else (0, words[1:])
-    return launch(ranks, *words, timeout=100, cwd=folder).stdout
+    return launch(ranks, *words, cwd=folder).stdout
 
 
 def run_code(code, folder=ROOT):
     """Return what the Python of a page prints."""
-    return launch(0, "-c", code, timeout=100, cwd=folder).stdout
+    return launch(0, "-c", code, cwd=folder).stdout

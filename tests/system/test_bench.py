@@ -6,7 +6,6 @@ from collections import Counter
 from functools import partial
 from itertools import product
 
-import h5py
 import helpers
 import numpy as np
 import pytest
@@ -25,7 +24,6 @@ WORKLOAD = "full-n61-h4-kv2-d8-float32-backward"
 PROFILE = ROOT / "data/results/16x1.toml"
 
 bench = partial(helpers.drive, "bench.py")
-plot = partial(helpers.drive, "plot.py", 0, "results")
 
 
 @pytest.fixture(scope="module")
@@ -98,33 +96,21 @@ def test_wrong_result(tmp_path):
     bench(2, *options, "--resume", code=1)
 
 
-FIGURES = ("scaling", "phases", "bytes", "model")
-
-
-def test_one_number_of_ranks(tmp_path):
-    """All is drawn but what is not there."""
-    path, drawn = tmp_path / "bench.h5", tmp_path / "drawn"
-    options = [*SMALL, "--seqlens", "64", "--plans", "auto:2", "--profile", PROFILE]
-    bench(2, "--output", path, *options)
-    plot(path, "--output", drawn, "--format", "svg")
-    assert "% of ideal" in (drawn / "scaling.svg").read_text()
-    assert "formula" in (drawn / "bytes.svg").read_text()
-    assert {x.name for x in drawn.iterdir()} == {f"{x}.svg" for x in FIGURES}
-    with h5py.File(path, "a") as file:
-        for run in file["runs"].values():
-            del run["predicted"]
-    done = plot(path, "--output", drawn, "--what", "model,phases")
-    assert "not drawn: model: no pred" in done.stderr
-
-
-@pytest.mark.thorough
-def test_plots_of_chosen_runs(finished, results, tmp_path):
-    """By default a figure is a PNG and an SVG; --ranks and --workload choose what it shows."""
-    whole, some = tmp_path / "whole", tmp_path / "some"
-    for folder, more in ((whole, []), (some, ["--ranks", "2", "--workload", WORKLOAD])):
-        plot(finished[0], "--output", folder, "--what", "phases", *more)
-        assert {x.name for x in folder.iterdir()} == {"phases.png", "phases.svg"}
-    assert (some / "phases.svg").read_bytes() != (whole / "phases.svg").read_bytes()
+def test_plots(finished, tmp_path):
+    """A figure is a PNG and an SVG; --ranks and --workload choose what it shows."""
+    cases = {
+        "whole": [finished[0], "--what", "phases"],
+        "some": [finished[0], "--what", "phases", "--ranks", "2", "--workload", WORKLOAD],
+        "kernels": [ROOT / "data/results/tiles.h5", "--what", "kernels"],
+        "crossover": [ROOT / "data/results/crossover", "--what", "crossover"],
+    }
+    words = [("plot.py results", [*x, "--output", tmp_path / y], []) for y, x in cases.items()]
+    done, found = helpers.drive_each(words, 0)
+    assert [code for code, _ in found] == [0] * 4, done.stdout + done.stderr
+    for folder, (_, _, what, *_) in cases.items():
+        assert {x.name for x in (tmp_path / folder).iterdir()} == {f"{what}.png", f"{what}.svg"}
+    some, whole = ((tmp_path / x / "phases.svg").read_bytes() for x in ("some", "whole"))
+    assert some != whole and whole.startswith(b"<?xml")
 
 
 def test_kernels_on_one_core(tmp_path):

@@ -34,7 +34,7 @@ SMALL = {
     "bench.py attention": "--seqlens=70 --nheads=4 --headdim=8 --trials=1 --plans=ring",
     "bench.py kernels": "--shapes 70x2x8",
     "plan.py rank": "--ranks 4 --seqlen 2K",
-    "plot.py results": "--what scaling --format svg",
+    "plot.py results": "--format svg",
     "plot.py grid": "",
     "plot.py masks": "--masks causal",
     "plot.py schedule": "--ranks 4 --seqlen 2K --plans ring",
@@ -111,7 +111,7 @@ def test_version():
 
 def module(*options, ranks=0, **others):
     """Run ``python -m a2d_mpi`` outside of the repository."""
-    return launch(ranks, "-m", "a2d_mpi", *options, timeout=100, **others)
+    return launch(ranks, "-m", "a2d_mpi", *options, **others)
 
 
 def test_module_lists_its_commands(tmp_path):
@@ -120,8 +120,8 @@ def test_module_lists_its_commands(tmp_path):
     done = module(ranks=3, cwd=tmp_path)
     assert done.stderr == "" and done.stdout.count("usage: python -m a2d_mpi [") == 1
     assert re.findall(r"^  ([a-z]+) {2,}[a-z]", done.stdout, re.MULTILINE) == [*COMMANDS]
-    for word in ("attentoin", "--output", "attention.py"):
-        done = module(word, "x.h5", ranks=3, cwd=tmp_path, code=2)
+    for word, ranks in (("attentoin", 3), ("--output", 0), ("attention.py", 0)):
+        done = module(word, "x.h5", ranks=ranks, cwd=tmp_path, code=2)
         assert done.stdout == "" and done.stderr.startswith("python -m a2d_mpi: error: ")
         assert done.stderr.count("\n") == 1 and " COMMAND" in done.stderr
 
@@ -182,7 +182,7 @@ run(Comm(MPI.COMM_WORLD), lambda comm: Parser("x.py", "X.", comm), body)
 
 def test_abort_that_returns():
     body = "raise RuntimeError('a defect')"
-    done = launch(0, "-c", RUN.replace("{body}", body), timeout=60, code=70)
+    done = launch(0, "-c", RUN.replace("{body}", body), code=70)
     assert done.stdout == "abort 70\n"
     assert done.stderr.count("Traceback") == 1 and "a defect" in done.stderr
 
@@ -191,7 +191,7 @@ def test_abort_that_returns():
 def test_exit_code(code):
     """Any code that a shell knows, also if other ranks have 0."""
     body = f"return {code} if comm.rank else 0"
-    launch(2, "-c", RUN.replace("{body}", body), timeout=60, code=code)
+    launch(2, "-c", RUN.replace("{body}", body), code=code)
 
 
 class Terminal(io.StringIO):

@@ -74,7 +74,7 @@ def test_a_sweep_killed_while_writing(tmp_path, function, call, when, left):
     ("triangle", 1, [("forward", [5], 0.05)], ["1x3x1"]),
 ])  # fmt: skip
 def test_survivors_go_on(tmp_path, method, heads, stages, shapes):
-    """All survivors hear of a loss soon, and compute what their new grid computes."""
+    """All survivors hear of a loss, and compute what their new grid computes."""
     done = lose(tmp_path, stages, method, heads)
     problem, told = what_was_lost(done, method, stages)
     assert not problem, done.stdout + done.stderr
@@ -161,7 +161,7 @@ comm = MPI.COMM_WORLD
       for x in ("gather", "ring")),
 ])  # fmt: skip
 def test_small_programs_go_on(ranks, code, lines):
-    done = launch(ranks, "-c", PROGRAM + code, timeout=40, options=ULFM, code=None)
+    done = launch(ranks, "-c", PROGRAM + code, options=ULFM, code=None)
     assert done.stdout.splitlines()[: len(lines)] == lines, done.stdout + done.stderr
 
 
@@ -205,6 +205,6 @@ cli.run(MPI.COMM_WORLD, lambda comm: Parser("end.py", "An end.", comm), body)
 )
 def test_who_dies_at_the_end_changes_nothing(moment, victims):
     """A finished job ends with exit code 0."""
-    done = launch(3, "-c", END.format(moment, victims), timeout=60, options=ULFM)
+    done = launch(3, "-c", END.format(moment, victims), options=ULFM)
     assert done.stdout.count("done") == 3
     assert "Traceback" not in done.stderr

@@ -5,7 +5,6 @@ from configparser import ConfigParser
 
 from helpers import ROOT
 
-GIT = ROOT / ".gitignore"
 CONFIG = ConfigParser()
 CONFIG.read(ROOT / "setup.cfg")
 VERSION, LICENSE = CONFIG["metadata"]["version"], CONFIG["metadata"]["license"]
@@ -47,21 +46,3 @@ def test_recipes():
     path = re.search(r"^  path: (.*)$", CONDA, re.MULTILINE)[1]
     assert (ROOT / "jobs" / "conda" / path).resolve() == ROOT
     compile(SPACK, "package.py", "exec")
-
-
-def test_sdist_is_the_repository():
-    """What setuptools does not take by itself is in MANIFEST.in; .ci/run builds it and runs it."""
-    lines = [x.split() for x in read("MANIFEST.in").splitlines()]
-    named = {x for command, *names in lines if command in ("graft", "include") for x in names}
-    ignored = {x.strip("/") for x in read(".gitignore").splitlines()} if GIT.exists() else set()
-    here = {x.name for x in ROOT.iterdir() if x.name[0] != "."} - ignored
-    itself = {
-        "LICENSE",
-        "MANIFEST.in",
-        "PKG-INFO",
-        "README.md",
-        "pyproject.toml",
-        "setup.cfg",
-        "src",
-    }
-    assert here - itself == {x.partition("/")[0] for x in named} - {".ci"}

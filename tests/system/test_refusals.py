@@ -41,6 +41,13 @@ attention.py {tmp}/good.h5 --output {tmp}/folder/../good.h5 | good.h5, another k
 attention.py {sample} --trace {tmp}/a.txt | a.txt must end with .json
 attention.py {sample} --trace {tmp}/other.json | other.json, another kind of file
 attention.py {tmp}/pipe | cannot read {tmp}/pipe as HDF5: it is not a regular
+attention.py {tmp}/loop | cannot read {tmp}/loop as HDF5: Too many levels
+attention.py {tmp} | cannot read {tmp} as HDF5: Is a directory
+attention.py {text}/x.h5 | cannot read {text}/x.h5 as HDF5: Not a directory
+attention.py {text} | cannot read {text} as HDF5: file signature not found
+attention.py {sample} --output {tmp} | cannot write {tmp}: it is not a regular file
+attention.py {sample} --output {tmp}/pipe | cannot write {tmp}/pipe: it is not a regular file
+attention.py {sample} --output {text}/x.h5 | cannot write {text}/x.h5: Not a directory
 attention.py {sample} --rank-block 2 | --rank-block must be ROWSxCOLUMNS, got '2'
 attention.py {sample} --rank-block 3x1 | 3x1 blocks do not divide a grid of 1 x 2
 attention.py {sample} --rank-block 1x2 [--rank-block 1x1] | disagree on --rank-block
@@ -109,14 +116,12 @@ plot.py nonsense | argument COMMAND: invalid choice: 'nonsense'
 plot.py masks {png} --masks sparse | --masks must be one of full, causal
 plot.py masks {png} --masks causal_document:0,99 | ends at 99, the sequence at 96
 plot.py masks {png} --rows 3 --cols 3 | must be 1 to 8 ranks, got 3 x 3
-plot.py results {bench} --output {tmp}/folder --what pie | --what must be one of scaling, phases
-plot.py results {bench} --output {tmp}/folder --what scaling,kernels | 'kernels' is none of scaling
+plot.py results {bench} --output {tmp}/folder --what pie | argument --what: invalid choice: 'pie'
 plot.py results {bench} --output {tmp}/folder --what kernels | figures is missing
-plot.py results {bench} --output {tmp}/folder --what model | model: no predictions in the file
 plot.py results {bench} --output {tmp}/folder --workload mine | no workload 'mine': causal-n64
 plot.py results {bench} --output {tmp}/folder --ranks 3 | was not run on 3 ranks
 plot.py results {bench} --output /proc/none | /proc/none
-plot.py results {sample} --output {tmp}/folder | --what scaling needs what bench writes
+plot.py results {sample} --output {tmp}/folder | --what phases needs what bench writes
 plot.py results {tmp}/folder --output {tmp}/folder --what crossover | has no file */*.h5
 plot.py schedule {tmp}/a.gif {drawn} --ranks 4 | a.gif must end with .png, .svg, .pdf
 plot.py schedule /nowhere/a.png {drawn} --ranks 4 | cannot write /nowhere/a.png
@@ -166,6 +171,7 @@ def places(tmp_path_factory):
     h5py.File(tmp / "other.h5", "w").close()
     (tmp / "other.json").write_text('{"kept": true}')
     os.mkfifo(tmp / "pipe")
+    (tmp / "loop").symlink_to("loop")
     shutil.copy(ROOT / "data/results/16x1.toml", tmp / "machine.toml")
     wide = (tmp / "machine.toml").read_text().replace("float32", "bfloat16")
     (tmp / "wide.toml").write_text(wide)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cases import PLANS
 from dense import problem_for, results_of
-from helpers import SAMPLE, assert_all, drive
+from helpers import assert_all
 
 from a2d_mpi import Attention2D, Causal
 from a2d_mpi.checks.trace import Trace
@@ -103,13 +103,3 @@ def test_on_a_gpu(comm, grid_of, cupy, tmp_path):
         found = [flow_bytes(events, rank) for rank in range(comm.size)]
         bad += [] if found == counted else [f"{found}, {counted}"]
     assert_all(comm, same and not bad, f"{same}, {bad}")
-
-
-def test_driver(tmp_path):
-    path = tmp_path / "a.json"
-    options = ["--seqlen", 61, "--trials", 1, "--rows", 2, "--cols", 2, "--trace", path]
-    drive("attention.py", 4, SAMPLE, "--backward", *options)
-    events = json.loads(path.read_text())["traceEvents"]
-    calls = [x["name"] for x in slices(events, "total") if x["pid"] == 3]
-    assert calls == ["attention2d forward", "attention2d backward"]
-    assert wrong(events, 4) == []

@@ -50,7 +50,7 @@ def main(*numbers):
     from helpers import launch
 
     # Numba compiles at the first import ever, which takes more memory.
-    launch(0, "-c", "import a2d_mpi.kernels.compiled", timeout=100)
+    launch(0, "-c", "import a2d_mpi.kernels.compiled")
     print("   predicted  measured, MB     off  ranks, case")
     worst = 0.0
     for number in map(int, numbers or range(len(CASES))):
@@ -65,7 +65,7 @@ def main(*numbers):
 def one(launch, number):
     """Return predicted and measured bytes of the rank with the worst prediction."""
     ranks = int(CASES[number].split()[0])
-    done = launch(ranks, __file__, "--rank", number, timeout=300, env={"OMP_NUM_THREADS": "1"})
+    done = launch(ranks, __file__, "--rank", number, env={"OMP_NUM_THREADS": "1"})
     found = [json.loads(line) for line in done.stdout.splitlines()]
     return max(found, key=lambda x: abs(x[0] / x[1] - 1))
 

@@ -1,10 +1,11 @@
 """Many architectures of transformers in `ContextParallel`: equal to one process, or refused.
 
-    mpiexec -n 4 python tests/torch/architectures.py [all] [NAME ...]
+    mpiexec -n 4 python tests/torch/architectures.py [all | hybrids] [NAME ...]
 
 Prints a line for each: the error against one process in float64, or why it is refused.  all: also
-all other causal and masked models that the installed transformers can build in a tiny size.  Exit
-code 1: one is neither equal nor refused.  Needs the extra `torch`, and is not part of the suite.
+all other causal and masked models that the installed transformers can build in a tiny size.
+hybrids: only these, the largest error of logits, loss and gradients for one to many pieces of a
+rank, lengths, one document and many.  Exit code 1: one is neither equal nor refused.  Needs the extra `torch`, and is not part of the suite.
 """
 
 import sys
@@ -19,21 +20,13 @@ from mpi4py import MPI
 
 from a2d_mpi import Full, ProcessGrid
 from a2d_mpi.torch import ContextParallel
+from a2d_mpi.torch.recurrent import pieces_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 import hybrids
+import test_recurrent
 from hybrids import HYBRIDS
-from test_context import (
-    EXPERTS,
-    LOCAL,
-    MLA,
-    SIZES,
-    N,
-    build,
-    distance,
-    sequence,
-    step,
-)
+from test_context import EXPERTS, LOCAL, MLA, SIZES, N, build, distance, sequence, step
 
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 BERT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0, "embedding_size": 32}
@@ -81,6 +74,7 @@ OTHERS = [
 
 TINY = SIZES | GPT | MOE | MLA | HYBRIDS["FalconH1"] | EXPERTS
 LARGEST = 10**6  # parameters of a tiny model
+LENGTHS = 5, 61, 257, 1009
 
 
 def tiny_models() -> list[tuple[str, str, dict]]:
@@ -139,6 +133,27 @@ def line_of(grid: ProcessGrid, kind: str, config: str, options: dict) -> str:
     return f"{'equal' if far <= 1e-5 else 'WRONG'}: {far:.1e}, {len(cp.plans)} plans"
 
 
+def hybrid_line_of(grid: ProcessGrid, name: str) -> str:
+    """Return the largest errors of a hybrid model, by distribution, and most pieces of a rank."""
+    errors, most, one = {}, [], hybrids.build(name)
+    many = test_recurrent.STARTS
+    cases = [(n, [x for x in y if x < n]) for n in LENGTHS for y in ([0], many)]
+    exact = [test_recurrent.alone(one, test_recurrent.sequence(n), x) for n, x in cases]
+    for distribution in ("contiguous", "zigzag", "balanced"):
+        model = hybrids.build(name)
+        cp = ContextParallel(grid, model, longest=max(LENGTHS), distribution=distribution)
+        far = []
+        for (n, starts), expected in zip(cases, exact):
+            found = test_recurrent.spread(model, test_recurrent.sequence(n), starts)
+            far.append(test_recurrent.distance(found, expected))
+            most += [len(pieces_of(cp.plans).own)] * (len(starts) == 1)
+        cp.free()
+        errors[distribution] = grid.comm.allreduce(max(far), MPI.MAX)
+    text = ", ".join(f"{x} {y:.1e}" for x, y in errors.items())
+    text += f", {len(cases)} cases, a document has up to {grid.comm.allreduce(max(most), MPI.MAX)} pieces"
+    return f"{'equal' if max(errors.values()) <= 1e-9 else 'WRONG'}: {text} on a rank"
+
+
 def main(names: list[str]) -> int:
     """Print all lines."""
     comm = MPI.COMM_WORLD
@@ -148,16 +163,20 @@ def main(names: list[str]) -> int:
     text = {x for x in CAUSAL if hasattr(transformers, f"{x}TextConfig")}
     cases = [(f"{x}ForCausalLM", f"{x}{'Text' * (x in text)}Config", y) for x, y in CAUSAL.items()]
     cases += OTHERS
+    line = line_of
+    if "hybrids" in names:
+        cases, names = [(x,) for x in HYBRIDS], [x for x in names if x != "hybrids"]
+        line = hybrid_line_of
     if "all" in names:
         listed, names = {x[0] for x in cases}, [x for x in names if x != "all"]
         cases += [x for x in tiny_models() if x[0] not in listed]
     counts, start = Counter(), time.perf_counter()
     for case in cases:
         if not names or any(x in case[0] for x in names):
-            line = line_of(grid, *case)
-            counts[line.split(":")[0]] += 1
+            text = line(grid, *case)
+            counts[text.split(":")[0]] += 1
             if comm.rank == 0:
-                print(f"{case[0]}: {line.splitlines()[0][:200]}", flush=True)
+                print(f"{case[0]}: {text.splitlines()[0][:200]}", flush=True)
     if comm.rank == 0:
         print(f"{dict(counts)}, {time.perf_counter() - start:.0f} s, {comm.size} ranks")
     return int(counts["WRONG"] > 0)

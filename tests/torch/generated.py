@@ -1,12 +1,14 @@
 """Tokens that models generate over ranks, beside those of one process.
 
-    mpiexec -n 4 python tests/torch/generated.py [--prompts 7,301,4096] [--tokens 200] \
-        [--kept FOLDER] [NAME ...]
+    mpiexec -n 4 python tests/torch/generated.py [--prompts 7,301,4096,90+7+61] [--tokens 200] \
+        [--turns 2] [--kept FOLDER] [NAME ...]
 
-They are sampled in float32 with one seed.  Prints a line for each model and prompt, with
-the largest error of logits, against float64, beside that of one process.  Exit code 1: a token
-differs, or the error is more than twice as large.  `--kept` keeps what one process computes, for
-other numbers of ranks.  Needs the extra `torch`, and is not part of the suite.
+They are sampled in float32 with one seed.  90+7+61 are three rows, which are padded before, and
+then behind their tokens.  Later turns have 70 more tokens each, after the cache of the answer.
+Prints a line for each, with the largest error of logits, against float64, beside that of one
+process, which has no cache.  Exit code 1: a token differs, or the error is more than twice as
+large.  `--kept` keeps what one process computes, for other numbers of ranks.  Needs the extra
+`torch`, and is not part of the suite.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from a2d_mpi import ProcessGrid
 from a2d_mpi.torch import ContextParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+import hybrids
 import test_generation as suite
 
 # Models at which nobody looked when generation was written.
@@ -32,20 +35,31 @@ OTHERS = {
     "SmolLM3": ("SmolLM3ForCausalLM", "SmolLM3Config", {}),
     "StableLm": ("StableLmForCausalLM", "StableLmConfig", {}),
 }
+LONGEST = {"max_position_embeddings": 5000}
 
 
 def made(name, dtype=torch.float32):
     """Return a model for all prompts."""
-    return suite.made(name, dtype, max_position_embeddings=5000)
+    if name not in hybrids.HYBRIDS:
+        return suite.made(name, dtype, **LONGEST)
+    model = hybrids.build(name, exact=False, eos_token_id=None, **LONGEST)
+    if dtype == torch.float64:  # also where the model computes in float32
+        weights = model.state_dict()
+        model = hybrids.build(name, eos_token_id=None, **LONGEST)
+        model.load_state_dict(weights)
+    return model.eval()
 
 
-def alone(name, ids, file, options):
+def alone(name, ids, mask, file, options):
     """Return tokens of one process, their logits in float64, and its error."""
     if file is None or not file.exists():
-        found = suite.one(MPI.COMM_SELF, made(name), ids, **options)
+        found = suite.one(MPI.COMM_SELF, made(name), ids, mask, **options)
         tokens, n = found.sequences, options["max_new_tokens"]
+        mask = torch.cat([mask, mask.new_ones(len(ids), n - 1)], 1)
+        given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(0)}
         with torch.no_grad():
-            exact = made(name, torch.float64)(tokens[:, :-1], logits_to_keep=n).logits[0]
+            model = made(name, torch.float64)
+            exact = model(tokens[:, :-1], logits_to_keep=n, **given).logits
         kept = tokens, exact, error(found, exact)
         if file is None:
             return kept
@@ -55,8 +69,13 @@ def alone(name, ids, file, options):
 
 def error(found, exact):
     """Return the largest relative error of the logits of a token."""
-    logits = torch.cat(found.logits).double()
-    return float(((logits - exact).norm(dim=1) / exact.norm(dim=1)).max())
+    logits = torch.stack(found.logits, 1).double()
+    return float(((logits - exact).norm(dim=2) / exact.norm(dim=2)).max())
+
+
+def behind(x, mask):
+    """Move padding before the tokens of rows behind them."""
+    return torch.stack([row.roll(int(kept.sum()), 0) for row, kept in zip(x, mask)])
 
 
 def main(comm):
@@ -65,6 +84,7 @@ def main(comm):
     parser.add_argument("names", nargs="*", default=[*suite.MODELS, *OTHERS])
     parser.add_argument("--prompts", default="7,301,4096")
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--kept", type=Path)
     args = parser.parse_args()
     suite.MODELS.update(OTHERS)
@@ -74,25 +94,40 @@ def main(comm):
     options = {"max_new_tokens": args.tokens, **suite.SAMPLED}
     options |= {"return_dict_in_generate": True, "output_logits": True}
     for name in args.names:
-        for n in map(int, args.prompts.split(",")):
-            start, ids = time.perf_counter(), suite.prompt(n)
-            file = args.kept and args.kept / f"{name}-{n}-{args.tokens}.pt"
-            kept = alone(name, ids, file, options) if comm.rank == 0 else None
-            tokens, exact, usual = comm.bcast(kept)
-            cp = ContextParallel(grid, made(name), seqlen=max(40, comm.size))
-            found = suite.spread(cp, ids, **options)
-            equal = comm.allreduce(torch.equal(found.sequences, tokens), MPI.LAND)
-            far = comm.allreduce(error(found, exact), MPI.MAX)
-            cp.free()
-            good = equal and far <= 2 * usual
-            wrong += not good
-            if comm.rank == 0:
-                print(
-                    f"{'good' if good else 'WRONG'}: {name}, prompt {n}, {comm.size} ranks: "
-                    f"tokens {'equal' if equal else 'differ'}, error {far:.1e}, one process "
-                    f"{usual:.1e}, {time.perf_counter() - start:.0f} s",
-                    flush=True,
-                )
+        cp = ContextParallel(grid, made(name), seqlen=max(40, comm.size))
+        for lengths in args.prompts.split(","):
+            start, cache = time.perf_counter(), None
+            ids, mask = suite.padded([*map(int, lengths.split("+"))])
+            turns = [*range(args.turns)] + [-1] * (len(ids) > 1)  # the last one is padded behind
+            first = ids, mask
+            for turn in turns:
+                if turn > 0:
+                    ids = torch.cat([tokens, suite.prompt(70, len(ids), seed=turn)], 1)
+                    mask = torch.cat([mask, mask.new_ones(ids.shape)], 1)[:, : ids.shape[1]]
+                elif turn < 0:
+                    (ids, mask), cache = first, None
+                case = f"{name}-{lengths}-{max(turn, 0)}-{args.tokens}"
+                file = args.kept and args.kept / f"{case}.pt"
+                kept = alone(name, ids, mask, file, options) if comm.rank == 0 else None
+                tokens, exact, usual = comm.bcast(kept)
+                if turn < 0:
+                    ids, mask = behind(ids, mask), behind(mask, mask)
+                    tokens[:, : ids.shape[1]] = ids
+                given = {"attention_mask": mask, "past_key_values": cache}
+                found = suite.spread(cp, ids, **given, **options)
+                cache = found.past_key_values
+                equal = comm.allreduce(torch.equal(found.sequences, tokens), MPI.LAND)
+                far = comm.allreduce(error(found, exact), MPI.MAX)
+                good = equal and far <= 2 * usual
+                wrong += not good
+                if comm.rank == 0:
+                    print(
+                        f"{'good' if good else 'WRONG'}: {name}, prompt {lengths}, turn {turn}, "
+                        f"{comm.size} ranks: tokens {'equal' if equal else 'differ'}, error "
+                        f"{far:.1e}, one process {usual:.1e}, {time.perf_counter() - start:.0f} s",
+                        flush=True,
+                    )
+        cp.free()
     return int(wrong > 0)
 
 

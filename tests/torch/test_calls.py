@@ -114,14 +114,10 @@ def results(model, given):
     }
     kept = given.get("attention_mask", BOTH.new_ones(0)).bool()
     outputs = flat(model(**given))
-    outputs = [
-        x[kept]
-        if x.shape[:2] == kept.shape
-        else x[kept.flatten()]
-        if x.shape[:1] == kept.flatten().shape
-        else x
-        for x in outputs
-    ]
+    for i, x in enumerate(outputs):
+        for rows in (kept, kept.flatten()):
+            if x.shape[: rows.dim()] == rows.shape:
+                outputs[i] = x[rows]
     is_loss = outputs[0].dim() == 0
     loss = outputs[0] if is_loss else sum(x.double().tanh().square().mean() for x in outputs)
     loss.backward()
@@ -164,20 +160,18 @@ def hooked(model, given):
     return logits
 
 
+def embedded(model, given):
+    embeddings = model.model.embed_tokens(given["input_ids"])
+    return model(inputs_embeds=embeddings, attention_mask=given["attention_mask"]).logits
+
+
 # Ways to compute the logits of a batch.
 WAYS = {
     "call": lambda model, given: model(**only(given)).logits,
     "forward": lambda model, given: model.forward(**only(given)).logits,
-    "model in the model": lambda model, given: model.lm_head(
-        model.model(**only(given)).last_hidden_state
-    ),
+    "model in the model": lambda model, given: model.lm_head(model.model(**only(given))[0]),
     "positional": lambda model, given: model(given["input_ids"], given["attention_mask"])[0],
-    "embeddings": lambda model, given: (
-        model(
-            inputs_embeds=model.model.embed_tokens(given["input_ids"]),
-            attention_mask=given["attention_mask"],
-        ).logits
-    ),
+    "embeddings": embedded,
     "thread": lambda model, given: in_a_thread(lambda: model(**only(given)).logits),
     "functional": lambda model, given: (
         torch.func.functional_call(model, dict(model.named_parameters()), (), only(given)).logits
@@ -403,12 +397,8 @@ OTHER = {
     "length": ({"input_ids": IDS}, {"input_ids": IDS[:, 1:]}, "ranks disagree on input_ids"),
     "no labels": ({"input_ids": IDS}, {"labels": IDS}, "ranks disagree on labels"),
     "no classes": (
-        {"input_ids": IDS},
-        {"labels": IDS % 2},
-        "ranks disagree on the model",
-        "Bert of tokens",
-    ),
-}
+        {"input_ids": IDS}, {"labels": IDS % 2}, "ranks disagree on the model", "Bert of tokens"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -586,10 +576,7 @@ CHANGES = {
     "a layer that mixes tokens": ("Llama", mixing_layer, MIXES),
     "a hook that mixes tokens": ("Llama", mixing_hook, MIXES),
     "temperature": (
-        "Llama 4",
-        of_layers(attn_temperature_tuning=True, floor_scale=16),
-        "counts positions",
-    ),
+        "Llama 4", of_layers(attn_temperature_tuning=True, floor_scale=16), "counts positions"),
     "is_causal of layers": ("Llama", of_layers(is_causal=False), "has is_causal=False, but its"),
     "is_causal of the config": ("Llama", of_config(is_causal=False), f"asks for Full() {ASKS}"),
     "window": ("Mistral", of_config(sliding_window=5), ASKS),
@@ -597,7 +584,7 @@ CHANGES = {
     "chunks": ("Llama 4", of_config(attention_chunk_size=8), ASKS),
     "dropout": ("Llama", of_layers(attention_dropout=0.1), "dropout must be 0 in attention"),
     "sdpa in one layer": ("Llama", sdpa_in_one_layer, "the model has got the attention sdpa"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -12,18 +12,11 @@ import pytest
 import torch
 from helpers import ROOT, assert_all, drive, drive_each
 from safetensors.torch import load_file
-from transformers import (
-    EarlyStoppingCallback,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from a2d_mpi.cli.models import checkpoint_of
 from a2d_mpi.results.hdf5 import read_file
 from a2d_mpi.results.tables import TRAINING_SCHEMA
-from a2d_mpi.torch import ContextParallel, latest_checkpoint
+from a2d_mpi.torch import ContextParallel
 from a2d_mpi.torch.trainers import hide_launcher
 
 STEPS = 6
@@ -43,18 +36,6 @@ def bits(path):
     tensors = [*load_file(path / "model.safetensors").values()]
     tensors += [y for x in moments.values() for y in x.values()]
     return [x.numpy().tobytes() for x in tensors], [x["loss"] for x in history if "loss" in x]
-
-
-def test_latest_checkpoint(tmp_path):
-    """It is the one of most steps among those that are complete."""
-    assert latest_checkpoint(tmp_path) is None and latest_checkpoint(tmp_path / "none") is None
-    for name, text in {"5": "{}", "20": "{}", "30": None, "40": '{"x": ', "best": "{}"}.items():
-        (tmp_path / f"checkpoint-{name}").mkdir()
-        if text:
-            (tmp_path / f"checkpoint-{name}" / "trainer_state.json").write_text(text)
-    assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-20")
-    assert checkpoint_of(tmp_path) == tmp_path / "checkpoint-20"
-    assert checkpoint_of(tmp_path / "none") == tmp_path / "none"
 
 
 # Files of runs in the folder "full" cannot become larger while a checkpoint is written; MPI needs
@@ -208,51 +189,32 @@ def test_killed(tmp_path, kills, ranks=2):
     print(f"{killed} kills, {ended} runs to the end")
 
 
-def small(folder, **options):
+def small(folder):
     """Return a Trainer of a small model and of random texts."""
     hide_launcher()
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    rows = torch.randint(32, (40, 24), generator=torch.Generator().manual_seed(1))
-    data = [{"input_ids": x, "labels": x} for x in rows]
-    given = {"max_steps": 12, "learning_rate": 0.05, "save_steps": 2, "eval_steps": 2,
-             "eval_strategy": "steps", "report_to": [], "disable_tqdm": True, "use_cpu": True,
-             "load_best_model_at_end": True, "save_total_limit": 2, "log_level": "error",
-             "per_device_train_batch_size": 2}  # fmt: skip
-    arguments = TrainingArguments(folder, **given | options)
-    return Trainer(LlamaForCausalLM(config).double(), arguments, train_dataset=data[:30],
-                   eval_dataset=data[30:], callbacks=[EarlyStoppingCallback(2)])  # fmt: skip
+    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes))
+    data = [{"input_ids": x, "labels": x} for x in torch.randint(32, (10, 24))]
+    given = {"max_steps": 2, "report_to": [], "disable_tqdm": True, "use_cpu": True}
+    return Trainer(model, TrainingArguments(folder, **given), train_dataset=data)
 
 
 @pytest.mark.mpi
 def test_attached_trainer(comm, grid, tmp_path):
-    """Rank 0 alone writes; the best model, early stopping and errors are those of all ranks."""
+    """Rank 0 alone writes; its errors are those of all ranks, and leave nothing behind."""
     folder = Path(comm.bcast(str(tmp_path)))
-    trainer, alone = small(folder / "ranks"), small(folder / "alone" / str(comm.rank))
+    trainer = small(folder / "ranks")
     os.environ["PMI_SIZE"] = "2"
     cp = ContextParallel(grid, trainer.model)
     assert_all(comm, "PMI_SIZE" not in os.environ, "use_cpu=True would be refused")
     cp.attach(trainer)
     small(folder / "other")  # its arguments reset accelerate's state
     trainer.train()
-    alone.train()
     first = comm.rank == 0
     assert_all(comm, trainer.is_world_process_zero() == first, "reports")
     assert_all(comm, trainer.state.is_world_process_zero == first, "reports")
-    ends = [(x.state.global_step, Path(x.state.best_model_checkpoint).name, len(names(Path(
-        x.args.output_dir)))) for x in (trainer, alone)]  # fmt: skip
-    assert_all(comm, ends[0] == ends[1] and ends[0][0] < 12, ends)
-    far = max(
-        float((x - y).abs().max())
-        for x, y in zip(trainer.model.parameters(), alone.model.parameters())
-    )
-    assert_all(comm, far < 1e-6, far)
-    best = trainer.state.best_model_checkpoint
-    assert_all(comm, json.loads((Path(best) / "trainer_state.json").read_text())[
-        "best_model_checkpoint"] == best, best)  # fmt: skip
+    assert_all(comm, names(folder / "ranks") == ["checkpoint-2"], "files")
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -261,7 +223,7 @@ def test_attached_trainer(comm, grid, tmp_path):
     for what in (lambda: trainer._save_checkpoint(None, None), trainer.save_model):
         with pytest.raises(ValueError, match="No space left"):
             what()
-    assert_all(comm, not [x for x in names(folder / "ranks") if x[0] == "."], "leftovers")
+    assert_all(comm, names(folder / "ranks") == ["checkpoint-2"], "leftovers")
     comm.Barrier()
     cp.free()
 

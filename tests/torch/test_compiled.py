@@ -5,9 +5,11 @@ Needs the extra `torch`: `bash jobs/test.sh torch`.
 
 import gc
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_all
+from oracles import linear_attention
 from refused import assert_raises
 from test_calls import PACKED, PADDED, TWO
 from test_context import EQUAL, assert_near, build, step
@@ -163,49 +165,29 @@ def test_keep_attention_in_a_checkpoint_of_pytorch(comm, grid, calls):
     assert_all(comm, all(equal) and [x for _, x in found] == [1, 2, 1], f"{equal} {found}")
 
 
-DECAYS = [0.9, 0.8, 1.0, 0.5]
-
-
-def linear_of(q, k, v, norm):
-    """Linear attention by its definition."""
-    n = len(q)
-    steps = torch.arange(n)[:, None] - torch.arange(n)
-    factors = torch.tensor(DECAYS, dtype=torch.float64)[:, None, None] ** steps.clip(0)
-    if norm == "denominator":
-        q, k = (torch.nn.functional.elu(x) + 1 for x in (q, k))
-    weights = torch.einsum("ihd,jhd->hij", q, k) * factors * (steps >= 0)
-    out = torch.einsum("hij,jhd->ihd", weights, v)
-    if norm == "denominator":
-        return out / (weights.sum(2).T[..., None] + 1e-6)
-    if norm == "output":
-        return out / (out.square().mean((1, 2), keepdim=True) + 1e-6).sqrt()
-    return out
-
-
 @pytest.mark.parametrize("n, norm, feature_map, compiled", [
     (29, "output", "none", True), (29, "denominator", "elu+1", False), (2, "none", "none", True),
 ])  # fmt: skip
 def test_linear_attention(comm, grid, n, norm, feature_map, compiled):
     """A linear plan is an operator, too: out and gradients equal the definition in float64."""
-    options = {"norm": norm, "feature_map": feature_map, "decay": DECAYS, "dtype": "float64"}
-    plan = LinearAttention(grid, Causal(), seqlen=n, nheads=4, headdim=8, chunk=4, **options)
-    made = torch.Generator().manual_seed(1)
-    whole = [torch.randn(n, 4, 8, generator=made).double().requires_grad_() for _ in range(3)]
-    weight = torch.randn(n, 4, 8, generator=made).double()
-    expected = linear_of(*whole, norm)
-    (expected * weight).sum().backward()
-    own = [x.detach()[plan.tokens].requires_grad_() for x in whole]
+    options = {"norm": norm, "feature_map": feature_map, "decay": [0.9, 0.8, 1.0, 0.5]}
+    sizes = {"seqlen": n, "nheads": 4, "headdim": 8, "chunk": 4, "dtype": "float64"}
+    plan = LinearAttention(grid, Causal(), **sizes, **options)
+    whole = np.random.default_rng(1).standard_normal((4, n, 4, 8))
+    exact = [torch.from_numpy(x) for x in linear_attention(*whole, True, **options, projections=1)]
+    *own, weight = (torch.from_numpy(x[plan.tokens]) for x in whole)
+    own = [x.requires_grad_() for x in own]
 
     def weighted(*shards):
         out = attend(plan, *shards)
-        return out, (out * weight[plan.tokens]).sum()
+        return out, (out * weight).sum()
 
     if compiled:
         weighted = torch.compile(weighted, fullgraph=True, backend=BACKEND)
     out, loss = weighted(*own)
     loss.backward()
-    pairs = [(out, expected), *((x.grad, y.grad) for x, y in zip(own, whole))]
-    far = [float((x - y[plan.tokens]).detach().norm() / y.detach().norm()) for x, y in pairs]
+    pairs = zip((out.detach(), *(x.grad for x in own)), exact)
+    far = [float((x - y[plan.tokens]).norm() / y.norm()) for x, y in pairs]
     assert_all(comm, max(far) <= 1e-12, f"off by {far}")
 
 

@@ -108,7 +108,7 @@ def test_driver(tmp_path, capsys):
     words = f"--profile {H100} --ranks 4 --seqlen 16K --mask full --top 1".split()
     file = saved(tmp_path, **LLAMA) / "config.json"
     for given in (["--model", str(file)], ["--nheads", "32", "--nheads-kv", "8"]):
-        assert plan.rank(parser.parse_args([*words, *given])) == 0
+        assert plan.rank_plans(parser.parse_args([*words, *given])) == 0
     printed = capsys.readouterr().out
     assert "8.03 G parameters: 16.1 GB on every rank; KV cache: 2.15 GB, 537 MB on a" in printed
     assert "llama: layers: 32 full_attention; 32 heads of 128, 8 KV heads; bfloat16" in printed
@@ -141,7 +141,7 @@ def test_refused(tmp_path, fields, told):
     (tmp_path / "config.json").write_text(text)
     words = f"--profile {H100} --ranks 4 --seqlen 4K --model {tmp_path}".split()
     with pytest.raises(ValueError, match=re.escape(told)) as error:
-        plan.rank(parser_of("drivers/plan.py").parse_args(words))
+        plan.rank_plans(parser_of("drivers/plan.py").parse_args(words))
     assert "\n" not in str(error.value)
 
 
@@ -154,4 +154,4 @@ def test_wrong_options(tmp_path, monkeypatch, words, told):
     monkeypatch.chdir(saved(tmp_path, **LLAMA))
     words = f"--profile {H100} --ranks 4 --seqlen 4K {words}".split()
     with pytest.raises(ValueError, match=told):
-        plan.rank(parser_of("drivers/plan.py").parse_args(words))
+        plan.rank_plans(parser_of("drivers/plan.py").parse_args(words))

@@ -10,6 +10,9 @@ import transformers
 from helpers import assert_all
 from refused import assert_raises, message_of
 
+from a2d_mpi.torch import masks
+from a2d_mpi.torch.masks import Masks
+
 pytestmark = pytest.mark.mpi(min_size=2)
 N, VOCAB = 61, 53
 ENDS = np.array([0, 23, 24, 58, N])  # of documents
@@ -292,3 +295,12 @@ def test_masks_of_no_plan(comm, parallel, monkeypatch):
 def test_no_model_of_transformers(comm, parallel):
     told = "make ContextParallel of the model first, and then what wraps it"
     assert_raises(comm, told, parallel, torch.nn.Linear(2, 2))
+
+
+def test_errors_of_mask_functions(monkeypatch):
+    """A function of fewer tokens shows no plan's mask; an error of our own stays one."""
+    shown = torch.ones(5, dtype=torch.bool)
+    assert Masks(9, []).number_of(lambda b, h, q, k: shown[q]) == 0
+    monkeypatch.setattr(masks, "mask_of", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        Masks(9, []).number_of(lambda b, h, q, k: q >= k)

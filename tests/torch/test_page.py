@@ -1,4 +1,4 @@
-"""What docs/pytorch.md and docs/distributed.md show, and the example of PyTorch.
+"""What docs/pytorch.md and docs/distributed.md show, and the examples of PyTorch and TRL.
 
 Needs the extra `torch`: `bash jobs/test.sh torch`.
 """
@@ -55,7 +55,8 @@ def printed(tmp_path_factory):
         "distributed": [QUICK, *blocks("docs/distributed.md", "python"), REPLICAS],
     }.items():
         (path / f"{name}.py").write_text("\n".join(parts))
-    programs = example, path / "pytorch.py", path / "distributed.py"
+    lora = ROOT / "examples" / "lora.py"
+    programs = example, path / "pytorch.py", path / "distributed.py", lora
     return path, launch(4, "-c", EACH, *programs, cwd=path, timeout=300).stdout
 
 
@@ -67,6 +68,13 @@ def test_example(printed):
     assert len(found) == 20 and len(first) == 4 and max(last) < min(first), found
 
 
+def test_example_of_trl(printed):
+    """The example of TRL tunes an adapter, and saves it."""
+    assert (printed[0] / "lora" / "adapter_model.safetensors").exists()
+    losses = [float(x) for x in re.findall(r"'loss': '?([\d.]+)", printed[1])]
+    assert len(losses) == 5 and losses[-1] < losses[0], printed[1]
+
+
 def test_page_of_distributed(printed):
     """All ways have the same norms, which are those of one process."""
     assert re.search("^good True 5$", printed[1], re.M), printed[1]
@@ -75,7 +83,8 @@ def test_page_of_distributed(printed):
 def test_page(printed):
     """The examples run as one program; names of the room exist."""
     folder, said = printed
-    assert sorted(x.name for x in (folder / "trained").iterdir()) == [
+    names = sorted(x.name for x in (folder / "trained").iterdir())
+    assert names == [
         "checkpoint-2",
         "checkpoint-4",
     ]

@@ -238,6 +238,30 @@ def test_sabotage(comm, parallel, monkeypatch, model, owner, name, wrong):
         assert_all(comm, distance(spread(made, ids, starts), exact) > 1e-4, "nobody sees it")
 
 
+@pytest.mark.parametrize("name", ["Qwen3Next", "KimiLinear", "Bamba"])
+def test_probe(comm, parallel, monkeypatch, name):
+    """The probe refuses transitions that are wrong by a tenth.
+
+    States decay fast, and layers add little to their inputs, as in large models.
+    """
+    model = build(name, exact=False)
+    with torch.no_grad():
+        for x, parameter in model.named_parameters():
+            parameter.add_(3 * x.endswith("A_log"))
+            parameter.mul_(1e-3 if x.endswith(("o_proj.weight", "out_proj.weight")) else 1)
+
+    def wrong(*args):
+        apply = args[6] if len(args) > 6 else torch.mul
+        return JOIN(*args[:6], lambda transition, state: 0.9 * apply(transition, state))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recurrent, "_recurrence", wrong)
+        for distribution in ("contiguous", "zigzag"):
+            assert_raises(comm, "is not the same over ranks", parallel, model,
+                          distribution=distribution)  # fmt: skip
+    parallel(model)
+
+
 @pytest.mark.parametrize("name", ["Qwen3Next", "Bamba", "Lfm2"])
 def test_generate(comm, parallel, name):
     """Tokens and logits of prompts, padded rows and second turns are those of one process."""

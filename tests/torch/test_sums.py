@@ -1,60 +1,17 @@
-"""Sums over ranks: of arrays, and of the gradients of a module.
+"""Sums over ranks of the gradients of a module.
 
 Needs the extra `torch`: `bash jobs/test.sh torch`.
 """
 
-import numpy as np
 import pytest
 import torch
 from helpers import assert_all
 from refused import assert_raises
 
 from a2d_mpi.torch import gradients, sum_gradients
-from a2d_mpi.torch.gradients import Gradients
-from a2d_mpi.torch.sums import GradientSum, total
+from a2d_mpi.torch.gradients import add_gradients
 
 pytestmark = pytest.mark.mpi(min_size=3)
-
-
-@pytest.fixture
-def part(request, comm):
-    """All ranks in groups of three, or of `param`; the last group may be smaller."""
-    part = comm.Split(comm.rank // getattr(request, "param", 3), comm.rank)
-    yield part
-    part.Free()
-
-
-def summed_in_order(part, dtype, upload=np.array, download=np.array):
-    """Sum uneven parts of an array, and compare with the sum in the order of ranks."""
-    drawn = (np.random.default_rng(p).standard_normal(103) for p in range(part.size))
-    of_ranks = [x.astype(dtype) for x in drawn]
-    flat = upload(of_ranks[part.rank])
-    sums = GradientSum(part, flat)
-    for bucket in (slice(100, 103), slice(1, 100), slice(0, 1)):
-        sums.start(bucket)
-    sums.finish()
-    same = download(flat).tobytes() == sum(of_ranks).tobytes()
-    assert_all(part, same, "another sum")
-    shares = sum(-(-n // part.size) for n in (3, 99, 1))
-    sent = 2 * (part.size - 1) * shares * np.dtype(dtype).itemsize * (part.size > 1)
-    assert_all(part, sums.nbytes == sent, f"{sums.nbytes} bytes, not {sent}")
-    sums.free()
-
-
-@pytest.mark.parametrize("part", [3, 4], indirect=True)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_order_of_ranks(part, dtype):
-    """All ranks get the sum in the order of ranks, bit for bit."""
-    summed_in_order(part, dtype)
-    found, wanted = total(part, 0.1 * part.rank), sum(0.1 * p for p in range(part.size))
-    assert_all(part, found == wanted, f"{found}, not {wanted}")
-
-
-@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
-@pytest.mark.parametrize("transfers", ["device", "host"])
-def test_order_of_ranks_on_a_gpu(part, gpus, transfers, monkeypatch):
-    monkeypatch.setenv("A2D_MPI_TRANSFERS", transfers)
-    summed_in_order(part, "float32", **gpus)
 
 
 class Model(torch.nn.Module):
@@ -96,55 +53,10 @@ def test_gradients(comm, monkeypatch, dtype, bucket):
     model.of_rank(comm.rank)
     sum_gradients(model, comm)
     assert_all(comm, same(model, [x if x is None else x.to(dtype) for x in sums]), "other sums")
-    means, own = (
-        [x if x is None else (x / comm.size).to(dtype) for x in sums],
-        Gradients(model, comm),
-    )
-    for _ in range(2):
-        model.of_rank(comm.rank)
-        own.add(comm.size)
-        assert_all(comm, same(model, means), "other means")
-    own.free()
-
-
-def unfrozen(model):
-    model.weights[4].requires_grad_(True)
-
-
-def replaced(model):
-    model.weights[1] = torch.nn.Parameter(torch.ones(7).double())
-
-
-def added(model):
-    model.extra = torch.nn.Parameter(torch.ones(2).double())
-
-
-def frozen(model):
-    model.weights[0].requires_grad_(False)  # an optimizer still steps on its gradient
-
-
-def tied(model):
-    model.weights[3] = model.weights[0]
-
-
-@pytest.mark.parametrize("change", [unfrozen, replaced, added, frozen, tied])
-def test_parameters_that_change(comm, change):
-    """Between two sums of one object parameters are unfrozen, replaced, added, frozen or tied."""
-    model = Model()
-    own = Gradients(model, comm)
-    for turn in range(3):
-        for x in model.parameters():
-            own_part = torch.full_like(x, 10.0 * len(x) + comm.rank + turn)
-            x.grad = own_part if x.requires_grad else None
-        if turn == 1:
-            change(model)
-        expected = [x.grad is not None for x in model.parameters()]
-        own.add()
-        for x, there in zip(model.parameters(), expected, strict=True):
-            wanted = sum(10.0 * len(x) + rank + turn for rank in range(comm.size))
-            good = bool((x.grad == wanted).all()) if there else x.grad is None
-            assert_all(comm, good, f"{x.grad} {wanted}")
-    own.free()
+    means = [x if x is None else (x / comm.size).to(dtype) for x in sums]
+    model.of_rank(comm.rank)
+    add_gradients(model, comm, ranks=comm.size)
+    assert_all(comm, same(model, means), "other means")
 
 
 def test_sums_that_are_refused(comm):

@@ -5,24 +5,15 @@ import pytest
 import torch
 from helpers import assert_all
 from refused import assert_raises
-from torch.utils.checkpoint import checkpoint
 
-from a2d_mpi import Attention2D, Causal, Documents, ProcessGrid
+from a2d_mpi import Attention2D, Causal
 from a2d_mpi.comm.calls import PlanCall
-from a2d_mpi.torch import attend, shard, shift_labels, unshard
+from a2d_mpi.torch import attend, shard, unshard
 from a2d_mpi.torch.tensors import array_of, tensor_of
 
 pytestmark = pytest.mark.mpi(min_size=4)
-torch.set_num_threads(1)
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 SEQLEN = 29
-
-
-@pytest.fixture(scope="module")
-def grid(comm):
-    grid = ProcessGrid(comm, 2, comm.size // 2)
-    yield grid
-    grid.free()
 
 
 @pytest.fixture
@@ -180,21 +171,6 @@ def test_lse_or_out_alone(make, comm):
     assert_all(comm, not attend(plan, q, k, v).isnan().any(), "NaN")
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoint(make, comm, reentrant):
-    plan = make()
-    q, k, v, _ = tensors(plan)
-    attend(plan, q * 2, k, v).square().sum().backward()
-    expected, q.grad = q.grad, None
-
-    def doubled(q, k, v):
-        return attend(plan, q * 2, k, v)
-
-    out = checkpoint(doubled, q, k, v, use_reentrant=reentrant)
-    out.square().sum().backward()
-    assert_all(comm, same(q.grad, expected), "another gradient")
-
-
 def test_no_grad_and_double_backward(make, comm):
     plan = make()
     q, k, v, _ = tensors(plan)
@@ -283,21 +259,6 @@ def test_shards_that_are_refused(make, comm):
     whole = torch.ones(SEQLEN)
     own = shard(plan, whole if plan.grid.comm.rank == 0 else None)
     for wrong in ([1.0], whole.to_sparse(), whole.to("meta")):
-        cases = [(shard, wrong, whole, 0), (unshard, wrong, own, 1), (shift_labels, wrong, own, 1)]
-        for call, bad, good, rank in cases:
+        for call, bad, good, rank in [(shard, wrong, whole, 0), (unshard, wrong, own, 1)]:
             given = bad if plan.grid.comm.rank == rank else good
             assert_raises(comm, "x must be a NumPy or CuPy array, got", call, plan, given)
-    with pytest.raises(ValueError, match="must be able to hold -100"):
-        shift_labels(plan, own.to(torch.uint8))
-
-
-@pytest.mark.parametrize("ends", [[SEQLEN], [4, 5, 5, 23], [1, SEQLEN]])
-def test_shift_labels(make, comm, ends):
-    mask = Documents(np.array([0, *ends]), causal=True) if len(ends) > 1 else Causal()
-    plan = make(mask=mask)
-    labels = torch.arange(100, 100 + SEQLEN)
-    expected = labels.roll(-1)
-    expected[[x - 1 for x in ends]] = -100
-    expected[ends[-1] - 1 :] = -100  # after the last document nobody sees anything
-    found = shift_labels(plan, labels[plan.tokens])
-    assert_all(comm, same(found, expected[plan.tokens]), f"{found}")

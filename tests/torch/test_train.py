@@ -151,14 +151,14 @@ def test_equals_one_process(jobs, expected, ranks):
 # One rank has wrong gradients, in float32, in runs with this seed.
 MARK = 1234
 WRONG = f"""
-from a2d_mpi.torch.gradients import Gradients
-real = Gradients.add
-def add(self, *given):
-    for x in self._model.parameters():
+from a2d_mpi.torch import context
+real = context.add_gradients
+def add(model, *given):
+    for x in model.parameters():
         if rank == 1 and x.grad is not None and x.element_size() == 4 and "{MARK}" in sys.argv:
             x.grad.mul_(1.01)
-    real(self, *given)
-Gradients.add = add
+    real(model, *given)
+context.add_gradients = add
 """
 SHORT = [TEXT, "--seqlen", 60, "--separator", r"\n\n", "--steps", 2]
 

@@ -21,7 +21,7 @@ def lint(root):
     """Return what `lint-imports` says of a source tree with a pyproject.toml."""
     command = Path(sys.executable).with_name("lint-imports"), "--no-cache"
     env = {"PYTHONPATH": str(root / "src")}
-    return execute(*command, cwd=root, env=env, timeout=60, code=None)
+    return execute(*command, cwd=root, env=env, code=None)
 
 
 def test_imports_run_one_way(tmp_path):
@@ -62,7 +62,7 @@ try:
 except ImportError:
     print("as it must")
 """
-    assert launch(0, "-c", code, timeout=60, cwd=ROOT).stdout == "as it must\n"
+    assert launch(0, "-c", code, cwd=ROOT).stdout == "as it must\n"
 
 
 # What few runs need, and what other drivers share.
@@ -74,7 +74,7 @@ cli.subcommands cli.survivors cli.user_files cli.workloads results.tables
 def test_main_job_loads_what_it_uses():
     """The driver imports no planner, models or figures, nor what a plain run leaves out."""
     code = "import sys, a2d_mpi.__main__ as x; x.build_parser('attention'); print(*sys.modules)"
-    modules = {*launch(0, "-c", code, timeout=60, cwd=ROOT).stdout.split()}
+    modules = {*launch(0, "-c", code, cwd=ROOT).stdout.split()}
     loaded = {x for x in modules if x.startswith("a2d_mpi.")}
     assert "a2d_mpi.commands.attention" in loaded
     folders = {x.split(".")[1] for x in loaded}
@@ -128,8 +128,8 @@ print(loaded > 100, changed)
 
 def test_imports_change_nothing():
     """Neither error handling, signals, the environment, warnings nor the path of modules."""
-    assert launch(0, "-c", BARE, timeout=60).stdout == "False True\n"
-    assert launch(0, "-c", ALL, timeout=60).stdout == "True []\n"
+    assert launch(0, "-c", BARE).stdout == "False True\n"
+    assert launch(0, "-c", ALL).stdout == "True []\n"
 
 
 def misses(kind, protocol):

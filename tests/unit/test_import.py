@@ -22,7 +22,7 @@ GUIDE = "docs/extending.md"
 MORE = """\
 python $A2D/drivers/plan.py --import sinks.py --mask sinks:4,window=1024 --nheads 8 \\
     --profile $A2D/data/machines/a100-16x4.toml
-python $A2D/drivers/plot.py results gather.h5 --output figures --what bytes
+python $A2D/drivers/plot.py results gather.h5 --output figures
 mpiexec -n 4 python $A2D/drivers/bench.py --import plain.py --kernel plain --output plain.h5 \\
     --plans attention2d --nheads 4 --nheads-kv 2 --headdim 16 --backward
 """

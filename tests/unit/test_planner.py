@@ -12,7 +12,6 @@ from helpers import drive, parser_of
 from machines import A100, H100, MACHINES, RESULTS, planned
 
 from a2d_mpi.cli.workloads import read_problem
-from a2d_mpi.commands.plan import rank_plans as rank
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning import candidate as candidate_module
@@ -197,21 +196,6 @@ def test_narrow_values_take_less():
     assert seconds[0] == seconds[1]
     # Where computing decides: (192 + 128) / (2 192), and (3 192 + 2 128) / (5 192).
     assert np.allclose(ratios, (0.833, 0.867), atol=0.03), ratios
-
-
-def test_slices_of_plans_that_are_told_none(capsys):
-    """The table says what bench.py would take for a grid without a head axis, as plans do."""
-    sizes = "--nheads 32 --nheads-kv 8 --seqlen 16K --top 0 --ranks"
-    for profile, ranks, said in (("a100-16x4", 16, True), ("h100-8", 8, False)):
-        path = MACHINES / f"{profile}.toml"
-        args = parser_of("drivers/plan.py").parse_args(f"--profile {path} {sizes} {ranks}".split())
-        rank(args)
-        lines = capsys.readouterr().out.splitlines()
-        told = [x.split() for x in lines if x.endswith("; 4x4 slices if not told")]
-        assert bool(told) == said
-        found = {(x[0], x[1]) for x in told if x[0] == "attention2d"}
-        assert not said or found >= {("attention2d", f"{r}x{16 // r}x1") for r in (2, 4, 8, 16)}
-        assert {x.rpartition("x")[2] for _, x in found} <= {"1"}
 
 
 run = partial(drive, "plan.py", 0)

@@ -20,7 +20,6 @@ from mpi4py import MPI
 from a2d_mpi import onepage
 from a2d_mpi.attention.device_state import ROUNDED
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import compute_dtype
 
 ROWS = 64  # rows that are checked together
@@ -93,8 +92,7 @@ def check_attention(
     ----------
     plan : AttentionPlan
     tensors : mapping of str to arrays
-        This rank's shards of q, k, v, out, lse, and for the gradients dout, dq, dk, dv.  With a
-        sink also "sink" and, for its gradient, "dsink" from this rank's tokens.
+        This rank's shards of q, k, v, out, lse, and for the gradients dout, dq, dk, dv.
     rows : int, optional
         Number of sampled query rows (out, lse, dq) and, independently, of sampled key rows (dk,
         dv).  Default: all rows.  The first and the last token are always among them.
@@ -122,8 +120,6 @@ def check_attention(
     The rounding of partial results adds an a-priori term: see `error_bounds`.
     """
     comm, local, wire, merging = plan.grid.comm, dict(tensors), plan.config.wire, {}
-    if "dsink" in local:
-        local["dsink"] = _sum(comm, local["dsink"])
     as_given: dict[str, float] = {}
     if wire:
         from a2d_mpi.core.wire import FORMATS, rounded
@@ -186,7 +182,7 @@ def _reference(
     value : array
         Expected values of these rows, rounded to the run's dtype; not rounded in float64.
     """
-    comm, backward, sink = plan.grid.comm, "dq" in local, local.get("sink")
+    comm, backward = plan.grid.comm, "dq" in local
     double, mask = kind == np.float64, plan.mask
     options = {
         "softmax_scale": plan.softmax_scale,
@@ -208,7 +204,6 @@ def _reference(
         own, where = _own(plan, sample)
         of_row = comm, alone, own, plan.tokens  # a row of all ranks
         out_rows, lse_rows = onepage.forward(*of_row, q[where], k, v, mask, **options)
-        out_rows, lse_rows = _with_sink(out_rows, lse_rows, sink)
         out_rows = stored(out_rows)
         yield "out", where, out_rows
         yield "lse", where, lse_rows
@@ -228,9 +223,6 @@ def _reference(
         _, dk, dv = onepage.backward(alone, comm, plan.tokens, own, *given, **options)
         yield "dk", where, stored(dk)
         yield "dv", where, stored(dv)
-    if sink is not None:
-        gradient = reference.sink_gradient(lse, (dout * out).sum(axis=-1), sink, kind)
-        yield "dsink", slice(None), _sum(comm, gradient)
 
 
 class _Alone:
@@ -249,25 +241,10 @@ def _own(plan: AttentionPlan, sample: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return own, np.searchsorted(plan.tokens, own)
 
 
-def _with_sink(
-    out: np.ndarray, lse: np.ndarray, sink: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Merge attention with a sink, a partial result whose out is 0."""
-    if sink is None:
-        return out, lse
-    total = np.logaddexp(lse, sink.astype(lse.dtype))
-    return out * np.exp(lse - np.where(np.isneginf(total), 0, total))[..., None], total
-
-
 def _norms(comm: MPI.Intracomm, local: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Compute the norms that `error_bounds` takes."""
     names = [name for name in ("q", "k", "v", "dout") if name in local]
-    norms = {name: comm.allreduce(_largest_norm(local[name]), op=MPI.MAX) for name in names}
-    if "dsink" in local:
-        sizes = (np.linalg.norm(local[x].astype(np.float64), axis=-1) for x in ("dout", "out"))
-        largest = -reference.sink_gradient(local["lse"], np.multiply(*sizes), local["sink"])
-        norms["dsink"] = float(_sum(comm, largest).max())
-    return norms
+    return {name: comm.allreduce(_largest_norm(local[name]), op=MPI.MAX) for name in names}
 
 
 def error_bounds(
@@ -391,9 +368,3 @@ def samples(seqlen: int, rows: int | None, seed: int) -> list[np.ndarray]:
         chosen = np.random.default_rng(seed).choice(seqlen, rows, replace=False)
         tokens = np.union1d(chosen, [0, seqlen - 1])
     return np.array_split(tokens, -(-len(tokens) // ROWS))
-
-
-def _sum(comm: MPI.Intracomm, x: np.ndarray) -> np.ndarray:
-    total = np.empty_like(x)
-    comm.Allreduce(x, total)
-    return total

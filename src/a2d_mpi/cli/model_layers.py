@@ -134,15 +134,10 @@ def _model(config: PreTrainedConfig, parameters: int) -> Model:
     for name, what in _REFUSED.items():
         if given(name):
             raise ValueError(f"{name}: no plan computes {what}")
-    nheads = config.num_attention_heads
-    kv = given("num_key_value_heads") or (1 if given("multi_query") else nheads)
-    d = dv = given("head_dim") or config.hidden_size // nheads
-    cached = 2 * kv * d
-    if latent := given("kv_lora_rank"):  # MLA
-        rotated = config.qk_rope_head_dim
-        kv, d, dv = nheads, config.qk_nope_head_dim + rotated, config.v_head_dim
-        cached = latent + rotated
-    heads = {"nheads": nheads, "nheads_kv": kv, "headdim": d, "headdim_v": dv}
+    heads = heads_of(config)
+    cached = heads["nheads_kv"] * (heads["headdim"] + heads["headdim_v"])
+    if latent := given("kv_lora_rank"):
+        cached = latent + config.qk_rope_head_dim
     usual = next((x for x, name in _SIZES.items() if given(name)), "full_attention")
     types = given("layer_types") or [usual] * config.num_hidden_layers
     recurrent = [x for x in types if x in _RECURRENT]
@@ -158,6 +153,17 @@ def _model(config: PreTrainedConfig, parameters: int) -> Model:
     return Model(
         config.model_type, heads, layers, dtype, parameters, cached, len(recurrent), states
     )
+
+
+def heads_of(config: PreTrainedConfig) -> dict[str, int]:
+    """Return nheads, nheads_kv, headdim and headdim_v of a model's attention, as of a plan."""
+    nheads = config.num_attention_heads
+    kv = getattr(config, "num_key_value_heads", None)
+    kv = kv or (1 if getattr(config, "multi_query", None) else nheads)
+    d = dv = getattr(config, "head_dim", None) or config.hidden_size // nheads
+    if getattr(config, "kv_lora_rank", None):  # MLA
+        kv, d, dv = nheads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    return {"nheads": nheads, "nheads_kv": kv, "headdim": d, "headdim_v": dv}
 
 
 def _states(config: PreTrainedConfig) -> int:

@@ -1,19 +1,24 @@
-"""Models of transformers: small random ones by name, or of a folder; their tokens.
+"""Programs that need PyTorch; models of transformers, by name or of a folder; their tokens.
 
 PyTorch is imported when a model is opened, so that --help and options do without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import argparse
+from collections.abc import Callable, Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from a2d_mpi.cli.model_layers import heads_of
 from a2d_mpi.cli.options import path
+from a2d_mpi.cli.run import together
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning.workload import Workload
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 VOCAB = 256  # tokens of a model without a tokenizer: bytes
@@ -73,6 +78,35 @@ class Tokenizer:
         return self.own.decode(tokens, **options)
 
 
+def run_torch(program: str, comm: MPI.Intracomm, args: argparse.Namespace) -> int:
+    """Run a program that needs PyTorch, which all ranks import, or none; return its exit code.
+
+    Collective over `comm`.
+
+    Parameters
+    ----------
+    program : str
+        Module of `a2d_mpi.commands`, and function: "train_job.train".
+    comm : Intracomm
+    args : Namespace
+        Options of the program.
+
+    Raises
+    ------
+    CollectiveError
+        On all ranks, if PyTorch or transformers is missing on any rank.
+    """
+
+    def imported() -> Callable[[MPI.Intracomm, argparse.Namespace], int]:
+        module, _, name = program.partition(".")
+        try:
+            return getattr(import_module(f"a2d_mpi.commands.{module}"), name)
+        except ImportError as error:
+            raise ValueError(f"{error}; pip install a2d_mpi[torch]") from None
+
+    return together(comm, imported)(comm, args)
+
+
 def model_name(text: str) -> str | Path:
     """Parse an option that names a model for `open_model`; a folder becomes a path."""
     return text if text in NAMES else path(text)
@@ -80,11 +114,11 @@ def model_name(text: str) -> str | Path:
 
 def checkpoint_of(name: str | Path) -> str | Path:
     """Return the name or folder of a model; of a folder of checkpoints the latest whole one."""
-    if not isinstance(name, Path) or (name / "config.json").exists():
+    if not isinstance(name, Path) or not name.is_dir() or (name / "config.json").exists():
         return name
-    from a2d_mpi.torch import latest_checkpoint
+    from transformers.trainer_utils import get_last_checkpoint
 
-    return Path(latest_checkpoint(name) or name)
+    return Path(get_last_checkpoint(name) or name)
 
 
 def workload_of(
@@ -101,16 +135,8 @@ def workload_of(
     most = getattr(config, "max_position_embeddings", None) or longest
     if longest > most:
         raise ValueError(f"a text has {longest} tokens in a row, and the model {most} positions")
-    nheads = config.num_attention_heads
-    return Workload(
-        seqlen=seqlen,
-        nheads=nheads,
-        nheads_kv=getattr(config, "num_key_value_heads", None) or nheads,
-        headdim=getattr(config, "head_dim", None) or config.hidden_size // nheads,
-        dtype=dtype,
-        mask=Causal(),
-        backward=backward,
-    )
+    heads = heads_of(config)
+    return Workload(seqlen=seqlen, **heads, dtype=dtype, mask=Causal(), backward=backward)
 
 
 def open_model(

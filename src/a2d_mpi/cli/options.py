@@ -94,14 +94,6 @@ def one_of(values: Collection[str]) -> Callable[[str], str]:
     return word
 
 
-def escaped(text: str) -> bytes:
-    r"""Parse an option that is text with Python's escapes, such as \n; return bytes."""
-    try:
-        return text.encode().decode("unicode_escape").encode("latin-1")
-    except UnicodeError:
-        raise BadOption(f"must be text with Python's escapes, got {text[:40]!r}") from None
-
-
 def check_text(*others: str) -> Callable[[str], str]:
     """Make a type of options: sample, full or rows:N, or one of `others`."""
     words = *others, "sample", "full"
@@ -177,12 +169,8 @@ OPTIONS: dict[str, dict[str, object]] = {
     "wire": {"choices": ("none", *WIRES), "default": "none",
              "help": "format of tensors in messages, see docs/wire.md; none: the storage dtype"},
     "backward": {"action": "store_true", "help": "also compute the gradients"},
-    "separator": {"type": escaped, "metavar": "TEXT",
-                  "help": "text between two documents; empty: the whole text is one document"},
     "survive": {"action": "store_true",
                 "help": "continue without ranks that die; needs mpiexec --with-ft ulfm"},
-    "checkpoint-layers": {"action": "store_true", "help": "keep only the input of each layer for "
-                          "the backward pass, and compute the rest again"},
     # Plans and grids.
     "method": {"type": method_name, "metavar": "METHOD", "default": next(iter(METHODS)),
                "help": f"one of {', '.join(METHODS)}; underscores may replace blanks"},

@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from importlib import import_module
 from typing import NoReturn, TypeVar
 
 import numpy as np
@@ -30,7 +29,6 @@ from a2d_mpi.comm.agreement import Call, CollectiveError, agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.survival import survives
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.core.sizes import squarest
 from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.writing import leaves_open, problem_of
@@ -183,35 +181,6 @@ def _leave(
     sys.exit(ends.allreduce(code, MPI.BOR))
 
 
-def run_torch(program: str, comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Run a program that needs PyTorch, which all ranks import, or none; return its exit code.
-
-    Collective over `comm`.
-
-    Parameters
-    ----------
-    program : str
-        Module of this folder, and function: "train.train".
-    comm : Intracomm
-    args : Namespace
-        Options of the program.
-
-    Raises
-    ------
-    CollectiveError
-        On all ranks, if PyTorch or transformers is missing on any rank.
-    """
-
-    def imported() -> Callable[[MPI.Intracomm, argparse.Namespace], int]:
-        module, _, name = program.partition(".")
-        try:
-            return getattr(import_module(f"a2d_mpi.commands.{module}"), name)
-        except ImportError as error:
-            raise ValueError(f"{error}; pip install a2d_mpi[torch]") from None
-
-    return together(comm, imported)(comm, args)
-
-
 def add_grid(parser: Parser) -> argparse._ArgumentGroup:
     """Add the options of a method and its grid; see `open_grid`.  Returns their group."""
     group = parser.add_argument_group("method and grid of ranks")
@@ -227,19 +196,6 @@ def add_grid(parser: Parser) -> argparse._ArgumentGroup:
     text = "TOML profile of this machine: take the fastest grid for it"
     add_options(group, "profile", help=text)
     return group
-
-
-def grid_shape(
-    ranks: int, rows: int | None = None, cols: int | None = None, heads: int = 1
-) -> tuple[int, int]:
-    """Return rows and columns of a grid; default: as square as the ranks allow.
-
-    The grid refuses sizes that do not fit the ranks.
-    """
-    group = max(1, ranks // heads)
-    if rows is None and cols is None:
-        return squarest(group)
-    return rows or max(1, group // cols), cols or max(1, group // rows)
 
 
 def least_bytes(
@@ -294,7 +250,9 @@ def open_grid(comm: MPI.Intracomm, args: argparse.Namespace, work: Workload) -> 
     if (rows, cols) == (None, None):
         distribution = getattr(args, "distribution", None)
         rows, cols = least_bytes(comm, args.method, work, heads, distribution)
-    grid = ProcessGrid(comm, *grid_shape(comm.size, rows, cols, heads), heads, *order)
+    group = max(1, comm.size // heads)
+    rows, cols = rows or max(1, group // cols), cols or max(1, group // rows)
+    grid = ProcessGrid(comm, rows, cols, heads, *order)
     if getattr(args, "import"):
         from a2d_mpi.cli.workloads import check_ends
 

@@ -18,7 +18,7 @@ Exit code 0: all prompts were answered.  2: bad input.
 from collections.abc import Callable
 from functools import partial
 
-from a2d_mpi.cli.models import NAMES, model_name
+from a2d_mpi.cli.models import NAMES, model_name, run_torch
 from a2d_mpi.cli.options import (
     Parser,
     add_engine,
@@ -29,7 +29,7 @@ from a2d_mpi.cli.options import (
     tokens,
     whole,
 )
-from a2d_mpi.cli.run import run_torch
+from a2d_mpi.cli.run import add_grid
 
 
 def build(parser: Parser) -> Callable:
@@ -47,11 +47,11 @@ def build(parser: Parser) -> Callable:
     text = "softmax temperature; 0: take the likeliest token"
     add("--temperature", type=real(0, 1e6), metavar="X", default=0.0, help=text)
     add_options(group, "seed")
-    group = parser.add_argument_group("cache and ranks")
+    group = parser.add_argument_group("cache and output")
     text = "most tokens that each rank keeps: 900,900,400; default: no limit"
     group.add_argument("--room", type=listed(whole(0)), metavar="N,...", help=text)
     text = "HDF5 file for seconds, tokens/s, bytes and options"
     add_options(group, "output", help=text)
-    add_options(group, "method", "rows", "cols", "head-ranks", "survive")
+    add_options(add_grid(parser), "survive")
     add_engine(parser)
     return partial(run_torch, "generate_session.generate")

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from mpi4py import MPI
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import TextStreamer
 
 from a2d_mpi.checks.measure import open_device, origin_of
 from a2d_mpi.cli.models import Tokenizer, checkpoint_of, open_model, workload_of
 from a2d_mpi.cli.options import progress
-from a2d_mpi.cli.run import grid_shape, least_bytes, together
+from a2d_mpi.cli.run import open_grid, together
 from a2d_mpi.cli.survivors import check_survive, surviving
 from a2d_mpi.cli.user_files import texts_of
 from a2d_mpi.comm.agreement import agree
@@ -43,14 +44,9 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         session.model.to(f"cuda:{device.index}")
     wrong = f"--room must be tokens for each of the {comm.size} ranks, got {args.room}"
     agree(comm, wrong if args.room and len(args.room) != comm.size else None)
-    rows, cols = args.rows, args.cols
-    if (rows, cols) == (None, None):
-        longest = max(map(len, session.prompts))
-        sizes = max(comm.size, longest), longest, str(session.model.dtype).removeprefix("torch.")
-        work = workload_of(session.model, *sizes, backward=False)
-        rows, cols = least_bytes(comm, args.method, work, args.head_ranks)
-    shape = grid_shape(comm.size, rows, cols, args.head_ranks)
-    grid = ProcessGrid(comm, *shape, args.head_ranks)
+    longest = max(map(len, session.prompts))
+    sizes = max(comm.size, longest), longest, str(session.model.dtype).removeprefix("torch.")
+    grid = open_grid(comm, args, workload_of(session.model, *sizes, backward=False))
     return surviving("generate.py", grid, session.work, args.survive, args.method) or 0
 
 
@@ -190,9 +186,11 @@ class _Printer(TextStreamer):
         """Show which layers the prefill has computed, as long as the stack is open."""
         self._layers = len(cp.layers)
         self._bar = stack.enter_context(progress(total=self._layers, desc="prefill", unit="layer"))
-        for layer in cp.layers:
-            handle = layer.register_forward_hook(lambda *_: self._advance())
-            stack.callback(handle.remove)
+        # Not a hook of layers, which would be a change of the model on this rank alone.
+        handle = register_module_forward_hook(
+            lambda module, *_: self._advance() if module in cp.layers else None
+        )
+        stack.callback(handle.remove)
 
     def put(self, value: torch.Tensor) -> None:
         """Take the prompt, and then a token."""

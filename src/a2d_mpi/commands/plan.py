@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -49,7 +48,6 @@ from a2d_mpi.results.hdf5 import check_output, read_file, write_file
 from a2d_mpi.results.origin import provenance
 from a2d_mpi.results.tables import Summary, flat
 from a2d_mpi.schedules.method import METHODS
-from a2d_mpi.schedules.slices import slices_of
 from a2d_mpi.schedules.writing import problem_of
 
 # Share of ranks that may be idle, and most ranks for that: the search takes long for more.
@@ -197,8 +195,6 @@ def _print(
     )
     head = ("method", "grid", "order", "total", *PARTS, "received", "by a node", "x bound")
     rows = [[*head, "memory", ""], *(_row(plan, ranks, plans[0]) for plan in shown)]
-    for row, plan in zip(rows[1:], shown):
-        row[-1] = "; ".join(filter(None, (row[-1], _untold(plan, machine, work))))
     print("\n" + aligned(rows, left=(0, 1, 2, len(rows[0]) - 1)))
     if len(shown) < len(plans):
         print(f"... {len(plans) - len(shown)} more plans: use --top 0")
@@ -221,14 +217,6 @@ def _row(plan: Candidate | Stack, ranks: int, best: Candidate | Stack) -> list[s
     known = known_as(plan.method, plan.layout)
     notes = plan.layout.distribution, sliced, known, idle, why_not(plan, best)
     return [*cells, "; ".join(filter(None, notes))]
-
-
-def _untold(plan: Candidate | Stack, machine: Machine, work: Workload) -> str:
-    """Say how many slices a plan without a head axis takes that is not told a number."""
-    layout = replace(plan.layout, slices=None, nodes=tuple(machine.node_of(plan.layout)))
-    one = layout.heads > 1 or METHODS[plan.method].ring or not work.overlap
-    slices = replace(layout, slices=slices_of(None, work, layout, one)).sliced
-    return f"{slices} slices if not told" * (slices not in ("1x1", plan.layout.sliced))
 
 
 def _bytes(n: int) -> str:

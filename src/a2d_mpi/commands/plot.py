@@ -20,45 +20,29 @@ from a2d_mpi.cli.workloads import add_list, add_plans
 
 
 def results(parser: Parser) -> Callable:
-    """Draw figures of a file of bench, or of the other commands below.
+    """Draw a figure of a file of bench, or of the other commands below.
 
         python -m a2d_mpi plot results data/results/scaling.h5 --output results/figures
-        python -m a2d_mpi plot results data/results/scaling.h5 --what scaling,bytes
 
-    scaling   per cent of ideal scaling by number of ranks, from the fastest plan on the fewest
-    phases    time of each plan, and its shares: compute, merge, wait (communication that nothing
-              hid)
-    bytes     what a rank receives by number of ranks: counted, by the formula, and the lower bound
-    model     predicted against measured time, of all runs in the file
-
-    Figures of the files of other commands:
-
+    phases       time of each plan, and its shares: compute, merge, wait (communication that
+                 nothing hid); from a file of bench
     kernels      speed of kernels and of PyTorch's (bench kernels)
     crossover    gain over the ring by computing over transfers (folder of run.py study crossover)
 
-    Each figure is written as PNG and as SVG, at most 16 cm wide.  The fastest plan of a method at
-    each number of ranks stands for the method (in bytes, the plan that receives least).  A marker
-    is full if ranks share the heads.  If the file has no data for a figure, the figure is left out
-    and a line on stderr says so.
+    The figure is written as PNG and as SVG, at most 16 cm wide.  A marker is full if ranks share
+    the heads.
     """
-    from a2d_mpi.figures.plots import FIGURES, OTHERS, plot
+    from a2d_mpi.figures.plots import FIGURES, plot
 
-    text = "file of a driver, or a folder"
-    parser.add_argument("results", type=path, help=text)
+    parser.add_argument("results", type=path, help="file of a driver, or a folder")
     add = parser.add_argument_group("figures").add_argument
     add("--output", dest="folder", type=path, metavar="DIR", default="results/figures",
         help="folder for the figures")  # fmt: skip
-    text = f"figures with commas between them; of other files: {', '.join(OTHERS)}"
-    kind = listed(one_of([*FIGURES, *OTHERS]))
-    add("--what", type=kind, metavar="FIGURE,...", default=",".join(FIGURES), help=text)
-    add(
-        "--format",
-        type=listed(one_of(("png", "svg"))),
-        metavar="FORMAT,...",
-        default="png,svg",
-        help="png, svg or both",
-    )
-    text = "name of a workload in the file; default: the one with the most numbers of ranks"
+    add("--what", choices=FIGURES, default="phases", help="the figure, see above")
+    text = "png, svg or both"
+    kind = listed(one_of(("png", "svg")))
+    add("--format", type=kind, metavar="FORMAT,...", default="png,svg", help=text)
+    text = "name of a workload in the file; default: the one with the most runs"
     add("--workload", metavar="NAME", help=text)
     text = "number of ranks in phases; default: the largest number"
     add("--ranks", type=whole(1), metavar="N", help=text)

@@ -22,8 +22,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from a2d_mpi.cli.models import NAMES, model_name
+from a2d_mpi.cli.models import NAMES, model_name, run_torch
 from a2d_mpi.cli.options import (
+    BadOption,
     Parser,
     add_engine,
     add_options,
@@ -33,7 +34,7 @@ from a2d_mpi.cli.options import (
     tokens,
     whole,
 )
-from a2d_mpi.cli.run import add_grid, run_torch
+from a2d_mpi.cli.run import add_grid
 
 DTYPES = ("float32", "float64", "bfloat16")
 
@@ -45,13 +46,22 @@ def argument(name: str, text: str) -> tuple[str, object]:
     return name, {"True": True, "False": False, "None": None}.get(text, text)
 
 
+def escaped(text: str) -> bytes:
+    r"""Parse an option that is text with Python's escapes, such as \n; return bytes."""
+    try:
+        return text.encode().decode("unicode_escape").encode("latin-1")
+    except UnicodeError:
+        raise BadOption(f"must be text with Python's escapes, got {text[:40]!r}") from None
+
+
 def build(parser: Parser) -> Callable:
     """Add the options of this command, and return its body."""
     text = f"{', '.join(NAMES)}, or a folder of transformers"
     parser.add_argument("model", metavar="MODEL", type=model_name, help=text)
     parser.add_argument("text", metavar="TEXT", type=path, nargs="+", help="text files")
     group = parser.add_argument_group("texts")
-    add_options(group, "separator", default=r"\n\n\n")
+    text = "text between two documents; empty: the whole text is one document"
+    group.add_argument("--separator", type=escaped, metavar="TEXT", default=r"\n\n\n", help=text)
     text = "share of the documents to hold out, and to evaluate at the end"
     group.add_argument("--validate", type=real(0, 1), metavar="X", default=0.0, help=text)
 

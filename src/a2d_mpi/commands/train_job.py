@@ -21,6 +21,7 @@ from mpi4py import MPI
 from torch.utils.data import SequentialSampler, default_collate
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import get_last_checkpoint
 
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.checks.check import Check, attributes_of
@@ -36,7 +37,7 @@ from a2d_mpi.core.config import PHASES
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.results.hdf5 import check_output, write_file
 from a2d_mpi.results.tables import TRAINING_SCHEMA as SCHEMA
-from a2d_mpi.torch import ContextParallel, latest_checkpoint
+from a2d_mpi.torch import ContextParallel
 from a2d_mpi.torch.trainers import STATE, hide_launcher
 
 CURVES = "loss", "learning_rate", "grad_norm"  # by step
@@ -159,7 +160,9 @@ class Job:
         """Return the checkpoint from which to go on; None at the beginning."""
         args = self.args
         check_output(args.output, SCHEMA)
-        if args.folder is None or (path := latest_checkpoint(args.folder)) is None:
+        if args.folder is None or not Path(args.folder).is_dir():
+            return None
+        if (path := get_last_checkpoint(args.folder)) is None:
             return None
         if not (args.resume or self._begun):
             raise ValueError(f"{args.folder} has checkpoints; --resume continues from the latest")

@@ -8,20 +8,17 @@ try:
 except ImportError as error:
     raise ImportError("PyTorch is not installed: pip install a2d_mpi[torch]") from error
 
-from a2d_mpi.torch.attention import attend, keep_attention, shard, shift_labels, unshard
+from a2d_mpi.torch.attention import attend, keep_attention, shard, unshard
 from a2d_mpi.torch.context import ContextParallel
 from a2d_mpi.torch.distributed import init_process_group
 from a2d_mpi.torch.gradients import sum_gradients
-from a2d_mpi.torch.trainers import latest_checkpoint
 
 __all__ = [
     "ContextParallel",
     "attend",
     "init_process_group",
     "keep_attention",
-    "latest_checkpoint",
     "shard",
-    "shift_labels",
     "sum_gradients",
     "unshard",
 ]

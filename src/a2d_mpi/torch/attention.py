@@ -10,7 +10,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -283,43 +282,3 @@ def _rows(x: Any) -> Any:
         return array_of(x)
     except Exception:  # of any kind: the plan raises an error on all ranks
         return x
-
-
-def shift_labels(plan: AttentionPlan, labels: torch.Tensor) -> torch.Tensor:
-    """Shift labels for next-token prediction: each token gets the label of the next token.
-
-    The next token may be on another rank.  The last token of the sequence gets -100, which
-    cross_entropy ignores.  The last token of each packed document gets -100, too, because the next
-    token does not see it.  Collective.
-
-    Parameters
-    ----------
-    plan : AttentionPlan
-        A plan of self-attention.
-    labels : (n,) int64 tensor
-        Shard of this rank.
-
-    Returns
-    -------
-    (n,) int64 tensor
-        Shard of this rank.
-
-    Raises
-    ------
-    ValueError
-        On all ranks, if `labels` has the wrong number of rows on any rank, or a dtype that cannot
-        hold -100.
-    """
-    gathered = unshard(plan, labels)
-    if not labels.dtype.is_signed:  # on all ranks, or they would have disagreed
-        raise ValueError(f"labels must be able to hold {IGNORED}, got {labels.dtype}")
-    if gathered is not None:
-        gathered = gathered.roll(-1, 0)
-        gathered[-1] = IGNORED
-    shifted = shard(plan, gathered)
-    following = np.minimum(plan.tokens + 1, plan.seqlen - 1)
-    seen = np.zeros(len(following), bool)
-    for begin, end in plan.mask.visible(following):
-        seen |= (begin <= plan.tokens) & (plan.tokens < end)
-    shifted[torch.from_numpy(~seen).to(shifted.device)] = IGNORED
-    return shifted

@@ -1,68 +1,39 @@
-"""Batches of sequences of different lengths, padded to one length."""
+"""Batches of sequences that are padded to one length, as arrays which ranks compare."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from mpi4py import MPI
 
-from a2d_mpi.comm.agreement import Call, agree
-
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from a2d_mpi.torch.cache import SpreadCache
 
 
-def agreed(
-    comm: MPI.Intracomm,
-    given: dict[str, Any],
-    root: int | None,
-    arrange: Callable[..., T],
-) -> T:
-    """Arrange integer tensors that are the same on all ranks.  Collective.
-
-    Parameters
-    ----------
-    comm : Intracomm
-    given : dict of str to (n,) or (B, n) integers or None
-        Tensors or arrays by name.
-    root : int, optional
-        The rank that passes them.  Default: all ranks pass the same.
-    arrange : callable
-        It takes int64 arrays, (B, n), or None.  It raises ValueError if they are wrong.
-
-    Returns
-    -------
-    object
-        The result of `arrange`.
-
-    Raises
-    ------
-    ValueError
-        On all ranks, if a tensor has no integers, `arrange` raises it, or ranks pass others.
-    """
-    problem = None if root in (None, *range(comm.size)) else f"root must be a rank, got {root}"
-    agree(comm, problem, {"root": root})
-    call, whole, arranged = Call(comm), [None] * len(given), None
-    with call.checks():
-        whole = [None if x is None else integers(x) for x in given.values()]
-    if root is not None:
-        call.problem, whole = comm.bcast((call.problem, whole), root)
-    with call.checks():
-        arranged = arrange(*whole)
-    call.agree({name: digest(x) for name, x in zip(given, whole)})
-    return arranged
+def integers(name: str, x: Any) -> np.ndarray | None:
+    """Return integers, (n,) or (B, n), as an int64 array, (B, n); None stays None."""
+    if x is None:
+        return None
+    x = x.numpy(force=True) if isinstance(x, torch.Tensor) else np.asarray(x)
+    if x.dtype.kind not in "biu" or x.ndim not in (1, 2):
+        raise ValueError(f"{name} must be integers, (B, N), got shape {x.shape} of {x.dtype}")
+    return np.atleast_2d(np.ascontiguousarray(x, np.int64))
 
 
-def check_tokens(ids: np.ndarray | None, vocabulary: int) -> None:
-    """Raise ValueError unless `ids` are tokens, (B, n)."""
-    if ids is None or not ids.size:
-        got = "none" if ids is None else f"shape {ids.shape}"
-        raise ValueError(f"input_ids must be (B, N) tokens, at least one in each row, got {got}")
-    if len(wrong := ids[(ids < 0) | (ids >= vocabulary)]):
-        raise ValueError(f"tokens must be from 0 to {vocabulary - 1}, got {wrong[0]}")
+def digest(x: Any) -> str:
+    """Return a text by which ranks compare an argument."""
+    x = torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+    if not isinstance(x, torch.Tensor):
+        return repr(x)
+    flat = x.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+    return f"{tuple(x.shape)} {x.dtype} (digest {blake2b(flat, digest_size=4).hexdigest()})"
+
+
+def kind_of(x: Any) -> str:
+    """Return what an argument is, for a message."""
+    return f"shape {tuple(x.shape)}" if hasattr(x, "shape") else type(x).__name__
 
 
 def check_padding(mask: np.ndarray, shape: tuple[int, ...]) -> None:
@@ -78,20 +49,33 @@ def check_padding(mask: np.ndarray, shape: tuple[int, ...]) -> None:
         raise ValueError(f"row {empty[0]} of attention_mask has no token")
 
 
-def left_padded(ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def check_continues(cache: SpreadCache, ids: np.ndarray, mask: np.ndarray) -> None:
+    """Raise ValueError unless prompts continue the tokens of a cache, and end with a token."""
+    check_padding(mask, ids.shape)
+    old = cache.length
+    if not mask[:, -1].all():
+        raise ValueError("tokens of padding end the prompt: give attention_mask")
+    if not old:
+        return
+    if len(ids) != len(cache.ids) or ids.shape[1] <= old:
+        raise ValueError(
+            f"the cache has {len(cache.ids)} rows of {old} tokens, and the prompt {len(ids)} of "
+            f"{ids.shape[1]}: it must begin with those tokens, and have more"
+        )
+    for row, place in np.argwhere(ids[:, :old] != cache.ids):
+        raise ValueError(
+            f"the prompt has token {ids[row, place]} at {place} of row {row}, but the cache has "
+            f"{cache.ids[row, place]}"
+        )
+    if (mask[:, :old].sum(1) != cache.lengths).any():
+        raise ValueError("attention_mask must be that of the cache, and 1 for new tokens")
+
+
+def left_padded(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Move padding behind the tokens of a row, (B, n), to the front."""
-    behind = mask[:, ::-1].argmax(1)
-    return tuple(np.stack([np.roll(x, n) for x, n in zip(y, behind)]) for y in (ids, mask))
+    return np.stack([np.roll(y, n) for y, n in zip(x, mask[:, ::-1].argmax(1))])
 
 
-def integers(x: Any) -> np.ndarray:
-    """Return an integer tensor or array, (n,) or (B, n), as an int64 array, (B, n)."""
-    x = x.numpy(force=True) if isinstance(x, torch.Tensor) else np.asarray(x)
-    if x.dtype.kind not in "biu" or x.ndim not in (1, 2):
-        raise ValueError(f"need integers, (n,) or (B, n), got shape {x.shape} of {x.dtype}")
-    return np.atleast_2d(np.ascontiguousarray(x, np.int64))
-
-
-def digest(x: np.ndarray | None) -> str:
-    """Return a text by which ranks compare arrays."""
-    return "none" if x is None else f"{x.size} numbers ({blake2b(x, digest_size=4).hexdigest()})"
+def positions_of(mask: np.ndarray) -> np.ndarray:
+    """Return the position of each token of rows with padding before them, as transformers does."""
+    return (mask.cumsum(1) - 1).clip(0)

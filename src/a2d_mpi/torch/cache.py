@@ -292,6 +292,11 @@ class SpreadCache(Cache):
             if not planned:
                 kept.see(self.lengths, counts, n)
 
+    def check_used(self, columns: int) -> None:
+        """Raise ValueError on all ranks if a call of the model did not store so many tokens."""
+        if self.layers[0].length != columns:
+            raise CollectiveError("the model did not use the cache: call model.eval()")
+
     def _owners_of_step(self, n: int) -> np.ndarray:
         """Return the ranks that keep the next n tokens: in turn, or those with the most room."""
         if self.room is None:

@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_map
 from a2d_mpi.comm.agreement import Call
 from a2d_mpi.core.sizes import check_range
 from a2d_mpi.torch.attention import IGNORED
-from a2d_mpi.torch.batches import check_padding, digest
+from a2d_mpi.torch.batches import check_padding, digest, integers, kind_of
 from a2d_mpi.torch.entry import Running, give_back
+from a2d_mpi.torch.layers import replaced
 from a2d_mpi.torch.recurrent import seq_idx_of
 from a2d_mpi.torch.whole import Rows, cut, join, total
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 TOKENS = "input_ids", "inputs_embeds"
 INTEGERS = "attention_mask", "position_ids", "labels", "shift_labels", "cu_seq_lens_q"
 ITEMS = "num_items_in_batch"
+CHANGES = "changes of modules"  # on which ranks agree before they try a model again
 DOCUMENTS = "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 CACHES = "cache", "past_key_values"
 PLAIN = bool, int, float, str, type(None)
@@ -258,7 +260,7 @@ class _Call:
         if given.get("fused_lm_head"):
             self.own |= {"shift_labels": self.own.get("labels"), ITEMS: self._count}
         self._stack.enter_context(cp._within(self.rows.plans.number))
-        self._stack.enter_context(_own_loss(cp, module))
+        self._stack.enter_context(replaced(module, "_loss_function", cp._loss_later))
         self._stack.enter_context(_own_numbers(cp, module))
         self._stack.enter_context(_whole_aux(cp, self.rows, given.get("attention_mask")))
 
@@ -296,17 +298,17 @@ def _begin(
     with call.checks():
         _check(cp, module, given, kept)
         shape = next(given[x] for x in TOKENS if given.get(x) is not None).shape[:2]
-        said = {name: _digest(x) for name, x in given.items() if x is not None}
-        known = {name: _integers(name, given.get(name)) for name in INTEGERS}
+        said = {name: digest(x) for name, x in given.items() if x is not None}
+        known = {name: integers(name, given.get(name)) for name in INTEGERS}
         follows = _follows(module, given)
         batch = arranged(known, tuple(shape), follows, 2 * comm.size, cp._causal)
         cp._check_tokens(given.get("input_ids"), batch)
     said |= {"the model": type(module).__name__, "training": module.training}
-    said |= {"changes of modules": cp._print.changed()}
+    said |= {CHANGES: (changed := cp._print.changed())}
     said |= {"torch.is_grad_enabled()": torch.is_grad_enabled()}
     with cp.grid.failures.translated():
         call.agree(said)
-        cp._prepare(batch.most, module.training)
+        cp._prepare(batch.most, changed, module.training)
         plans = cp._plans_of(len(batch.places), batch.ends)
     rows = Rows(cp, batch.shape, [batch.places[x] for x in plans.tokens], plans)
     cp.rows = rows.places[rows.real]
@@ -322,7 +324,7 @@ def _check(cp: ContextParallel, module: torch.nn.Module, given: dict[str, Any], 
         raise ValueError(f"give one of {' and '.join(TOKENS)}, got {len(tokens)}")
     x, dims = given[tokens[0]], 2 + (tokens[0] == "inputs_embeds")
     if not isinstance(x, torch.Tensor) or x.dim() != dims or not x.numel():
-        raise ValueError(f"{tokens[0]} must be tokens of a batch, (B, N, ...), got {_kind(x)}")
+        raise ValueError(f"{tokens[0]} must be tokens of a batch, (B, N, ...), got {kind_of(x)}")
     for name in CACHES:
         if given.get(name) is not None:
             raise ValueError(f"{name} is a cache of one process: call model.generate")
@@ -335,39 +337,17 @@ def _check(cp: ContextParallel, module: torch.nn.Module, given: dict[str, Any], 
         if not (has_rows or isinstance(y, PLAIN) or name in (*DOCUMENTS, *INTEGERS, ITEMS)):
             raise ValueError(
                 f"ranks cannot share the argument {name}: it must have a row for each of "
-                f"{x.shape[0]} x {x.shape[1]} tokens, got {_kind(y)}"
+                f"{x.shape[0]} x {x.shape[1]} tokens, got {kind_of(y)}"
             )
     if (types := given.get("token_type_ids")) is not None:
         most = getattr(module.config, "type_vocab_size", sys.maxsize) - 1
         check_range(most, token_type_ids=types.numpy(force=True))
 
 
-def _kind(x: Any) -> str:
-    """Return what an argument is, for a message."""
-    return f"shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-
-
 def _follows(module: torch.nn.Module, given: dict[str, Any]) -> bool:
     """Return whether a token predicts the label of the next one, in the loss of a model."""
     has_labels = given.get("labels") is not None
     return has_labels and "shift_labels" in inspect.signature(module.loss_function).parameters
-
-
-def _integers(name: str, x: Any) -> np.ndarray | None:
-    """Return an argument as an int64 array, (B, N)."""
-    if x is None:
-        return None
-    if not isinstance(x, torch.Tensor) or x.is_floating_point() or x.dim() not in (1, 2):
-        raise ValueError(f"{name} must be integers, (B, N), got {_kind(x)}")
-    return np.atleast_2d(x.numpy(force=True).astype(np.int64))
-
-
-def _digest(x: Any) -> str:
-    """Return a text by which ranks compare an argument."""
-    if not isinstance(x, torch.Tensor):
-        return repr(x)
-    flat = x.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
-    return f"{tuple(x.shape)} {x.dtype}, {digest(flat)}"
 
 
 def _own_part(
@@ -385,19 +365,6 @@ def _own_part(
         own["attention_mask"] = torch.ones_like(own["position_ids"])
     own |= {"use_cache": False} if "use_cache" in names else {}
     return own | seq_idx_of(rows.plans)
-
-
-@contextmanager
-def _own_loss(cp: ContextParallel, module: torch.nn.Module) -> Iterator[None]:
-    """Let a model keep the arguments of its loss function, whose result is then added."""
-    before = vars(module).get("_loss_function")
-    module._loss_function = cp._loss_later
-    try:
-        yield
-    finally:
-        del module._loss_function
-        if before is not None:
-            module._loss_function = before
 
 
 def later(running: Any) -> Callable:
@@ -453,7 +420,7 @@ def _whole_aux(cp: ContextParallel, rows: Rows, mask: torch.Tensor | None) -> It
     """Let the function of the balance loss of MoE layers see the routes of all tokens."""
     cp._counted = False
 
-    def replaced(original: Callable) -> Callable:
+    def replacing(original: Callable) -> Callable:
         @torch.compiler.disable
         @wraps(original)
         def function(*args: Any, **kwargs: Any) -> Any:
@@ -468,14 +435,11 @@ def _whole_aux(cp: ContextParallel, rows: Rows, mask: torch.Tensor | None) -> It
         return function
 
     files = {sys.modules.get(x) for x in (MIXTRAL, *cp._files)}
-    originals = {x: vars(x)[AUX] for x in files if x is not None and AUX in vars(x)}
-    for x, original in originals.items():
-        setattr(x, AUX, replaced(original))
-    try:
+    with ExitStack() as stack:
+        for x in files:
+            if x is not None and AUX in vars(x):
+                stack.enter_context(replaced(x, AUX, replacing(vars(x)[AUX])))
         yield
-    finally:
-        for x, original in originals.items():
-            setattr(x, AUX, original)
 
 
 def _joined(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial, wraps
+from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache, partial, wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.agreement import Call, agree
+from a2d_mpi.comm.agreement import Call, CollectiveError, agree
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import check_range
@@ -28,27 +28,35 @@ from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.sharding.choice import predict_times
 from a2d_mpi.torch.attention import IGNORED
-from a2d_mpi.torch.calls import Arranged, enter, later, leave
-from a2d_mpi.torch.entry import MASKS, Plans, Running, functions, give_back, own_attention, owners
-from a2d_mpi.torch.gradients import Gradients
+from a2d_mpi.torch.calls import CHANGES, Arranged, enter, later, leave
+from a2d_mpi.torch.decoding import Step
+from a2d_mpi.torch.entry import (
+    MASKS,
+    Plans,
+    Running,
+    functions,
+    give_back,
+    own_attention,
+    owners,
+)
+from a2d_mpi.torch.gradients import add_gradients
 from a2d_mpi.torch.layers import (
     NUMBERS,
     Fingerprint,
     Kind,
-    Masks,
     NoRows,
     attention_of,
     has_loss_function,
     inputs_of,
     is_random,
-    known_mask,
     layers_of,
-    number_of,
     register,
+    replaced,
     run,
     same,
 )
-from a2d_mpi.torch.recurrent import cut_pieces, install, seq_idx_of
+from a2d_mpi.torch.masks import Masks, known_mask, number_of
+from a2d_mpi.torch.recurrent import FUNCTIONS, cut_pieces, install, seq_idx_of, trial
 from a2d_mpi.torch.trainers import hide_launcher
 from a2d_mpi.torch.whole import total
 
@@ -57,13 +65,11 @@ if TYPE_CHECKING:  # they load all of transformers
     from transformers.generation.utils import GenerateOutput
 
     from a2d_mpi.torch.cache import SpreadCache
-    from a2d_mpi.torch.decoding import Step
     from a2d_mpi.torch.generation import Generation
 
 PROBED = 16  # tokens of a rank in the probe
 TRIED = 1024  # tokens of a document in the first trial
 KEPT = 2, 8  # sizes of batches whose plans are kept, and sets of documents of each size
-GENERATES = "transformers>=5.0"  # for generation; the oldest in which all tried models are right
 ENDS: weakref.WeakKeyDictionary[torch.nn.Module, weakref.finalize] = weakref.WeakKeyDictionary()
 ENTRY = "a layer was called alone: call the model, and do not change its attention implementation"
 
@@ -159,12 +165,12 @@ class ContextParallel:
             model = model.get_base_model()
         self.grid, self.model, self.seqlen, self.method = grid, model, seqlen, method
         self.replicas, self.average, self._options = replicas or grid.comm, average, options
-        self.numbering, self._probing, self._freed = NUMBERS, probe, False
+        self._probing, self._freed, self._refused = probe, False, 0
         self._generation: Generation | None = None
+        self._generates = False
         if average and not torch.distributed.is_initialized():
             hide_launcher()  # for accelerate each rank is one process
         self._sets: dict[int, Plans] = {}
-        self._sizes: OrderedDict[tuple, tuple[dict, OrderedDict]] = OrderedDict()
         self._entries, self._task, self._draws = set(), -1, False
         self._running, self._counted, self.rows = Running(), False, None
         self._loss_later, self._losses = later(self._running), set()
@@ -176,9 +182,8 @@ class ContextParallel:
             _undo(model, own_attention, {})  # of a copy
         owners[owner] = self
         register(self._name, *functions(owner, f"_{self._name}", self._running))
-        self._find_out(longest or seqlen or self._first())
+        self._find_out(longest or seqlen or min(TRIED, self._limit or TRIED))
         self._factor = self.replicas.size / self.replicas.allreduce(int(grid.comm.rank == 0))
-        self._gradients = Gradients(model, self.replicas, grid.failures)
         self._others = [] if self.replicas is grid.comm else [self.replicas]
         grid.failures.others.extend(self._others)
         self._attach(owner)
@@ -186,17 +191,20 @@ class ContextParallel:
         self._end = weakref.finalize(self, _undo, model, [self._name], self._sets)
         self._end.atexit, ENDS[model] = False, self._end
 
-    def _first(self) -> int:
-        """Return the tokens of the first trial."""
+    @property
+    def _limit(self) -> int | None:
+        """The positions that the model has, if it says so."""
         config = getattr(self.model, "config", None)
-        limit = getattr(config and config.get_text_config(), "max_position_embeddings", None)
-        return min(TRIED, limit or TRIED)
+        return getattr(config and config.get_text_config(), "max_position_embeddings", None)
 
     def _find_out(self, longest: int) -> None:
         """Find out what layers compute, if a document has up to `longest` tokens.  Collective."""
         model, call, core, has_loss = self.model, Call(self.grid.comm), self.model, False
         found: dict[torch.nn.Module, Kind] = {}
-        with call.checks(text=lambda x: f"{type(model).__name__}: {x}"), self._rest():
+        with (
+            call.checks(text=lambda x: f"{type(model).__name__}, {longest} tokens: {x}"),
+            self._rest(),
+        ):
             self._recurrent, _ = install(model)
             try:
                 found = layers_of(model, longest)
@@ -215,12 +223,7 @@ class ContextParallel:
             )
         for x in model.modules():
             vars(x).pop(f"_{self._name}", None)
-        self.layers, self.longest, self._core, self._losses = (
-            found,
-            longest,
-            core,
-            {core} if has_loss else set(),
-        )
+        self.layers, self._core, self._losses = found, core, {core} if has_loss else set()
         sees = (x.mask.visible(np.zeros(1, int)) for x in kinds)  # the first token
         self._causal = all(int(end[0]) == 1 for ((_, end), *_) in sees)
         self._masks, kinds = Masks(longest, [x.mask for x in kinds]), [*dict.fromkeys(kinds)]
@@ -229,27 +232,47 @@ class ContextParallel:
             setattr(module, f"_{self._name}", kinds.index(kind))
         self._paths = {x: name for name, x in model.named_modules()}
         self._files = {type(x).__module__ for x in model.modules()}
-        self._sizes.clear()
-        self.plans: Planned = Planned()
-        self._trains, self._generation = False, None
+        # Of a proxy: the plans that are kept would keep this object.
+        self._sets_of = lru_cache(KEPT[0])(partial(_sets_of, weakref.proxy(self)))
+        self.plans, self._trains = Planned(), False
+        self.longest = 0  # if the probe fails, the next call tries again
         if self._probing:
             with self.grid.failures.translated():
-                self._probe()
-        self._print = Fingerprint(model)
+                self._probe(longest, PROBED)
+                if self._recurrent:  # pieces of one token: states have not decayed yet
+                    self._probe(longest, 2)
+        self.longest, self._print = longest, Fingerprint(model)
 
-    def _prepare(self, most: int, training: bool) -> None:
-        """Repeat trials, if the model has changed or a call has longer documents.  Collective."""
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+    def _prepare(self, most: int, changed: bool, training: bool = False) -> None:
+        """Repeat trials, if the model has changed or documents are longer.  Collective.
+
+        `changed` is what all ranks have agreed on.
+        """
+        if changed:
+            self._generation = None
+            self._find_out(max(most, self.longest))
         if most > self.longest:
-            self._find_out(max(most, min(2 * self.longest, limit or most)))
-        elif self._print.changed():
-            self._find_out(self.longest)
+            self._find_out_more(most)
         if training and not self._trains:
             call = Call(self.grid.comm)
             with call.checks(text=lambda x: f"{type(self.model).__name__}: {x}"), self._rest():
                 self._draws = is_random(self._core, self.longest)
             call.agree({"dropout": self._draws})
             self._trains, self._print = True, Fingerprint(self.model)
+
+    def _find_out_more(self, most: int) -> None:
+        """Repeat the trials for `most` tokens or more, which are more than before.  Collective."""
+        # Many at once, so that steps of generation seldom come here.  A trial may refuse so many.
+        more = min(2 * self.longest, self._limit or most)
+        if self._refused:
+            more = (most + self._refused) // 2
+        for longest in sorted({most, max(most, more)}, reverse=True):
+            try:
+                return self._find_out(longest)
+            except CollectiveError:
+                self._refused = longest
+                if longest == most:
+                    raise
 
     def _check_tokens(self, ids: torch.Tensor | None, batch: Arranged) -> None:
         """Raise ValueError if tokens or labels do not exist, or are too many."""
@@ -268,51 +291,34 @@ class ContextParallel:
         """Make or find the plans of documents.  Collective."""
         kind = self.model.device.type
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        bases, sets = self._sizes.setdefault((seqlen, cast), ({}, OrderedDict()))
-        self._sizes.move_to_end((seqlen, cast))
-        if ends not in sets:
-            options = {"dtype": str(cast).removeprefix("torch.")} if cast else {}
-            bounds = None if ends is None else np.array(ends)
-            made = self._make(self.layers, seqlen, bounds, bases, **options | self._options)
-            sets[ends] = plans = Planned(made)
-            plans.number, one = next(NUMBERS), next(iter(made.values())).distribution
-            plans.tokens = [one.tokens(x) for x in range(self.grid.comm.size)]
-            # A backward pass that is still to come keeps the plans of its call.
-            self._sets[plans.number] = made
-            weakref.finalize(plans, self._sets.pop, plans.number, None).atexit = False
-        sets.move_to_end(ends)
-        for kept, most in ((self._sizes, KEPT[0]), (sets, KEPT[1])):
-            if len(kept) > most:
-                kept.popitem(last=False)
-        self.plans = sets[ends]
+        self.plans = self._sets_of(seqlen, cast)(ends)
         return self.plans
+
+    def _numbered(self, made: Plans) -> Planned:
+        """Give plans a number, by which layers find them as long as somebody keeps the result.
+
+        A backward pass that is still to come keeps the plans of its call.
+        """
+        plans = Planned(made)
+        plans.number, one = next(NUMBERS), next(iter(made.values())).distribution
+        plans.tokens = [one.tokens(x) for x in range(self.grid.comm.size)]
+        self._sets[plans.number] = made
+        weakref.finalize(plans, self._sets.pop, plans.number, None).atexit = False
+        return plans
 
     @contextmanager
     def _within(self, number: int) -> Iterator[None]:
         """Let calls of the model in this context have the plans of a number."""
         running, outer = self._running, self._running.get()
-        plans, layers = self._sets[number], self._known(number).layers
-        dtypes = [getattr(plans[layers[x]], "dtype", None) for x in self._firsts]
-        running.dtypes = [x and getattr(torch, x.name) for x in dtypes]  # a step has none
         running.set(torch.tensor(number))
         try:
             yield
         finally:
             running.set(outer)
 
-    @contextmanager
-    def _rest(self) -> Iterator[None]:
+    def _rest(self) -> AbstractContextManager:
         """Let the model be called without plans in this context."""
-        self._running.resting = True
-        try:
-            yield
-        finally:
-            self._running.resting = False
-
-    def _known(self, number: int | None) -> ContextParallel | Generation:
-        """Return what has the kinds of layers and the masks of the plans of a number."""
-        other = self._generation
-        return other if other is not None and number in other.numbers else self
+        return replaced(self._running, "resting", True)
 
     def _mask(self, mask_function: Callable, attention_mask: torch.Tensor | None) -> int:
         """Return the number of the mask that a function shows."""
@@ -321,25 +327,22 @@ class ContextParallel:
         is_step = self._generation is not None and number == self._generation.step
         if is_step and attention_mask is not None:  # with padding before the tokens of a row
             mask_function = _after(mask_function, int(attention_mask[0].int().argmax()))
-        return self._known(number)._masks.number_of(mask_function)
+        return self._masks.number_of(mask_function)
 
     def _plan_for(
         self,
         module: torch.nn.Module | None,
         within: torch.Tensor | None,
         mask: torch.Tensor | None,
-        rows: int,
-        scaling: float,
-        softcap: float | None,
-        window: int | None,
-        causal: bool | None,
-        problem: str,
+        asked: tuple,
     ) -> AttentionPlan | Step:
         """Return the plan of a layer, or raise ValueError on all ranks.
 
         `within` is the number of the plans of the call that it is in.  A layer that is computed
-        again, in the backward pass, has its mask only.
+        again, in the backward pass, has its mask only.  `asked` is what it asks for besides, and
+        why no plan can compute it, if so.
         """
+        rows, scaling, softcap, window, causal, problem = asked
         running = None if within is None else int(within)
         tagged = None if mask is None else number_of(mask)
         number, shown = (running, None) if tagged is None else divmod(tagged, MASKS)
@@ -352,25 +355,22 @@ class ContextParallel:
             ENTRY: number not in self._sets,
         }
         self._refuse(problems, running)
-        known, where = self._known(number), self._paths[module]
-        kind, found = known.layers[module], known._masks.found
+        kind, where = self.layers[module], self._paths[module]
         plan = self._sets[number][kind]
         try:
-            asked = known_mask(where, shown, window, causal, found, known.longest)
+            seen = known_mask(where, shown, window, causal, self._masks.found, self.longest)
         except ValueError as error:
             plan.refuse(str(error))
         # Each step of generation comes here in each layer: no message is written for nothing.
-        if asked != kind.mask:
-            plan.refuse(f"{where} asks for {asked} in this call, but its plan has {kind.mask}")
-        if rows != 1 and not hasattr(plan, "attend"):
+        if seen != kind.mask:
+            plan.refuse(f"{where} asks for {seen} in this call, but its plan has {kind.mask}")
+        if rows != 1 and not isinstance(plan, Step):
             plan.refuse(f"the batch must be one sequence, got {rows}")
         if problem:
             plan.refuse(problem)
-        theirs = plan.softmax_scale
-        if not math.isclose(scaling, theirs):
-            plan.refuse(f"the model scales logits by {scaling}, but the plan by {theirs}")
-        cap = plan.logit_softcap
-        if softcap != cap:
+        if not math.isclose(scaling, scale := kind.softmax_scale):
+            plan.refuse(f"the model scales logits by {scaling}, but the plan by {scale}")
+        if softcap != (cap := kind.logit_softcap):
             plan.refuse(f"the model has the soft-cap {softcap}, but the plan has {cap}")
         return plan
 
@@ -387,17 +387,16 @@ class ContextParallel:
 
     def _make(
         self,
-        layers: dict[torch.nn.Module, Kind],
         seqlen: int,
         cu_seqlens: np.ndarray | None,
         bases: dict[tuple[str | None, Kind], AttentionPlan],
         **options: Any,
-    ) -> Plans:
+    ) -> Planned:
         """Make a plan for each kind of layer, all on one distribution.  Collective.
 
         `bases` has the first plan of each distribution and kind; later ones share its buffers.
         """
-        kinds, plans = Counter(layers.values()), {}
+        kinds, plans = Counter(self.layers.values()), {}
         masks = {x: _inside(x.mask, seqlen, cu_seqlens) for x in kinds}
         name = self._chosen(kinds, masks, seqlen)
         for kind, mask in masks.items():
@@ -416,7 +415,7 @@ class ContextParallel:
             raise ValueError("the layers need plans of one distribution; name another one")
         if self._recurrent:
             cut_pieces(plans, cu_seqlens)
-        return plans
+        return self._numbered(plans)
 
     def _chosen(self, kinds: Counter, masks: dict[Kind, Mask], seqlen: int) -> str | None:
         """Return the distribution with the least predicted time of all layers, or None.
@@ -435,45 +434,39 @@ class ContextParallel:
                 total[name] += layers * kind.nheads * kind.headdim * times.get(name, 0)
         return min(total, key=total.get)
 
-    def _probe(self) -> None:
-        """Compare all layers with the model's own attention for a few tokens.  Collective."""
-        n = min(self.longest, PROBED * self.grid.comm.size)
-        positions = torch.from_numpy(np.linspace(0, self.longest - 1, n).round().astype(np.int64))
-        number = next(NUMBERS)
+    def _probe(self, longest: int, each: int) -> None:
+        """Compare all layers with the model's own for a few tokens of each rank.  Collective."""
+        n = min(longest, each * self.grid.comm.size)
+        positions = torch.from_numpy(np.linspace(0, longest - 1, n).round().astype(np.int64))
         exact = {x: y for x, y in self._options.items() if x not in ("dtype", "wire")}
-        plans = self._sets[number] = self._make(self.layers, n, None, {}, **exact)
-        tokens = next(iter(plans.values())).tokens
+        plans = self._make(n, None, {}, **exact)
+        tokens = plans.tokens[self.grid.comm.rank]
         whole, expected, problems = inputs_of(self._core, positions[None]), [], []
         call = Call(self.grid.comm)
         with call.checks(), self._rest(), attention_of(self._core, "eager"):
-            run(self._core, whole, lambda *x: expected.append(x), every=False)
+            note = lambda *x: expected.append(x)  # noqa: E731
+            with trial(note):
+                run(self._core, whole, note, every=False)
         call.agree()
         rest = iter(expected)
 
         def compare(name: str, x: torch.Tensor) -> torch.Tensor:
             other, y = next(rest, (None, x))
-            if name != other or not same(x, y[tokens]):
+            if name != other or not same(x, y[tokens], every=name in FUNCTIONS):
                 problems.append(f"{name} is not the same over ranks as on one")
             return y[tokens] if name == other else x
 
         own = {name: x[:, tokens] for name, x in whole.items()} | seq_idx_of(plans)
-        with attention_of(self._core, self._name), self._within(number):
+        with attention_of(self._core, self._name), self._within(plans.number), trial(compare):
             run(self._core, own, compare, every=False)
         agree(self.grid.comm, next(iter(problems), None))
         for plan in plans.values():
             plan.free()
-        del self._sets[number]
 
     @property
     def _generator(self) -> Generation:
         """The part for generation, made at the first call; making it is collective."""
         if self._generation is None:
-            from transformers.utils.versions import require_version
-
-            call = Call(self.grid.comm)
-            with call.checks():
-                require_version(GENERATES)
-            call.agree()
             from a2d_mpi.torch.generation import Generation
 
             self._generation = Generation(self)
@@ -607,7 +600,8 @@ class ContextParallel:
                 "backward reached no parameter: torch.autograd.grad would give gradients of this "
                 "rank's tokens, so call backward(), or freeze the model for gradients of inputs"
             )
-        self._gradients.add(self.replicas.size, problem)
+        comm, failures = self.replicas, self.grid.failures
+        add_gradients(self.model, comm, failures, comm.size, problem)
 
     def _attach(self, owner: int) -> None:
         """Let the model and the models in it compute over ranks."""
@@ -630,22 +624,30 @@ class ContextParallel:
     @contextmanager
     def _generating(self) -> Iterator[None]:
         """Let ``model.generate`` be transformers' own; first try a model that has changed."""
-        if any(self.grid.comm.allgather(self._print.changed())):
-            self._find_out(self.longest)
-        own = vars(self.model).pop("generate", None)
-        try:
+        agree(self.grid.comm, None, {CHANGES: (changed := self._print.changed())})
+        self._prepare(0, changed)
+        with replaced(self, "_generates", True):
             yield
-        finally:
-            if own is not None:
-                self.model.generate = own
 
     def free(self) -> None:
         """Give the model its own attention back, and release all buffers.  Collective."""
         while self._others:
             self.grid.failures.others.remove(self._others.pop())
         self._freed = True
-        self._gradients.free()
         self._end()
+
+
+def _sets_of(cp: ContextParallel, seqlen: int, cast: torch.dtype | None) -> Callable:
+    """Return what makes the plans of documents with so many tokens, given their ends."""
+    options = {"dtype": str(cast).removeprefix("torch.")} if cast else {}
+    bases: dict[tuple[str | None, Kind], AttentionPlan] = {}
+
+    @lru_cache(KEPT[1])
+    def made(ends: tuple[int, ...] | None) -> Planned:
+        bounds = None if ends is None else np.array(ends)
+        return cp._make(seqlen, bounds, bases, **options | cp._options)
+
+    return made
 
 
 def _after(mask_function: Callable, padding: int) -> Callable:
@@ -664,12 +666,10 @@ def _generate(owner: Callable[[], ContextParallel | None], original: Callable) -
     """Return ``model.generate`` over the ranks of a `ContextParallel`."""
 
     @wraps(original)
-    def generate(model: Any, inputs: Any = None, *args: Any, **options: Any) -> Any:
+    def generate(model: Any, inputs: Any = None, **options: Any) -> Any:
         cp = owner()
-        if cp is None or cp._freed or model is not cp.model or cp._running.resting:
-            return original(model, inputs, *args, **options)
-        names = [*inspect.signature(original).parameters][2:]
-        options = dict(zip(names, args)) | options
+        if cp is None or cp._freed or model is not cp.model or cp._generates:
+            return original(model, inputs, **options)
         inputs = options.pop("input_ids", None) if inputs is None else inputs
         found = cp.generate(inputs, options.pop("attention_mask", None), **options)
         # Rank 0 has sampled, so only its random numbers have gone on.

@@ -9,17 +9,16 @@ do not depend on the length of the context.
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
-from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.sizes import next_ranks
+from a2d_mpi.torch.exchange import exchange
 
 if TYPE_CHECKING:
     from a2d_mpi.torch.cache import SpreadCache
@@ -129,24 +128,12 @@ class Steps:
 
     def _exchange(self, name: str, sent: list, received: list) -> None:
         """Send an array to each rank, and receive one from each; empty ones are not sent."""
-        rank, size, messages, self._watch.doing = self.comm.rank, self.comm.size, [], "decoding"
-        if len(received[rank]):
-            received[rank][...] = sent[rank]
-
-        def settle() -> None:
-            for x in messages:
-                with suppress(MPI.Exception):
-                    x.Wait()
-
-        posts = (self._line.Irecv, received), (self._line.Isend, sent)
-        with self._failures.translated(settle), self._watch.waiting(f"for messages ({name})"):
-            for direction, (post, arrays) in zip((1, 0), posts):
-                given = [(arrays[x], x) for x in next_ranks(rank, size) if len(arrays[x])]
-                messages += [post(x, peer) for x, peer in given]
-                nbytes = sum(x.nbytes for x, _ in given)
-                self.traffic.count("decode", name, direction, nbytes, len(given))
-            for x in messages:  # not Waitall: see Transport
-                x.Wait()
+        self._watch.doing = "decoding"
+        with self._watch.waiting(f"for messages ({name})"):
+            exchange(self._line, self._failures, sent, received)
+        for direction, arrays in enumerate((sent, received)):
+            given = [len(x) and x.nbytes for i, x in enumerate(arrays) if i != self.comm.rank]
+            self.traffic.count("decode", name, direction, sum(given), np.count_nonzero(given))
 
 
 class Step:
@@ -154,7 +141,6 @@ class Step:
 
     def __init__(self, steps: Steps, kind: Kind) -> None:
         self._steps, self._kind = steps, kind
-        self.softmax_scale, self.logit_softcap = kind.softmax_scale, kind.logit_softcap
 
     def attend(self, tensors: tuple, sink: torch.Tensor | None) -> torch.Tensor:
         """Compute the attention of a layer; see `Steps.attend`."""

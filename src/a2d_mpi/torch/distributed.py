@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-from a2d_mpi.comm.agreement import Call, errors_of
+from a2d_mpi.comm.agreement import Call
 
 PATIENCE = timedelta(seconds=60)  # until a rank has reached the store of rank 0
 
@@ -34,18 +34,16 @@ def init_process_group(comm: MPI.Intracomm, backend: str | None = None) -> None:
         ranks have different backends.
     """
     backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    call = Call(comm)
+    call, store = Call(comm), None
+    names = comm.allgather(socket.gethostname())
+    host = names[0] if len(set(names)) > 1 else "localhost"
     with call.checks():
         if dist.is_initialized():
             raise ValueError("torch.distributed is initialized already")
-    call.agree({"backend": backend})
-    names = comm.allgather(socket.gethostname())
-    host = names[0] if len(set(names)) > 1 else "localhost"
-    store = None
-    with errors_of(comm, 0):
         if comm.rank == 0:
             store = dist.TCPStore(host, 0, comm.size, True, PATIENCE, wait_for_workers=False)
-    port = comm.bcast(store.port if comm.rank == 0 else None)
+    call.agree({"backend": backend})
+    port = comm.bcast(store and store.port)
     with call.checks():
         store = store or dist.TCPStore(host, port, comm.size, False, PATIENCE)
     call.agree()

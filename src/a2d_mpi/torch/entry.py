@@ -18,7 +18,9 @@ import torch
 
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.torch.attention import call_of
-from a2d_mpi.torch.layers import Kind, causal_of, tag
+from a2d_mpi.torch.decoding import Step
+from a2d_mpi.torch.layers import Kind
+from a2d_mpi.torch.masks import causal_of, tag
 
 if TYPE_CHECKING:
     from a2d_mpi.torch.context import ContextParallel
@@ -44,15 +46,13 @@ class Running:
         no attributes of threads.
     resting : bool
         Whether the model is called without plans.
-    dtypes : list of torch.dtype
-        Of the plans of each kind of layers.
     loss : tuple or None
         The arguments of the model's loss function in this call.
     """
 
     def __init__(self) -> None:
         self.shared: torch.Tensor | None = None
-        self.resting, self.dtypes, self.loss = False, [], None
+        self.resting, self.loss = False, None
         self._own = threading.local()
 
     def get(self) -> torch.Tensor | None:
@@ -102,26 +102,23 @@ def functions(owner: int, name: str, running: Running) -> tuple[Callable, Callab
     ) -> tuple[torch.Tensor, None]:
         if scaling is None:
             scaling = query.shape[-1] ** -0.5
-        causal = causal_of(module, others)
-        problem = _problem_of(module, dropout, others)
         sinks = [others.get(x) for x in ("s_aux", "sinks")]
         sink = next((x for x in sinks if x is not None), None)
         asked = query.shape[0], scaling, others.get("softcap"), others.get("sliding_window")
+        asked += causal_of(module, others), _problem_of(module, dropout, others)
         kind = getattr(module, name, -1)
         if torch.compiler.is_compiling():
-            given = running.get(), attention_mask, owner, kind, *asked, causal, problem
-            number = torch.ops.a2d_mpi.layer(*given)
+            number = torch.ops.a2d_mpi.layer(running.get(), attention_mask, owner, kind, *asked)
         else:
             found = _owner_of(owner)
-            asked = running.get(), attention_mask, *asked, causal, problem
-            plan = found._plan_for(module, *asked)
-            if hasattr(plan, "attend"):  # a step of generation
+            plan = found._plan_for(module, running.get(), attention_mask, asked)
+            if isinstance(plan, Step):
                 return plan.attend((query, key, value), sink), None
             number = torch.tensor(plan.serial)
         # (1, heads, n, headdim) to (n, heads, headdim)
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-        if any(torch.is_autocast_enabled(x) for x in ("cpu", "cuda")):
-            q, k, v = (x.to(running.dtypes[kind]) for x in (q, k, v))
+        if torch.is_autocast_enabled(device := query.device.type):
+            q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
         if sink is not None:
             sink = sink.to(torch.promote_types(q.dtype, torch.float32))
         out, _ = call_of(number, q, k, v, sink)
@@ -152,7 +149,7 @@ def _layer(within, mask, owner, kind, *asked):
     """Return the number of the plan of a layer, () int64, in a compiled graph."""
     found = _owner_of(owner)
     module = found._firsts[kind] if kind >= 0 else None
-    return torch.tensor(found._plan_for(module, within, mask, *asked).serial)
+    return torch.tensor(found._plan_for(module, within, mask, asked).serial)
 
 
 @_layer.register_fake

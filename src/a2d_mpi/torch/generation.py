@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from gc import get_objects
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import proxy
@@ -21,33 +20,33 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerationMode, StopStringCriteria
 
 from a2d_mpi.attention.methods import Attention2D
-from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import Call, CollectiveError, agree, message_of
+from a2d_mpi.core.sizes import check_range
 from a2d_mpi.masks.documents import Documents
 from a2d_mpi.sharding.distribution import Distribution
-from a2d_mpi.torch.batches import agreed, check_padding, check_tokens, left_padded
+from a2d_mpi.torch.batches import (
+    check_continues,
+    check_padding,
+    digest,
+    integers,
+    kind_of,
+    left_padded,
+    positions_of,
+)
 from a2d_mpi.torch.cache import SpreadCache
 from a2d_mpi.torch.decoding import Step, Steps
-from a2d_mpi.torch.layers import (
-    Kind,
-    Masks,
-    attention_of,
-    inputs_of,
-    layers_of,
-    random_state,
-    same,
-)
+from a2d_mpi.torch.layers import NUMBERS, attention_of, inputs_of, same
 from a2d_mpi.torch.recurrent import cut_pieces, pieces_of, seq_idx_of
+from a2d_mpi.torch.states import add_states
 
 if TYPE_CHECKING:
-    from a2d_mpi.torch.context import ContextParallel
+    from a2d_mpi.torch.context import ContextParallel, Planned
 
 # New tokens that plans compute.  All ranks compute fewer ones alike, in a step, because plans are
 # made and agreed on first.  A Llama of 8 layers and 512 elements after 200 tokens, 2 ranks on busy
 # cores: 16 tokens take 0.12 s in a step, 0.16 by plans; 64 take 0.27 and 0.23; 256 1.01 and 0.77.
 MANY = 64
 PROBED = 2, 1, 1  # tokens of the steps of the probe
-KEPT = 8  # lengths of prompts whose plans are kept
 FAILED = -1  # rank 0 sends it in place of tokens
 
 
@@ -61,62 +60,44 @@ class Generation:
     Attributes
     ----------
     steps : Steps
-    layers : dict of torch.nn.Module to Kind
-        For up to `longest` tokens, which may be more than those of training.
-    step, prompt : int
-        Numbers of the plans of steps and of prompts, which belong to these layers.
+    step : int
+        Number of the plans of steps.
+    masks : list of Mask
+        Of each layer of a cache.
     """
 
     def __init__(self, cp: ContextParallel) -> None:
         self.cp, self.comm, self.steps = proxy(cp), cp.grid.comm, Steps(cp.grid)
-        self.numbers = self.step, self.prompt = next(cp.numbering), next(cp.numbering)
-        self._line = cp.grid.in_one_row()
-        self._plans: dict[tuple[int, ...], dict[Kind, AttentionPlan]] = {}
-        self._probed = False
+        self.step, self._line = next(NUMBERS), cp.grid.in_one_row()
+        self._probed, self._layers = False, None
         self._agreed = False  # whether all ranks are known to have the same tokens
         self._takes = takes = inspect.signature(cp.model.forward).parameters
         self._named = "cache" if "cache" in takes else "past_key_values"
         # Of the last token only, and without a loss of routers, of which no result has anything.
         usual = {"logits_to_keep": 1, "output_router_logits": False}
         self._usual = {x: y for x, y in usual.items() if x in takes}
-        self._random: torch.Tensor | None = None  # the state of the generator before a call
-        self.longest, self._refused = 0, 0  # tokens; and those that a trial refused
-        self._extend(cp.longest, cp.layers)
+        self._prepare(1)
 
-    def _extend(self, total: int, layers: dict[torch.nn.Module, Kind] | None = None) -> None:
-        """Find out what the layers compute among `total` tokens, if more than before."""
-        if total <= self.longest:
+    def _prepare(self, most: int) -> None:
+        """Let the model be tried for `most` tokens, if it was not.  Collective."""
+        training = self.cp.model.training
+        self.cp._prepare(most, changed=False, training=training)
+        if training and self.cp._draws:
+            raise CollectiveError(
+                "the model draws random numbers (dropout), other ones on each rank: call "
+                "model.eval()"
+            )
+        if self._layers is (layers := self.cp.layers):
             return
-        most = getattr(self.cp.model.config.get_text_config(), "max_position_embeddings", None)
-        # Many at once, so that steps seldom come here, but a trial may refuse so many.
-        more = (total + self._refused) // 2 if self._refused else 2 * self.longest
-        for longest in sorted({total, max(total, min(more, most or total))}, reverse=True):
-            try:
-                return self._try(longest, layers)
-            except CollectiveError:
-                self._refused = longest
-                if longest == total:
-                    raise
-
-    def _try(self, longest: int, layers: dict[torch.nn.Module, Kind] | None) -> None:
-        """Find out what the layers compute among `longest` tokens, if `layers` do not say it."""
-        model, call, masks = self.cp.model, Call(self.comm), {}
-        with (
-            call.checks(text=lambda x: f"{type(model).__name__}, {longest} tokens: {x}"),
-            self.cp._rest(),
-        ):
-            layers = layers or layers_of(model, longest)
-            masks = {x.layer_idx: kind.mask for x, kind in layers.items()}
-            if any(end[0] > 1 for x in masks.values() for _, end in x.visible(np.arange(1))):
-                raise ValueError("a layer sees later tokens, so the model cannot generate")
-        call.agree({"layers": layers and [*layers.values()]})
+        if not self.cp._causal:
+            raise CollectiveError("a layer sees later tokens, so the model cannot generate")
+        masks = {x.layer_idx: kind.mask for x, kind in layers.items()}
         # Layers that use the keys of other layers have none of their own, and any mask.
-        last = max(masks)
-        n = model.config.get_text_config().num_hidden_layers if self.cp._recurrent else last + 1
-        self.masks = [masks.get(i, masks[last]) for i in range(n)]
-        self.layers, self.longest, self._masks = layers, longest, Masks(longest, self.masks)
+        n, config = max(masks) + 1, self.cp.model.config.get_text_config()
+        every = range(config.num_hidden_layers if self.cp._recurrent else n)
+        self.masks = [masks.get(i, masks[n - 1]) for i in every]
         self.cp._sets[self.step] = {x: Step(self.steps, x) for x in layers.values()}
-        self._plans.clear()
+        self._layers = layers
 
     def begin(self, cache: SpreadCache, given: dict[str, Any]) -> int:
         """Begin a step, before the model is called with some arguments; return its number."""
@@ -136,34 +117,22 @@ class Generation:
                 raise CollectiveError(
                     f"attention_mask must show {old.tolist()} tokens of the cache, and new ones"
                 )
-        self._extend(_reach(old + counts, given))
+        self._prepare(_reach(old + counts, given))
         cache.set_masks(self.masks)
         cache.begin(ids, counts)
-        self.steps.cache, self._random = cache, random_state(self.cp.model)
+        self.steps.cache = cache
         return self.step
-
-    def check_call(self, cache: SpreadCache, columns: int) -> None:
-        """Raise ValueError on all ranks if a call of the model was not right over ranks."""
-        if cache.layers[0].length != columns:
-            raise CollectiveError("the model did not use the cache: call model.eval()")
-        if not torch.equal(self._random, random_state(self.cp.model)):
-            raise CollectiveError(
-                "the model draws random numbers (dropout?), other ones on each rank: call "
-                "model.eval()"
-            )
 
     def _problem_of(self, cache: Any) -> str | None:
         """Return why a cache is none of this grid, if so.  Local."""
-        here = self.comm.rank, self.comm.size
-        if not isinstance(cache, SpreadCache) or cache.ranks != here[1]:
-            got = f"{type(cache).__name__} on {getattr(cache, 'ranks', 1)}"
-            return f"the cache must be of `prefill` on {here[1]} ranks, got {got}"
-        if cache.rank != here[0]:
-            return (
-                f"the cache is of a grid that numbers the same ranks otherwise: rank {here[0]} of "
-                f"this grid was rank {cache.rank} of that one"
-            )
-        return None
+        found = getattr(cache, "rank", 0), getattr(cache, "ranks", 1)
+        if isinstance(cache, SpreadCache) and found == (self.comm.rank, self.comm.size):
+            return None
+        kind, (rank, ranks) = type(cache).__name__, found
+        return (
+            f"the cache must be of `prefill` on {self.comm.size} ranks, numbered as here, got "
+            f"{kind} of rank {rank} of {ranks} on rank {self.comm.rank}"
+        )
 
     @torch.no_grad()
     def prefill(
@@ -172,10 +141,10 @@ class Generation:
         """Compute all tokens but the last of each row; see `ContextParallel.prefill`."""
         given = {"input_ids": input_ids, "attention_mask": attention_mask}
         *_, ids, mask, _ = self._batch(given, root, room, {})
-        self._extend(int(mask.sum(1).max()))
+        self._prepare(int(mask.sum(1).max()))
         self._probe()
         cache, ids, mask = self._new_cache(room), ids[:, :-1], mask[:, :-1]
-        self._compute_by_plans(cache, ids, mask, self._tensors(position_ids=_positions(mask)))
+        self._compute_by_plans(cache, ids, mask, self._tensors(position_ids=positions_of(mask)))
         if cache.length < ids.shape[1]:
             self._compute_in_step(cache, ids, mask)
         return cache
@@ -201,18 +170,17 @@ class Generation:
             taken, others = self._checked(prompt, cache, options)
             ids, found = taken["input_ids"].numpy(force=True), taken.get("attention_mask")
             mask = np.ones_like(ids) if found is None else found.numpy(force=True)
-            _check_old(cache, ids, mask)
+            check_continues(cache, ids, mask)
             new = taken["generation_config"].max_length - ids.shape[1]
             if streamer is not None and first:
                 streamer.put(torch.from_numpy(given))
         call.agree({"new tokens": new})
         cache.room = cache.room if room is None else room
-        self._extend(_reach(mask.sum(1), others) + new - 1)
+        self._prepare(_reach(mask.sum(1), others) + new - 1)
         cache.set_masks(self.masks)
         self._probe()
         self._compute_by_plans(cache, ids[:, :-1], mask[:, :-1], others, new * len(ids))
-        check = partial(self.check_call, cache)
-        criteria = _Decisions(taken.pop("stopping_criteria"), self.steps, streamer, check)
+        criteria = _Decisions(taken.pop("stopping_criteria"), self.steps, streamer, cache)
         if not first:  # it takes the tokens of rank 0
             taken["logits_processor"] = LogitsProcessorList()
             taken["generation_config"].do_sample = False
@@ -238,8 +206,6 @@ class Generation:
         cache = SpreadCache(self.masks, self.comm.rank, self.comm.size, room)
         if not self.cp._recurrent:
             return cache
-        from a2d_mpi.torch.states import add_states  # older versions of transformers have none
-
         return add_states(cache, self.cp.model.config)
 
     def _batch(self, batch: dict, root: int | None, room: Any, options: dict) -> tuple:
@@ -247,29 +213,45 @@ class Generation:
 
         Also take the other tensors of the model out of the options, and return them as arrays.
         """
-        vocabulary, ranks = self.cp.model.get_input_embeddings().num_embeddings, self.comm.size
-        named = [x for x in sorted(options) if x in self._takes]
-        tensors = {x: options.pop(x) for x in named if isinstance(options[x], torch.Tensor)}
-        call = Call(self.comm)
+        ranks, call, whole, found = self.comm.size, Call(self.comm), {}, ()
+        named = [x for x in options if x in self._takes and isinstance(options[x], torch.Tensor)]
+        tensors = batch | {x: options.pop(x) for x in named}
+        if root not in (None, *range(ranks)):
+            call.problem = f"root must be a rank, got {root}"
+        call.agree({"root": root})
         with call.checks():
-            for name, x in tensors.items():
-                _check_argument(name, x, x.dim() < 3 and not x.is_floating_point())
-        call.agree({"arguments of the model": [*tensors] if root is None else None})
-        if root in range(ranks):
-            tensors = {x: tensors.get(x) for x in self.comm.bcast([*tensors], root)}
+            whole = {name: integers(name, x) for name, x in tensors.items()}
+        if root is not None:
+            call.problem, whole = self.comm.bcast((call.problem, whole), root)
+        with call.checks():
+            found = self._left_padded(room, **whole)
+        call.agree({name: digest(x) for name, x in whole.items()})
+        return found
 
-        def arrange(ids: np.ndarray | None, given: np.ndarray | None, *others: Any) -> tuple:
-            if room is not None and (len(room) != ranks or min(room) < 0):
-                raise ValueError(f"room must be tokens for each of {ranks} ranks, got {room}")
-            check_tokens(ids, vocabulary)
-            mask = np.ones_like(ids) if given is None else given
-            check_padding(mask, ids.shape)
-            for name, x in zip(tensors, others):
-                _check_argument(name, x, x.shape == ids.shape)
-            moved = [left_padded(x, mask)[0] for x in others]
-            return given is not None, ids, *left_padded(ids, mask), dict(zip(tensors, moved))
-
-        return agreed(self.comm, batch | tensors, root, arrange)
+    def _left_padded(
+        self,
+        room: Sequence[int] | None,
+        input_ids: np.ndarray | None = None,
+        attention_mask: np.ndarray | None = None,
+        **others: np.ndarray,
+    ) -> tuple:
+        """Return what `_batch` does; ValueError if something is wrong.  Local."""
+        vocabulary, ranks = self.cp.model.get_input_embeddings().num_embeddings, self.comm.size
+        if room is not None and (len(room) != ranks or min(room) < 0):
+            raise ValueError(f"room must be tokens for each of {ranks} ranks, got {room}")
+        if input_ids is None or not input_ids.size:
+            raise ValueError(
+                "input_ids must be (B, N) tokens, at least one in each row, got "
+                f"{kind_of(input_ids)}"
+            )
+        check_range(vocabulary - 1, input_ids=input_ids)
+        mask = np.ones_like(input_ids) if attention_mask is None else attention_mask
+        check_padding(mask, input_ids.shape)
+        for name, x in others.items():
+            _check_argument(name, x, x.shape == input_ids.shape)
+        moved = {name: left_padded(x, mask) for name, x in others.items()}
+        ids, masked = input_ids, attention_mask is not None
+        return masked, ids, left_padded(ids, mask), left_padded(mask, mask), moved
 
     def _checked(self, prompt: dict, cache: Any, options: dict) -> tuple[dict, dict]:
         """Let transformers check the options.  Local.
@@ -288,9 +270,8 @@ class Generation:
             found = options.get(name), *(getattr(x, name, None) for x in configs)
             return next((x for x in found if x is not None), None)
 
-        for name in ("custom_generate", "inputs"):
-            if options.get(name) is not None:
-                raise ValueError(f"generation over ranks takes no {name}")
+        if options.get("custom_generate") is not None:
+            raise ValueError("generation over ranks takes no custom_generate")
         if problem := self._problem_of(cache):
             raise ValueError(problem)
         if (kind := asked("cache_implementation")) not in (None, "hybrid"):
@@ -361,9 +342,13 @@ class Generation:
         begin, (rows, end), ranks = cache.length, ids.shape, self.comm.size
         shown = mask[:, begin:] > 0
         counts, plans, owners = shown.sum(1), {}, np.empty(0, np.int64)
-        total = int(counts.sum())
+        bounds = np.append(0, np.cumsum(counts))
+        total = int(bounds[-1])
         if total >= max(least, 2 * ranks):
-            plans = self._plans_of(cache, counts)
+            if cache.length:
+                plans = self._plans_after(cache, bounds)
+            else:
+                plans = self.cp._plans_of(total, tuple(bounds.tolist()) if rows > 1 else None)
             owners = _owners(next(iter(plans.values())).distribution)
         if cache.room is not None:
             own, more = np.bincount(owners, minlength=ranks), later + total - len(owners)
@@ -387,8 +372,7 @@ class Generation:
 
         given = {x: share(y) for x, y in (self._tensors(input_ids=ids) | others).items()}
         given |= seq_idx_of(plans)
-        self.cp._sets[self.prompt] = plans
-        with self.cp._within(self.prompt):
+        with self.cp._within(plans.number):
             self._call(cache, given)
         cache.pieces = None
         for plan in plans.values():
@@ -400,41 +384,28 @@ class Generation:
         """Compute n new tokens, or all, in a step; return the last logits, (B, V)."""
         begin = cache.length
         end = begin + n if n else ids.shape[1]
-        given = {"input_ids": ids[:, begin:end], "position_ids": _positions(mask)[:, begin:end]}
+        given = {"input_ids": ids[:, begin:end], "position_ids": positions_of(mask)[:, begin:end]}
         return self._call(cache, self._tensors(**given, attention_mask=mask[:, :end]))
 
     def _call(self, cache: SpreadCache, given: dict[str, torch.Tensor]) -> torch.Tensor:
         """Call the model; return the logits after the last token, (B, V)."""
         given = given | {self._named: cache, "use_cache": True} | self._usual
-        self._agreed, self._random = True, random_state(self.cp.model)
+        self._agreed = True
         try:
             logits = self.cp.model(**given).logits[:, -1]
         finally:
             self._agreed = False
-        self.check_call(cache, cache.length)
+        cache.check_used(cache.length)
         return logits
 
-    def _plans_of(self, cache: SpreadCache, counts: np.ndarray) -> dict[Kind, AttentionPlan]:
-        """Make or find the plans of new tokens, given by the number of each row.  Collective."""
-        bounds, key = np.append(0, np.cumsum(counts)), tuple(counts)
-        if cache.length:
-            return self._plans_after(cache, bounds)
-        if key not in self._plans:
-            ends = bounds if len(counts) > 1 else None
-            options = self.cp._options
-            self._plans[key] = self.cp._make(self.layers, int(bounds[-1]), ends, {}, **options)
-            if len(self._plans) > KEPT:
-                del self._plans[next(iter(self._plans))]
-        return self._plans[key]
-
-    def _plans_after(self, cache: SpreadCache, bounds: np.ndarray) -> dict[Kind, AttentionPlan]:
+    def _plans_after(self, cache: SpreadCache, bounds: np.ndarray) -> Planned:
         """Make plans of tokens that follow a cache, whose keys stay on their ranks.
 
         On a grid of one row queries are gathered, and keys are not.
         """
         comm, plans, total = self.comm, {}, int(bounds[-1])
         new = np.split(_owners(Distribution("zigzag", total, comm.size)), bounds[1:-1])
-        for kind in dict.fromkeys(self.layers.values()):
+        for kind in dict.fromkeys(self._layers.values()):
             kept = cache.kept[kind.mask]
             floors = [max(x, kept.floor(len(y))) for x, y in zip(kept.floors, cache.owners)]
             rows = [np.append(x[y:], z) for x, y, z in zip(cache.owners, floors, new)]
@@ -446,14 +417,14 @@ class Generation:
             plans[kind] = Attention2D(self._line, **options)
         if self.cp._recurrent:
             cut_pieces(plans, bounds)
-        return plans
+        return self.cp._numbered(plans)
 
     def _probe(self) -> None:
         """Compare a few decoded steps with the model's own cache.  Collective."""
         if self._probed or not self.cp._probing:
             return
         model, call, cache, expected = self.cp.model, Call(self.comm), None, []
-        n = min(self.longest, 4 * self.comm.size + sum(PROBED))
+        n = min(self.cp.longest, 4 * self.comm.size + sum(PROBED))
         sizes = [n - sum(PROBED), *PROBED] if n > sum(PROBED) else [1] * n
         ids, places, _ = inputs_of(model, torch.arange(n)[None]).values()
         with call.checks(), self.cp._rest(), attention_of(model, "eager"):
@@ -467,7 +438,7 @@ class Generation:
         ones, sizes = np.ones_like(ids), sizes[-len(PROBED) :]
         first = n - sum(sizes)
         with call.checks(), attention_of(model, model.config._attn_implementation):
-            positions = self._tensors(position_ids=_positions(ones))
+            positions = self._tensors(position_ids=positions_of(ones))
             self._compute_by_plans(cache, ids[:, :first], ones[:, :first], positions, least=1)
             if first > cache.length:  # too few for plans
                 self._compute_in_step(cache, ids, ones, first)
@@ -482,16 +453,15 @@ class _Decisions(StoppingCriteriaList):
     """The tokens that rank 0 chooses, and when it stops, in place of those of each rank."""
 
     def __init__(
-        self, criteria: StoppingCriteriaList, steps: Steps, streamer: Any, check_call: Callable
+        self, criteria: StoppingCriteriaList, steps: Steps, streamer: Any, cache: SpreadCache
     ) -> None:
         super().__init__(criteria)
-        self.steps, self.streamer, self.done = steps, streamer, False
-        self.check_call = check_call
+        self.steps, self.streamer, self.cache, self.done = steps, streamer, cache, False
         self.awaited = False  # whether the other ranks wait for a token of this one
 
     def begin(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Check the call of the model, after which rank 0 chooses tokens."""
-        self.check_call(input_ids.shape[1])
+        self.cache.check_used(input_ids.shape[1])
         self.awaited = self.steps.comm.rank == 0
         return scores
 
@@ -521,34 +491,12 @@ class _Decisions(StoppingCriteriaList):
         raise CollectiveError(f"rank 0 could not choose a token: {problem}")
 
 
-def _check_old(cache: SpreadCache, ids: np.ndarray, mask: np.ndarray) -> None:
-    """Raise ValueError unless a batch continues the tokens of a cache."""
-    check_padding(mask, ids.shape)
-    old = cache.length
-    if not mask[:, -1].all():
-        raise ValueError("tokens of padding end the prompt: give attention_mask")
-    if not old:
-        return
-    if len(ids) != len(cache.ids) or ids.shape[1] <= old:
-        raise ValueError(
-            f"the cache has {len(cache.ids)} rows of {old} tokens, and the prompt {len(ids)} of "
-            f"{ids.shape[1]}: it must begin with those tokens, and have more"
-        )
-    for row, place in np.argwhere(ids[:, :old] != cache.ids):
-        raise ValueError(
-            f"the prompt has token {ids[row, place]} at {place} of row {row}, but the cache has "
-            f"{cache.ids[row, place]}"
-        )
-    if (mask[:, :old].sum(1) != cache.lengths).any():
-        raise ValueError("attention_mask must be that of the cache, and 1 for new tokens")
-
-
 def _check_argument(name: str, x: Any, of_tokens: bool) -> None:
     """Raise ValueError if an argument of the model is not `of_tokens`."""
     if not of_tokens:
-        got = f"{type(x).__name__} of shape {(*x.shape,)}" if hasattr(x, "shape") else type(x)
         raise ValueError(
-            f"generation over ranks takes no {name} that is not a number for each token, got {got}"
+            f"generation over ranks takes no {name} that is not a number for each token, got "
+            f"{kind_of(x)}"
         )
 
 
@@ -557,12 +505,13 @@ def _check_wrappers(model: torch.nn.Module) -> None:
     peft = sys.modules.get("peft")
     if peft is None or any(x.requires_grad for x in model.parameters()):
         return  # such wrappers freeze the model, which knows nothing of them
-    wrappers = (x for x in get_objects() if issubclass(type(x), peft.PeftModel))
-    for config in (x.active_peft_config for x in wrappers if x.base_model is model):
-        if config.is_prompt_learning:
+    for x in get_objects():
+        is_wrapper = issubclass(type(x), peft.PeftModel) and x.base_model is model
+        if is_wrapper and x.active_peft_config.is_prompt_learning:
+            kind = x.active_peft_config.peft_type.value
             raise ValueError(
-                f"{config.peft_type.value} of PEFT puts virtual tokens before the prompt, which "
-                "generation over ranks would leave out"
+                f"{kind} of PEFT puts virtual tokens before the prompt, which generation over "
+                "ranks would leave out"
             )
 
 
@@ -570,11 +519,6 @@ def _reach(counts: np.ndarray, given: dict[str, Any]) -> int:
     """Return the tokens of the longest row, or more if the positions of a call are further on."""
     positions = given.get("position_ids")
     return max(int(counts.max()), 0 if positions is None else 1 + int(positions.max()))
-
-
-def _positions(mask: np.ndarray) -> np.ndarray:
-    """Return the position of each token of rows with padding before them, as transformers does."""
-    return (mask.cumsum(1) - 1).clip(0)
 
 
 def _owners(distribution: Distribution) -> np.ndarray:

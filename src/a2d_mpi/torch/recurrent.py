@@ -40,7 +40,7 @@ from a2d_mpi.comm.transport import Transport
 from a2d_mpi.core.sizes import next_ranks
 
 Given = dict[str, Any]  # the arguments of a call, by name
-_now = threading.local()  # .alone: whether this thread tries a model
+_now = threading.local()  # .note: what gets results in this thread
 
 
 class Piece(NamedTuple):
@@ -453,21 +453,35 @@ def _replaced(module: dict[str, Any], name: str, takes: list[str]) -> Callable:
 
     @wraps(original)
     def function(*args: Any, seq_idx: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and getattr(_now, "alone", False):
+        note = None if torch.compiler.is_compiling() else getattr(_now, "note", None)
+        if note is _alone:
             return alone(**dict(zip(takes, args)) | kwargs)
         if isinstance(seq_idx, torch.Tensor) and seq_idx.dtype == torch.float64:
-            return over_pieces(seq_idx, args, kwargs)
-        return original(*args, **kwargs, **({} if seq_idx is None else {"seq_idx": seq_idx}))
+            found = over_pieces(seq_idx, args, kwargs)
+        else:
+            found = original(*args, **kwargs, **({} if seq_idx is None else {"seq_idx": seq_idx}))
+        if note is not None and found is not None:
+            out = (found[0] if isinstance(found, tuple) else found)[0]
+            note(name, out.T if spread is _convolution else out.flatten(1))
+        return found
 
     function.a2d_mpi = original
     return function
 
 
+def _alone(name: str, x: torch.Tensor) -> None:
+    """Stand for a trial, whose results nobody notes."""
+
+
 @contextmanager
-def trial() -> Iterator[None]:
-    """Let the functions compute each token alone in this context and thread."""
-    _now.alone = True
+def trial(note: Callable[[str, torch.Tensor], Any] = _alone) -> Iterator[None]:
+    """Let the functions compute each token alone in this context and thread.
+
+    With `note` they compute as ever, and `note` gets the name and the rows, (n, width), of each
+    result.
+    """
+    _now.note = note
     try:
         yield
     finally:
-        _now.alone = False
+        _now.note = None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import copy
 from functools import wraps
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from a2d_mpi.comm.agreement import agree, errors_of
 from a2d_mpi.core.folders import new_folder, remove_folder
+from a2d_mpi.torch.layers import replaced
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -39,30 +39,6 @@ def hide_launcher() -> None:
     """
     for name in LAUNCHERS:
         os.environ.pop(name, None)
-
-
-def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
-    """Return the latest complete checkpoint of a Trainer, for `resume_from_checkpoint`.
-
-    A job that was killed may have left an incomplete one, which ``resume_from_checkpoint=True``
-    takes.
-
-    Parameters
-    ----------
-    folder : path
-        The trainer's `output_dir`.
-
-    Returns
-    -------
-    str
-        Path of ``checkpoint-N`` with the largest N; None if there is none.
-    """
-    found = {}
-    for path in Path(folder).glob(f"checkpoint-*/{STATE}"):
-        with suppress(ValueError):  # it is cut short, or has another name
-            json.loads(path.read_text())
-            found[int(path.parent.name.removeprefix("checkpoint-"))] = path.parent
-    return str(found[max(found)]) if found else None
 
 
 def attach(cp: ContextParallel, trainer: Trainer) -> None:
@@ -126,12 +102,8 @@ def _load_best_model(cp: ContextParallel, trainer: Trainer, own: Callable) -> Ca
 
 def get_train_dataloader(cp: ContextParallel, trainer: Trainer, own: Callable) -> Callable:
     def get() -> Any:
-        state = trainer.args.distributed_state
-        try:
-            state.process_index = 0  # its workers draw by this number
-            return own()
-        finally:
-            state.process_index = cp.grid.comm.rank
+        with replaced(trainer.args.distributed_state, "process_index", 0):
+            return own()  # its workers draw by this number
 
     return get
 
@@ -157,11 +129,8 @@ def _save_whole(trainer: Trainer, save: Callable, model: Any, trial: Any) -> Non
     for left in folder.glob(".checkpoint-*.tmp"):  # by a job that was killed
         shutil.rmtree(left, ignore_errors=True)
     with new_folder(final) as temporary:
-        trainer._get_output_dir = lambda trial: temporary
-        try:
+        with replaced(trainer, "_get_output_dir", lambda trial: temporary):
             save(model, trial)
-        finally:
-            del trainer._get_output_dir
         inside = Path(temporary, final.name)
         if state.best_model_checkpoint == str(inside):
             state.best_model_checkpoint = str(final)

@@ -109,9 +109,6 @@ class Whole(torch.Tensor):
     def tolist(self) -> list:
         return self.gathered().tolist()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self.numpy(), dtype)
-
     def __reduce_ex__(self, protocol: int) -> Any:
         return self.gathered().__reduce_ex__(protocol)
 
