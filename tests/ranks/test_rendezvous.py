@@ -18,6 +18,7 @@ from threadpoolctl import threadpool_info
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid, RingAttention, SlidingWindow
 from a2d_mpi.attention.tags import mpi_tag
+from a2d_mpi.comm.rows import in_one_row
 from a2d_mpi.comm.watch import name_ranks
 from a2d_mpi.schedules.steps import KINDS
 
@@ -276,7 +277,7 @@ def test_no_grid_shrinks_in_a_job_that_ends(grid):
 @pytest.mark.mpi(min_size=2)
 def test_reports_of_waits_take_no_messages_of_plans(comm, grid):
     """On a grid in one row, both use one communicator."""
-    row, found = grid.in_one_row(), True
+    row, found = in_one_row(grid), True
     for kind in KINDS:
         tag = mpi_tag(kind, 0, 0, 0)
         if comm.rank == 1:
@@ -294,7 +295,7 @@ def test_reports_of_waits_take_no_messages_of_plans(comm, grid):
 @pytest.mark.multirank
 def test_plans_of_a_grid_and_of_its_row(comm, grid):
     """They have numbers of their own, so ranks that call different ones are told."""
-    plans = [Attention2D(x, Full(), **GOOD) for x in (grid, grid.in_one_row())]
+    plans = [Attention2D(x, Full(), **GOOD) for x in (grid, in_one_row(grid))]
     assert plans[0]._number != plans[1]._number
     plan = plans[comm.rank % 2]
     text = message_of(comm, lambda: plan.forward(*inputs(plan)))

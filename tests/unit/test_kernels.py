@@ -73,7 +73,9 @@ def rising(q, k):
 def test_rows_far_from_zero(kind, change):
     """Without a shift they are lost or overflow; the shift rises with every block of keys."""
     block = Block((50, 200, 1, 1, 4), "float64", kind, 1.0, size=0.1, change=change)
-    found = block.run(NumpyKernel(np.float64, 1.0, None, 8, 16))
+    kernel = NumpyKernel(np.float64, 1.0)
+    kernel._blocker = Blocker(8, 16)
+    found = block.run(kernel)
     assert not block.wrong(found) and np.isfinite(found["lse"]).all()
 
 

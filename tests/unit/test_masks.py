@@ -77,7 +77,7 @@ def several(draw):
 def test_several_intervals_a_query(case):
     begin, end, seen = case
     mask, (nq, nk) = IntervalMask(begin, end), seen.shape
-    mask.check(nq)
+    assert mask.aligned(nq, nk) is mask
     assert np.array_equal(mask.dense(np.arange(nq), np.arange(nk)), seen)
     found = mask.intervals(np.arange(nq), np.arange(nk))
     for row in range(nq):

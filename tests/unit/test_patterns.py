@@ -49,7 +49,6 @@ def document_of(cu_seqlens, i):
 def assert_shows(mask, seqlen, condition, seqlen_kv=None):
     """Assert that a mask shows these pairs, densely and on subsets of queries and keys."""
     nk = seqlen if seqlen_kv is None else seqlen_kv
-    mask.check(seqlen, seqlen_kv)
     assert mask.aligned(seqlen, nk) == mask or seqlen != nk
     expected = matrix(seqlen, condition, seqlen_kv)
     q, k = np.arange(seqlen), np.arange(nk)
@@ -106,8 +105,6 @@ def test_masks_by_position(case, seqlen, seqlen_kv):
     assert moved.aligned(seqlen, seqlen) == mask
     assert Full().aligned(seqlen, seqlen_kv) == Full()
     if seqlen != seqlen_kv:
-        with pytest.raises(ValueError, match=f"got {seqlen} queries and {seqlen} keys"):
-            moved.check(seqlen)
         with pytest.raises(ValueError, match="needs cu_seqlens_kv"):
             Documents([0]).aligned(seqlen, seqlen_kv)
 
@@ -154,7 +151,7 @@ def test_documents_of_queries_and_of_keys(case, data):
         assert_shows(mask, seqlen, shows(causal), seqlen_kv)
     assert mask.aligned(seqlen, seqlen_kv) is mask
     with pytest.raises(ValueError, match="the last document ends at"):
-        mask.check(seqlen, int(cu_kv[-1]) - 1)
+        mask.aligned(seqlen, int(cu_kv[-1]) - 1)
     window = (SlidingWindow(3) & mask).aligned(seqlen, seqlen_kv)
 
     def both(i, j):
@@ -292,7 +289,7 @@ BAD = [  # what is called, with what, and what is said
     (IntervalMask, (EMPTY, EMPTY.T), "got (2, 3) and (3, 2)"),
     (IntervalMask, ([[[1]]], [[[2]]]), "got shape (1, 1, 1)"),
     (overlapping, (), "intervals [1, 5] and [4, 6] of query 70001 overlap"),
-    (THREE.check, (5,), OF_THREE + "5"),
+    (THREE.aligned, (5, 5), OF_THREE + "5"),
     (IntervalMask(EMPTY, EMPTY).aligned, (2, 5), OF_THREE + "2"),
     (check_mask, (THREE, 5), OF_THREE + "5"),
     (check_mask, ("causal", 9), "mask must be a Mask, got 'causal'"),
@@ -311,8 +308,8 @@ BAD = [  # what is called, with what, and what is said
     (partial(Documents, inside=Full()), ([0, 5], True),
      "inside must be a Mask, given instead of causal=True, got inside=Full()"),
     (partial(Documents, inside="causal"), ([0, 5],), "must be a Mask"),
-    (Documents([0, 5]).check, (4,), "the last document ends at 5, the sequence at 4"),
-    (Documents(np.array([0, 1 << 63], np.uint64)).check, (4,), "ends at 9223372036854775807"),
+    (Documents([0, 5]).aligned, (4, 4), "the last document ends at 5, the sequence at 4"),
+    (Documents(np.array([0, 1 << 63], np.uint64)).aligned, (4, 4), "ends at 9223372036854775807"),
     (PrefixLMDocuments, ([0, 5], -1), "got shape () of int64, the least -1"),
     (PrefixLMDocuments, ([0, 5], [1, 2]), "or 1 of them"),
     (PrefixLMDocuments, ([0, 5], 0.5), "of float64"),

@@ -37,9 +37,10 @@ from a2d_mpi.kernels import make_kernel
 from a2d_mpi.kernels.threads import BlasThreads
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning.calibration import Sample, fit_kernel, fit_link, fit_steps, steadiness
+from a2d_mpi.planning.choice import Choice
 from a2d_mpi.planning.machine import KernelModel, Link, Machine
 from a2d_mpi.planning.planner import best_candidates, duration
-from a2d_mpi.planning.workload import Choice, Workload
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.results.origin import blas_name
 
 CALIBRATION = 5.0  # s to measure a machine of which there is no profile

@@ -23,7 +23,7 @@ from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.kernels.protocol import Kernel
 from a2d_mpi.masks.intervals import Intervals
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.planning.workload import Choice
+from a2d_mpi.planning.choice import Choice
 
 T = TypeVar("T")
 

@@ -26,13 +26,14 @@ from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.patterns import make_mask, split_masks
 from a2d_mpi.planning import cost
+from a2d_mpi.planning.choice import Choice, workload_name
 from a2d_mpi.planning.layouts import layouts
 from a2d_mpi.planning.machine import KernelModel, Link, Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidates
 from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.planning.workload import SIZES, Choice, Workload, workload_name
+from a2d_mpi.planning.workload import SIZES, Workload
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.slices import slices_of
 from a2d_mpi.schedules.writing import problem_of

@@ -108,27 +108,6 @@ class Call:
         agree(self.comm, self.problem, same)
 
 
-@contextmanager
-def errors_of(
-    comm: MPI.Intracomm, root: int, kinds: type[Exception] = Exception
-) -> Iterator[None]:
-    """Raise on all ranks the error of these kinds that rank `root` raises in the context.
-
-    Collective over `comm`.  If the context communicates, `kinds` must be errors that all of its
-    ranks raise together.
-
-    Raises
-    ------
-    CollectiveError
-        On all ranks, with the message of the error.
-    """
-    call = Call(comm)
-    with call.checks(kinds):
-        yield
-    if (problem := comm.bcast(call.problem, root)) is not None:
-        raise CollectiveError(problem)
-
-
 def text_of(value: object) -> str:
     """Return the text by which a value is compared with those of other ranks."""
     try:

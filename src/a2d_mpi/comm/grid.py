@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -156,22 +155,6 @@ class ProcessGrid:
         """
         grid = cls(comm, layout.rows, layout.cols, layout.heads, layout.order, layout.block, nodes)
         grid.layout = replace(layout, nodes=grid.layout.nodes)
-        return grid
-
-    def in_one_row(self) -> ProcessGrid:
-        """Return a grid of one row of the same ranks, in the order of grid ranks.  Local.
-
-        It has the communicators of this grid, which frees them, and the same `failures`: a loss in
-        a call of one of the two ends all waits in calls of the other.  Their plans are counted
-        together.
-        """
-        grid, ranks, rank = copy(self), self.comm.size, self.comm.rank
-        grid.layout = Layout(1, ranks, nodes=self.layout.nodes)
-        grid.rows, grid.cols, grid.heads = 1, ranks, 1
-        grid.row, grid.col, grid.head = 0, rank, 0
-        grid.group_comm = grid.row_comm = self.comm
-        grid.col_comm = grid.head_comm = MPI.COMM_SELF
-        grid._channel_comms = {tuple(range(ranks)): self.comm, (rank,): MPI.COMM_SELF}
         return grid
 
     def _split(self, comm: MPI.Intracomm, nodes: Sequence[int] | None) -> None:

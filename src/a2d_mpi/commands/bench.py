@@ -43,9 +43,10 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.commands.bench_kernels import kernels
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.devices.protocol import Device
+from a2d_mpi.planning.choice import Choice, workload_name
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.profile import read_machine, to_toml
-from a2d_mpi.planning.workload import Choice, Workload, workload_name
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.results.tables import (
     BENCHMARK_SCHEMA,
     done_before,

@@ -21,8 +21,8 @@ from a2d_mpi.checks.timing import in_turn, kernel_calls, random_inputs, report
 from a2d_mpi.cli.options import SAMPLE, Parser, add_options, form, listed, log, one_of, progress
 from a2d_mpi.cli.run import together
 from a2d_mpi.cli.workloads import add_list
-from a2d_mpi.comm.agreement import errors_of
 from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.comm.roots import errors_of
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import flops, parse_count
 from a2d_mpi.devices.host import HOST

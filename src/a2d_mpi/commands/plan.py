@@ -35,6 +35,7 @@ from a2d_mpi.cli.workloads import (
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import misfit
 from a2d_mpi.planning.candidate import Candidate, Stack
+from a2d_mpi.planning.choice import Choice, workload_name
 from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
@@ -43,7 +44,7 @@ from a2d_mpi.planning.network import SWITCH, Network, parse_network
 from a2d_mpi.planning.planner import candidates, duration, why_not
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.simulator import PARTS
-from a2d_mpi.planning.workload import Choice, Workload, workload_name
+from a2d_mpi.planning.workload import Workload
 from a2d_mpi.results.hdf5 import check_output, read_file, write_file
 from a2d_mpi.results.origin import provenance
 from a2d_mpi.results.tables import Summary, flat

@@ -147,13 +147,3 @@ def parse_count(text: str) -> int:
     if not match:
         raise ValueError(f"{text[:40]!r} is not a whole number")
     return int(match[1]) << 10 * " KMG".index(match[2] or " ")
-
-
-def check_range(most: float, **arrays: np.ndarray) -> None:
-    """Raise ValueError if an array has a number below 0, or above `most`."""
-    for name, x in arrays.items():
-        wrong = np.argwhere((x < 0) | (x > most))
-        if len(wrong):
-            place = tuple(wrong[0])
-            index = ", ".join(map(str, place))
-            raise ValueError(f"{name}[{index}] must be 0 to {most}, got {x[place]}")

@@ -93,7 +93,6 @@ def panels(machine: Machine, method: str, layout: Layout, work: Workload, mask: 
     drawn = min(work.seqlen, pieces * max(2, TOKENS // (pieces * layout.heads)))
     try:
         small = make_mask(mask, drawn)
-        small.check(drawn)
     except ValueError:  # the mask has a fixed length, and its first tokens are drawn
         small = IntervalMask(*zip(*visible_keys(work.mask, np.arange(drawn), drawn)))
     work = replace(work, seqlen=drawn, seqlen_kv=drawn, mask=small)

@@ -88,15 +88,12 @@ class IntervalMask(ArrayMask):
     def __repr__(self) -> str:
         return f"IntervalMask({' x '.join(map(str, self.begin.shape))} intervals)"
 
-    def check(self, seqlen: int, seqlen_kv: int | None = None) -> None:
+    def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
         rows = self.begin.shape[-1]
         if rows != seqlen:
             raise ValueError(
                 f"IntervalMask has intervals of {rows} queries, but the sequence has {seqlen}"
             )
-
-    def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
-        self.check(seqlen, seqlen_kv)
         return self
 
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:

@@ -52,22 +52,18 @@ class _Packed(ArrayMask):
         """Number of documents."""
         return len(self.cu_seqlens) - 1
 
-    def check(self, seqlen: int, seqlen_kv: int | None = None) -> None:
-        nk = seqlen if seqlen_kv is None else seqlen_kv
-        if self.cu_seqlens_kv is None and nk != seqlen:
+    def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
+        if self.cu_seqlens_kv is None and seqlen_kv != seqlen:
             raise ValueError(
-                f"{type(self).__name__} of {seqlen} queries and {nk} keys needs cu_seqlens_kv, "
-                f"the documents of the keys"
+                f"{type(self).__name__} of {seqlen} queries and {seqlen_kv} keys needs "
+                f"cu_seqlens_kv, the documents of the keys"
             )
-        for name, n in (("cu_seqlens", seqlen), ("cu_seqlens_kv", nk)):
+        for name, n in (("cu_seqlens", seqlen), ("cu_seqlens_kv", seqlen_kv)):
             ends = getattr(self, name)
             if ends is not None and ends[-1] > n:
                 raise ValueError(
                     f"{name}: the last document ends at {ends[-1]}, the sequence at {n}"
                 )
-
-    def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
-        self.check(seqlen, seqlen_kv)
         return self
 
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:

@@ -67,22 +67,6 @@ class Mask:
         """
         raise NotImplementedError
 
-    def check(self, seqlen: int, seqlen_kv: int | None = None) -> None:
-        """Raise ValueError if the mask cannot be used on a sequence.
-
-        Parameters
-        ----------
-        seqlen : int
-            Number of queries.
-        seqlen_kv : int, optional
-            Number of keys.  Default: `seqlen`.
-
-        Raises
-        ------
-        ValueError
-            If the mask is for other numbers of queries or keys.
-        """
-
     def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
         """Return the mask for `seqlen` queries that end where `seqlen_kv` keys end.
 
@@ -110,7 +94,6 @@ class Mask:
                     f"{type(self).__name__} cannot align {seqlen} queries with {seqlen_kv} keys"
                 )
             return Aligned(self, seqlen_kv - seqlen)
-        self.check(seqlen, seqlen_kv)
         return self
 
     def intervals(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> Intervals:
@@ -226,14 +209,6 @@ class Aligned(Mask):
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
         return self.mask.visible(np.asarray(q_tokens, np.int64) + self.offset)
 
-    def check(self, seqlen: int, seqlen_kv: int | None = None) -> None:
-        nk = seqlen if seqlen_kv is None else seqlen_kv
-        if nk - seqlen != self.offset:
-            raise ValueError(
-                f"this mask needs {self.offset} more keys than queries, got {seqlen} queries and "
-                f"{nk} keys"
-            )
-
     def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
         return self.mask.aligned(seqlen, seqlen_kv)
 
@@ -257,10 +232,6 @@ class Intersection(Mask):
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
         both = product(self.first.visible(q_tokens), self.second.visible(q_tokens))
         return tuple((np.maximum(a, c), np.minimum(b, d)) for (a, b), (c, d) in both)
-
-    def check(self, seqlen: int, seqlen_kv: int | None = None) -> None:
-        self.first.check(seqlen, seqlen_kv)
-        self.second.check(seqlen, seqlen_kv)
 
     def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
         both = (x.aligned(seqlen, seqlen_kv) for x in (self.first, self.second))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from itertools import chain
 
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.masks.intervals import Runs
@@ -52,15 +51,6 @@ class Group:
         """Return the elements of one token in `tensors`, over all heads of the group."""
         return sum(math.prod(self.config.shape(x)) for x in tensors)
 
-    def row_of(self, rank: int) -> range:
-        """Return the ranks of a rank's row: the owners of its tile's queries."""
-        first = rank // self.cols * self.cols
-        return range(first, first + self.cols)
-
-    def column_of(self, rank: int) -> range:
-        """Return the ranks of a rank's column: the owners of its tile's keys."""
-        return range(rank % self.cols, self.rows * self.cols, self.cols)
-
     def row_bytes(self, array: TokenArray) -> list[int]:
         """Return the bytes of a row in each tensor of an array; one sum if it is a parcel."""
         key = array.kind, array.accumulated, array.all_heads, array.parcel, array.wire
@@ -71,11 +61,6 @@ class Group:
             self._bytes[key] = [sum(sizes)] if array.parcel else sizes
         return self._bytes[key]
 
-    def encodes(self, array: TokenArray) -> bool:
-        """Return True if messages hold the tensors of an array in a narrow format."""
-        sums = array.accumulated
-        return any(self.config.rounds(x, x in sums) for x in KINDS[array.kind])
-
     def distribution(self, of_keys: bool) -> Distribution:
         """Return the distribution of the keys, or of the queries."""
         return self.problem.keys if of_keys else self.problem.queries
@@ -84,17 +69,6 @@ class Group:
         """Return the places of all tokens of a shard."""
         count = self.distribution(of_keys).counts[owner]
         return ((0, count),) if count else ()
-
-    def required_by_tiles(self, of_keys: bool, owner: int, ranks: Collection[int]) -> Runs:
-        """Return the places of an owner's rows that tiles of ranks in its row or column require.
-
-        A tile needs the keys that any query of its row sees, and the queries that see any key of
-        its column.
-        """
-        across = self.row_of if of_keys else self.column_of
-        if len(ranks) == 1:
-            return self.required(of_keys, owner, across(*ranks))
-        return self.required(of_keys, owner, frozenset(chain(*map(across, ranks))))
 
     def required(self, of_keys: bool, owner: int, others: Collection[int]) -> Runs:
         """Return the places of an owner's tokens that other shards require.

@@ -11,13 +11,50 @@ Slices of the heads are taken and put in the same way.  A single rank only copie
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from typing import Any
 
+from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import next_ranks
+from a2d_mpi.schedules.group import Group
+from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import KINDS_OF_KEYS, SUMS, PutHeads, Receive, Rows, TakeHeads
+from a2d_mpi.sharding.distribution import Distribution
+from a2d_mpi.sharding.progressions import ranks_among
+
+
+def ulysses_groups(
+    problem: Problem, config: AttentionConfig, size: int, shares_kv: bool
+) -> Callable[[int], Group]:
+    """Return a function from a grid position to the group of its `size` ranks.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem of all ranks of the layout, with all heads.
+    config, size, shares_kv
+        As of the `Group`.
+    """
+
+    @cache
+    def at(position: int) -> Group:
+        """Return the group: its ranks' tokens, numbered from 0, and no mask."""
+        owners = range(position * size, (position + 1) * size)
+        queries = keys = _among(problem.queries, owners)
+        if problem.keys != problem.queries:
+            keys = _among(problem.keys, owners)
+        return Group(1, size, Problem(problem.config, queries, keys), config, shares_kv)
+
+    return at
+
+
+def _among(shards: Distribution, owners: range) -> Distribution:
+    """Return the shards of `owners` as a distribution of their tokens, numbered from 0."""
+    listed = ranks_among([[r for r in shards.runs(p) if r] for p in owners])
+    tokens = sum(len(r) for runs in listed for r in runs)
+    return Distribution("balanced", tokens, len(owners), listed=tuple(map(tuple, listed)))
 
 
 class Ulysses:

@@ -21,6 +21,7 @@ import numpy as np
 
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.intervals import Runs, cut, size
+from a2d_mpi.schedules.group import Group
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import KINDS, SUMS, Receive, Rows
 
@@ -224,12 +225,14 @@ class Line:
     @classmethod
     def of_row(cls, p: Program, kind: str) -> Line:
         """Make the line of a rank's row, with queries of this kind."""
-        return cls._of_tiles(p, "row", p.own(f"own {kind}", kind, "given"), p.group.row_of(p.rank))
+        return cls._of_tiles(
+            p, "row", p.own(f"own {kind}", kind, "given"), row_of(p.group, p.rank)
+        )
 
     @classmethod
     def of_column(cls, p: Program) -> Line:
         """Make the line of a rank's column, with keys and values."""
-        return cls._of_tiles(p, "col", p.own("own kv", "kv", "given"), p.group.column_of(p.rank))
+        return cls._of_tiles(p, "col", p.own("own kv", "kv", "given"), column_of(p.group, p.rank))
 
     @classmethod
     def _of_tiles(cls, p: Program, name: str, own: Rows, ranks: range) -> Line:
@@ -237,7 +240,7 @@ class Line:
         ordered = from_here(p.rank, ranks, nodes)
         ways = Ways(
             ordered,
-            partial(p.group.required_by_tiles, p.arrays[own.array].of_keys),
+            partial(required_by_tiles, p.group, p.arrays[own.array].of_keys),
             by_node(p.rank, ranks, nodes) if p.group.nodes else None,
             near=[x for x in ordered[1:] if nodes[x] == nodes[p.rank]],
             chunks=partial(chunked, ranks=len(ranks)),
@@ -299,8 +302,17 @@ class Line:
         """Send the results to which other ranks add: the ones that `give` held back."""
         for owner, rows in self._held_back:
             self._combine(owner, rows.array)
-            self._send(self._back.parents[owner], owner, self.p.stored(rows))
+            self._send(self._back.parents[owner], owner, self._stored(rows))
         self._held_back = []
+
+    def _stored(self, rows: Rows) -> Rows:
+        """Return rows of sums in the dtypes in which they are sent: out is rounded once."""
+        p, array = self.p, self.p.arrays[rows.array]
+        if not p.group.config.mixed_precision or array.accumulated == SUMS:
+            return rows
+        name = p.array(f"rounded {rows.array}", array.kind, array.pieces)
+        p.copy(rows, rows.of(name))
+        return rows.of(name)
 
     def _by_result(self) -> list[int]:
         """Return the other owners in the order of their results, see the top of the module."""
@@ -332,6 +344,29 @@ class Line:
 
     def _channel(self, peer: int) -> str:
         return f"{self.name} node" if peer in self._ways.near else self.name
+
+
+def row_of(group: Group, rank: int) -> range:
+    """Return the ranks of a rank's row: the owners of its tile's queries."""
+    first = rank // group.cols * group.cols
+    return range(first, first + group.cols)
+
+
+def column_of(group: Group, rank: int) -> range:
+    """Return the ranks of a rank's column: the owners of its tile's keys."""
+    return range(rank % group.cols, group.rows * group.cols, group.cols)
+
+
+def required_by_tiles(group: Group, of_keys: bool, owner: int, ranks: Collection[int]) -> Runs:
+    """Return the places of an owner's rows that tiles of ranks in its row or column require.
+
+    A tile needs the keys that any query of its row sees, and the queries that see any key of its
+    column.
+    """
+    across = partial(row_of if of_keys else column_of, group)
+    if len(ranks) == 1:
+        return group.required(of_keys, owner, across(*ranks))
+    return group.required(of_keys, owner, frozenset(chain(*map(across, ranks))))
 
 
 def chunked(places: Runs, ranks: int) -> list[Runs]:

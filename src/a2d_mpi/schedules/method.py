@@ -55,10 +55,6 @@ class Method(NamedTuple):
         """
         return (layout.positions, 1) if self.ring else (layout.rows, layout.cols)
 
-    def is_ring(self, layout: Layout) -> bool:
-        """Return True if context-parallel groups of a layout are rings of several ranks."""
-        return self.ring and layout.positions > 1
-
     def takes(self, mask: Mask) -> bool:
         """Return True if the method can compute a mask."""
         return type(mask) is Causal or not self.causal

@@ -1,4 +1,4 @@
-"""Passes that few programs need: without overlap, and with a narrow format on the wire."""
+"""Passes that few programs need: without overlap, with a narrow format, of one rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from a2d_mpi.schedules import steps
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.steps import PARTIALS, Rows
+from a2d_mpi.schedules.steps import KINDS, PARTIALS, SUMS, Rows, TokenArray
 
 
 def in_turn(p: Program) -> Program:
@@ -56,7 +56,7 @@ def encode_messages(p: Program) -> Program:
 
     for step in p.steps:
         array = p.arrays[step.rows.array] if isinstance(step, steps.Message) else None
-        if array is None or not p.group.encodes(array):
+        if array is None or not _encodes(p, array):
             add(step)
             awaited = step.messages if isinstance(step, steps.Wait) else ()
             new.steps += [steps.Decode(*arrived[x]) for x in awaited if x in arrived]
@@ -75,3 +75,29 @@ def encode_messages(p: Program) -> Program:
 
 def _partial(p: Program, rows: Rows) -> bool:
     return p.arrays[rows.array].kind in PARTIALS
+
+
+def _encodes(p: Program, array: TokenArray) -> bool:
+    """Return True if messages hold the tensors of an array in a narrow format."""
+    sums = array.accumulated
+    return any(p.group.config.rounds(x, x in sums) for x in KINDS[array.kind])
+
+
+def alone(p: Program) -> Program:
+    """Let the one kernel call of a group of one rank write the results: nothing is added up.
+
+    Other context-parallel groups may add to dk and dv, which then keep the accumulation dtype.
+    """
+    own = {x.array for x in p.results.values()}
+    calls = [x for x in p.steps if isinstance(x, steps.KernelCall)]
+    if len(calls) != 1 or any(x not in calls[0] for x in map(p.rows, own)):
+        return p
+    new = p.with_steps(
+        x._replace(fresh=True) if isinstance(x, steps.Differentiate) else x
+        for x in p.steps
+        if not (isinstance(x, steps.Clear) and x.rows.array in own)
+    )
+    for name in own:
+        kept = SUMS if p.group.shares_kv else ("lse",)
+        new.arrays[name] = replace(p.arrays[name], role="result", accumulated=kept)
+    return new

@@ -11,11 +11,10 @@ can skip the others.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from a2d_mpi.schedules import steps
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.steps import KINDS, SUMS, Rows
+from a2d_mpi.schedules.steps import KINDS, Rows
 
 
 def lowered(p: Program, overlap: bool = True) -> Program:
@@ -148,24 +147,12 @@ def receives_first(p: Program) -> Program:
 
 
 def alone(p: Program) -> Program:
-    """Let the one kernel call of a group of one rank write the results: nothing is added up.
-
-    Other context-parallel groups may add to dk and dv, which then keep the accumulation dtype.
-    """
-    own = {x.array for x in p.results.values()}
-    calls = [x for x in p.steps if isinstance(x, steps.KernelCall)]
-    several = p.group.rows * p.group.cols > 1 or len(calls) != 1
-    if several or any(x not in calls[0] for x in map(p.rows, own)):
+    """Let the one kernel call of a group of one rank write the results: nothing is added up."""
+    if p.group.rows * p.group.cols > 1:
         return p
-    new = p.with_steps(
-        x._replace(fresh=True) if isinstance(x, steps.Differentiate) else x
-        for x in p.steps
-        if not (isinstance(x, steps.Clear) and x.rows.array in own)
-    )
-    for name in own:
-        kept = SUMS if p.group.shares_kv else ("lse",)
-        new.arrays[name] = replace(p.arrays[name], role="result", accumulated=kept)
-    return new
+    from a2d_mpi.schedules import options
+
+    return options.alone(p)
 
 
 def drained(p: Program) -> Program:

@@ -52,11 +52,5 @@ class Problem:
         queries, keys = (x.positions(heads) for x in (self.queries, self.keys))
         return Problem(self.config.cp_group(heads), queries, keys, self.seen)
 
-    def of(self, owners: range) -> Problem:
-        """Return the problem of the ranks `owners`: their tokens, numbered from 0, and no mask."""
-        queries = self.queries.among(owners)
-        keys = queries if self.keys == self.queries else self.keys.among(owners)
-        return Problem(self.config, queries, keys)
-
 
 _visibility = lru_cache(maxsize=8)(Visibility)  # the planner's candidates share it

@@ -166,15 +166,6 @@ class Program:
         elif source.runs:
             self.add(steps.Merge(source, target, self.compensation(target)))
 
-    def stored(self, rows: Rows) -> Rows:
-        """Return rows of sums in the dtypes in which they are sent: out is rounded once."""
-        array = self.arrays[rows.array]
-        if not self.group.config.mixed_precision or array.accumulated == SUMS:
-            return rows
-        name = self.array(f"rounded {rows.array}", array.kind, array.pieces)
-        self.copy(rows, rows.of(name))
-        return rows.of(name)
-
     def compensation(self, rows: Rows) -> Rows:
         """Declare the compensation of lse in merges into rows; return its rows."""
         pieces = self.arrays[rows.array].pieces

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import chain
 
 from a2d_mpi.core.config import PHASES, AttentionConfig
@@ -194,7 +194,7 @@ def drafts_of(
     position, head = divmod(rank, u)
     attend = getattr(METHODS[method], phase)
     across = cp_groups[head], position, range(head, layout.size, u), overlap
-    if u == slices == 1:
+    if ulysses_group is None:
         return [[Draft(attend, *across)]]
     from a2d_mpi.schedules.heads import EXCHANGES
 
@@ -207,20 +207,14 @@ def drafts_of(
 @lru_cache(maxsize=4)  # the programs of all ranks share the caches of groups
 def _groups(
     method: str, layout: Layout, problem: Problem, slices: int
-) -> tuple[list[Group], Callable[[int], Group]]:
+) -> tuple[list[Group], Callable[[int], Group] | None]:
     """Return the context-parallel groups, and a function from a position to its Ulysses group.
 
-    Programs compute the heads of one slice.
+    Programs compute the heads of one slice.  Without a head axis and slices there is no function.
     """
     chosen, u = METHODS[method], layout.heads
     whole, shares_kv = problem.cp_group(u), problem.config.nheads_kv < u
     config = whole.config.cp_group(slices)
-
-    @cache
-    def ulysses_group(position: int) -> Group:
-        members = problem.of(range(position * u, (position + 1) * u))
-        return Group(1, u, members, config, shares_kv)
-
     cp_groups = [
         Group(
             *chosen.group_shape(layout),
@@ -228,8 +222,12 @@ def _groups(
             config,
             shares_kv,
             layout.nodes_of_group(head) if chosen.knows_nodes else None,
-            chosen.is_ring(layout),
+            chosen.ring and layout.positions > 1,
         )
         for head in range(u)
     ]
-    return cp_groups, ulysses_group
+    if u == slices == 1:
+        return cp_groups, None
+    from a2d_mpi.schedules.heads import ulysses_groups
+
+    return cp_groups, ulysses_groups(problem, config, u, shares_kv)

@@ -17,7 +17,7 @@ from a2d_mpi.core.config import DISTRIBUTIONS
 from a2d_mpi.masks.compiled import CompiledMask, compile_mask
 from a2d_mpi.masks.intervals import Runs, joined, members
 from a2d_mpi.masks.mask import Full
-from a2d_mpi.sharding.progressions import concatenated, ranks_among, share
+from a2d_mpi.sharding.progressions import concatenated, share
 
 FORMULAS = DISTRIBUTIONS[:-1]  # distributions that follow from the sizes alone
 
@@ -94,12 +94,6 @@ class Distribution:
                 for x in groups
             )
         return Distribution(self.name, self.seqlen, self.nshards // u, listed=listed)
-
-    def among(self, owners: range) -> Distribution:
-        """Return the shards of `owners` as a distribution of their tokens, numbered from 0."""
-        listed = ranks_among([[r for r in self.runs(p) if r] for p in owners])
-        tokens = sum(len(r) for runs in listed for r in runs)
-        return Distribution("balanced", tokens, len(owners), listed=tuple(map(tuple, listed)))
 
     def runs(self, shard: int) -> tuple[range, ...]:
         """Return the runs of tokens of `shard`, in order; runs may be empty."""

@@ -21,12 +21,12 @@ import torch
 from torch.utils._pytree import tree_map
 
 from a2d_mpi.comm.agreement import Call
-from a2d_mpi.core.sizes import check_range
 from a2d_mpi.torch.attention import IGNORED
 from a2d_mpi.torch.batches import check_padding, digest, integers, kind_of
 from a2d_mpi.torch.entry import Running, give_back
 from a2d_mpi.torch.layers import replaced
 from a2d_mpi.torch.recurrent import seq_idx_of
+from a2d_mpi.torch.tensors import check_range
 from a2d_mpi.torch.whole import Rows, cut, join, total
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import Call, CollectiveError, agree
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.sizes import check_range
 from a2d_mpi.masks.compiled import compile_mask
 from a2d_mpi.masks.documents import Documents
 from a2d_mpi.masks.mask import Mask
@@ -57,6 +56,7 @@ from a2d_mpi.torch.layers import (
 )
 from a2d_mpi.torch.masks import Masks, known_mask, number_of
 from a2d_mpi.torch.recurrent import FUNCTIONS, cut_pieces, install, seq_idx_of, trial
+from a2d_mpi.torch.tensors import check_range
 from a2d_mpi.torch.trainers import hide_launcher
 from a2d_mpi.torch.whole import total
 

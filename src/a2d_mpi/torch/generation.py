@@ -21,7 +21,7 @@ from transformers.generation import GenerationMode, StopStringCriteria
 
 from a2d_mpi.attention.methods import Attention2D
 from a2d_mpi.comm.agreement import Call, CollectiveError, agree, message_of
-from a2d_mpi.core.sizes import check_range
+from a2d_mpi.comm.rows import in_one_row
 from a2d_mpi.masks.documents import Documents
 from a2d_mpi.sharding.distribution import Distribution
 from a2d_mpi.torch.batches import (
@@ -38,6 +38,7 @@ from a2d_mpi.torch.decoding import Step, Steps
 from a2d_mpi.torch.layers import NUMBERS, attention_of, inputs_of, same
 from a2d_mpi.torch.recurrent import cut_pieces, pieces_of, seq_idx_of
 from a2d_mpi.torch.states import add_states
+from a2d_mpi.torch.tensors import check_range
 
 if TYPE_CHECKING:
     from a2d_mpi.torch.context import ContextParallel, Planned
@@ -68,7 +69,7 @@ class Generation:
 
     def __init__(self, cp: ContextParallel) -> None:
         self.cp, self.comm, self.steps = proxy(cp), cp.grid.comm, Steps(cp.grid)
-        self.step, self._line = next(NUMBERS), cp.grid.in_one_row()
+        self.step, self._line = next(NUMBERS), in_one_row(cp.grid)
         self._probed, self._layers = False, None
         self._agreed = False  # whether all ranks are known to have the same tokens
         self._takes = takes = inspect.signature(cp.model.forward).parameters

@@ -59,3 +59,13 @@ def current_stream() -> Iterator[None]:
         cupy.cuda.ExternalStream(stream.cuda_stream, stream.device_index),
     ):
         yield
+
+
+def check_range(most: float, **arrays: np.ndarray) -> None:
+    """Raise ValueError if an array has a number below 0, or above `most`."""
+    for name, x in arrays.items():
+        wrong = np.argwhere((x < 0) | (x > most))
+        if len(wrong):
+            place = tuple(wrong[0])
+            index = ", ".join(map(str, place))
+            raise ValueError(f"{name}[{index}] must be 0 to {most}, got {x[place]}")

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from a2d_mpi.comm.agreement import agree, errors_of
+from a2d_mpi.comm.agreement import agree
+from a2d_mpi.comm.roots import errors_of
 from a2d_mpi.core.folders import new_folder, remove_folder
 from a2d_mpi.torch.layers import replaced
 
