@@ -30,7 +30,6 @@ from a2d_mpi.torch.tensors import check_range
 from a2d_mpi.torch.whole import Rows, cut, join, total
 
 if TYPE_CHECKING:
-    from a2d_mpi.torch.cache import SpreadCache
     from a2d_mpi.torch.context import ContextParallel
 
 TOKENS = "input_ids", "inputs_embeds"
@@ -231,12 +230,6 @@ def _enters(cp: ContextParallel, module: torch.nn.Module, given: dict[str, Any])
     return False
 
 
-def cache_of(given: dict[str, Any]) -> SpreadCache | None:
-    """Return the cache over ranks among the arguments of a call."""
-    caches = (given.get(x) for x in CACHES)
-    return next((x for x in caches if hasattr(x, "kept")), None)
-
-
 class _Call:
     """A call of a model over ranks.  The compiler sees nothing of it but the model itself."""
 
@@ -247,7 +240,8 @@ class _Call:
         """Begin the call: `own` has this rank's share of its arguments.  Collective."""
         self.cp, self.module, self._stack, self.own = cp, module, ExitStack(), given
         cp._running.loss = None
-        if (cache := cache_of(given)) is not None:  # all ranks compute a step of generation
+        cache = next((x for x in map(given.get, CACHES) if hasattr(x, "kept")), None)
+        if cache is not None:  # all ranks compute a step of generation
             self.rows = None
             self._stack.enter_context(cp._within(cp._generator.begin(cache, given)))
             return
