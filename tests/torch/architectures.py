@@ -5,7 +5,8 @@
 Prints a line for each: the error against one process in float64, or why it is refused.  all: also
 all other causal and masked models that the installed transformers can build in a tiny size.
 hybrids: only these, the largest error of logits, loss and gradients for one to many pieces of a
-rank, lengths, one document and many.  Exit code 1: one is neither equal nor refused.  Needs the extra `torch`, and is not part of the suite.
+rank, lengths, one document and many.  Exit code 1: one is neither equal nor refused.  Needs the
+extra `torch`, and is not part of the suite.
 """
 
 import sys
@@ -148,7 +149,10 @@ def hybrid_line_of(grid: ProcessGrid, name: str) -> str:
     errors, most, one = {}, [], hybrids.build(name)
     many = test_recurrent.STARTS
     cases = [(n, [x for x in y if x < n]) for n in LENGTHS for y in ([0], many)]
-    exact = [test_recurrent.alone(one, test_recurrent.sequence(n), x) for n, x in cases]
+    exact = None
+    if grid.comm.rank == 0:
+        exact = [test_recurrent.alone(one, test_recurrent.sequence(n), x) for n, x in cases]
+    exact = grid.comm.bcast(exact)
     for distribution in ("contiguous", "zigzag", "balanced"):
         model = hybrids.build(name)
         cp = ContextParallel(grid, model, longest=max(LENGTHS), distribution=distribution)
@@ -160,8 +164,8 @@ def hybrid_line_of(grid: ProcessGrid, name: str) -> str:
         cp.free()
         errors[distribution] = grid.comm.allreduce(max(far), MPI.MAX)
     text = ", ".join(f"{x} {y:.1e}" for x, y in errors.items())
-    text += f", {len(cases)} cases, a document has up to {grid.comm.allreduce(max(most), MPI.MAX)} pieces"
-    return f"{'equal' if max(errors.values()) <= 1e-9 else 'WRONG'}: {text} on a rank"
+    text += f", {len(cases)} cases, up to {grid.comm.allreduce(max(most), MPI.MAX)} pieces a rank"
+    return f"{'equal' if max(errors.values()) <= 1e-9 else 'WRONG'}: {text}"
 
 
 def main(names: list[str]) -> int:
