@@ -5,8 +5,8 @@
 Prints a line for each: the error against one process in float64, or why it is refused.  all: also
 all other causal and masked models that the installed transformers can build in a tiny size.
 hybrids: only these, the largest error of logits, loss and gradients for one to many pieces of a
-rank, sequences of some lengths, one document and many.  Exit code 1: one is neither equal nor refused.  Needs the
-extra `torch`, and is not part of the suite.
+rank, sequences of some lengths, one document and many.  Exit code 1: one is neither equal nor
+refused.  Needs the extra `torch`, and is not part of the suite.
 """
 
 import sys
