@@ -1,16 +1,18 @@
 """Many architectures of transformers in `ContextParallel`: equal to one process, or refused.
 
-    mpiexec -n 4 python tests/torch/architectures.py [all | hybrids] [NAME ...]
+    mpiexec -n 4 python tests/torch/architectures.py [all | hybrids [LENGTH ...]] [NAME ...]
 
 Prints a line for each: the error against one process in float64, or why it is refused.  all: also
 all other causal and masked models that the installed transformers can build in a tiny size.
 hybrids: only these, the largest error of logits, loss and gradients for one to many pieces of a
-rank, lengths, one document and many.  Exit code 1: one is neither equal nor refused.  Needs the extra `torch`, and is not part of the suite.
+rank, sequences of some lengths, one document and many.  Exit code 1: one is neither equal nor
+refused.  Needs the extra `torch`, and is not part of the suite.
 """
 
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -133,15 +135,18 @@ def line_of(grid: ProcessGrid, kind: str, config: str, options: dict) -> str:
     return f"{'equal' if far <= 1e-5 else 'WRONG'}: {far:.1e}, {len(cp.plans)} plans"
 
 
-def hybrid_line_of(grid: ProcessGrid, name: str) -> str:
+def hybrid_line_of(grid: ProcessGrid, name: str, lengths: Sequence[int]) -> str:
     """Return the largest errors of a hybrid model, by distribution, and most pieces of a rank."""
     errors, most, one = {}, [], hybrids.build(name)
     many = test_recurrent.STARTS
-    cases = [(n, [x for x in y if x < n]) for n in LENGTHS for y in ([0], many)]
-    exact = [test_recurrent.alone(one, test_recurrent.sequence(n), x) for n, x in cases]
+    cases = [(n, [x for x in y if x < n]) for n in lengths for y in ([0], many)]
+    exact = None
+    if grid.comm.rank == 0:
+        exact = [test_recurrent.alone(one, test_recurrent.sequence(n), x) for n, x in cases]
+    exact = grid.comm.bcast(exact)
     for distribution in ("contiguous", "zigzag", "balanced"):
         model = hybrids.build(name)
-        cp = ContextParallel(grid, model, longest=max(LENGTHS), distribution=distribution)
+        cp = ContextParallel(grid, model, longest=max(lengths), distribution=distribution)
         far = []
         for (n, starts), expected in zip(cases, exact):
             found = test_recurrent.spread(model, test_recurrent.sequence(n), starts)
@@ -150,8 +155,8 @@ def hybrid_line_of(grid: ProcessGrid, name: str) -> str:
         cp.free()
         errors[distribution] = grid.comm.allreduce(max(far), MPI.MAX)
     text = ", ".join(f"{x} {y:.1e}" for x, y in errors.items())
-    text += f", {len(cases)} cases, a document has up to {grid.comm.allreduce(max(most), MPI.MAX)} pieces"
-    return f"{'equal' if max(errors.values()) <= 1e-9 else 'WRONG'}: {text} on a rank"
+    text += f", {len(cases)} cases, up to {grid.comm.allreduce(max(most), MPI.MAX)} pieces a rank"
+    return f"{'equal' if max(errors.values()) <= 1e-9 else 'WRONG'}: {text}"
 
 
 def main(names: list[str]) -> int:
@@ -165,7 +170,9 @@ def main(names: list[str]) -> int:
     cases += OTHERS
     line = line_of
     if "hybrids" in names:
-        cases, names = [(x,) for x in HYBRIDS], [x for x in names if x != "hybrids"]
+        lengths = [int(x) for x in names if x.isdigit()] or LENGTHS
+        cases = [(x, lengths) for x in HYBRIDS]
+        names = [x for x in names if x != "hybrids" and not x.isdigit()]
         line = hybrid_line_of
     if "all" in names:
         listed, names = {x[0] for x in cases}, [x for x in names if x != "all"]

@@ -102,7 +102,7 @@ def main(comm):
             first = ids, mask
             for turn in turns:
                 if turn > 0:
-                    ids = torch.cat([tokens, suite.prompt(70, len(ids), seed=turn)], 1)
+                    ids = torch.cat([ids, suite.prompt(70, len(ids), seed=turn)], 1)
                     mask = torch.cat([mask, mask.new_ones(ids.shape)], 1)[:, : ids.shape[1]]
                 elif turn < 0:
                     (ids, mask), cache = first, None
@@ -115,7 +115,7 @@ def main(comm):
                     tokens[:, : ids.shape[1]] = ids
                 given = {"attention_mask": mask, "past_key_values": cache}
                 found = suite.spread(cp, ids, **given, **options)
-                cache = found.past_key_values
+                cache, ids = found.past_key_values, tokens
                 equal = comm.allreduce(torch.equal(found.sequences, tokens), MPI.LAND)
                 far = comm.allreduce(error(found, exact), MPI.MAX)
                 good = equal and far <= 2 * usual
