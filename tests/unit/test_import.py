@@ -109,7 +109,7 @@ class TestOfOnesOwn:
     def test_kernels_are_checked(self):
         with pytest.raises(ValueError, match="kernel 'plain' computes float32, float64, got"):
             check_kernel("plain", np.dtype("f2"))
-        with pytest.raises(ValueError, match="kernel 'plain' computes no soft-cap"):
+        with pytest.raises(ValueError, match="kernel 'plain' does not take logit_softcap"):
             make_kernel("plain", HOST, np.dtype("f4"), 1.0, logit_softcap=3.0)
 
     def test_masks_by_name(self):

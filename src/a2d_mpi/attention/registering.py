@@ -71,8 +71,8 @@ def register_kernel(
         The class of the kernel, or a function that returns a `Kernel`.  The arguments are the
         dtype and the softmax scale, and the keywords `device`, `poll`, `work` and `logit_softcap`.
         A kernel on the host calls the function `poll` about every millisecond.  `work` is a
-        `a2d_mpi.devices.workspace.Workspace` of buffers, or None.  A kernel without soft-caps
-        raises ValueError if `logit_softcap` is not None.
+        `a2d_mpi.devices.workspace.Workspace` of buffers, or None.  A kernel whose parameters
+        do not name `logit_softcap` is refused for plans that have one.
     dtypes : sequence of str
         Dtypes of tensors that the kernel computes.
     gpu : bool

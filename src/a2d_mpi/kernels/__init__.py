@@ -6,6 +6,7 @@ both.  A kernel may ignore `careful` and `any_delta`, if its results are right w
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from importlib import import_module
@@ -115,6 +116,8 @@ def make_kernel(
     if isinstance(make, str):
         module, _, name = make.partition(":")
         make = getattr(import_module(f"a2d_mpi.kernels.{module}"), name)
+    elif logit_softcap and "logit_softcap" not in inspect.signature(make).parameters:
+        raise ValueError(f"kernel {kernel!r} does not take logit_softcap")
     made = make(
         dtype, softmax_scale, device=device, poll=poll or (lambda: None), work=work,
         logit_softcap=logit_softcap,
