@@ -136,6 +136,14 @@ def test_a_plan_that_was_deleted(comm, grid):
     comm.Barrier()
 
 
+def test_a_refusal_leaves_the_compiler(comm, parallel):
+    """The trials run without the compiler, and give it back, also after an error."""
+    model = build("FalconForCausalLM", "FalconConfig", {})
+    assert_raises(comm, "does not use transformers' attention", parallel, model)
+    torch.compile(lambda x: x + 1, backend=BACKEND)(torch.ones(2))
+    assert_all(comm, counters["stats"]["unique_graphs"] == 1, "nothing was compiled")
+
+
 @pytest.mark.parametrize("way", CHECKPOINTS)
 def test_keep_attention(comm, parallel, calls, way):
     """A checkpointed layer calls its plan forward once, not twice, with the same gradients."""

@@ -382,7 +382,6 @@ def attention_of(model: torch.nn.Module, name: str) -> Iterator[None]:
     """Let a model use an attention, without dropout, gradients, autocast and cache."""
     before, trained = model.config._attn_implementation, [x for x in model.modules() if x.training]
     exact = torch.autocast(model.device.type, enabled=False)
-    eager = getattr(torch.compiler, "set_stance", lambda _: nullcontext())("force_eager")
     with ExitStack() as stack:
         # accelerate puts autocast around the model's own `forward`.
         if "_original_forward" in vars(model):
@@ -394,7 +393,9 @@ def attention_of(model: torch.nn.Module, name: str) -> Iterator[None]:
             if model.config._attn_implementation != name:
                 kind = type(model).__name__
                 raise ValueError(f"{kind} does not use transformers' attention functions")
-            with torch.no_grad(), torch.random.fork_rng(), exact, eager:
+            # A stance holds from the moment that it is made.
+            eager = getattr(torch.compiler, "set_stance", lambda _: nullcontext())("force_eager")
+            with eager, torch.no_grad(), torch.random.fork_rng(), exact:
                 yield model.eval()
         finally:
             model.set_attn_implementation(before)
