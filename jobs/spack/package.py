@@ -23,7 +23,7 @@ class PyA2dMpi(PythonPackage):
     depends_on("py-numpy@1.26:", type=("build", "run"))
     depends_on("py-mpi4py@4.1:", type=("build", "run"))
     depends_on("py-h5py@3.10:", type=("build", "run"))
-    depends_on("py-ml-dtypes@0.4:", type=("build", "run"))
+    depends_on("py-ml-dtypes@0.5:", type=("build", "run"))
     depends_on("py-threadpoolctl@3:", type=("build", "run"))
     depends_on("py-tqdm@4.60:", type=("build", "run"))
     depends_on("py-tomli@2:", type=("build", "run"), when="^python@:3.10")
