@@ -59,6 +59,20 @@ def test_gradients(comm, monkeypatch, dtype, bucket):
     assert_all(comm, same(model, means), "other means")
 
 
+def test_messages_of_others(comm):
+    """A message that is on its way on the communicator, as a late report, is no gradient."""
+    model, others = Model(), [x for x in range(comm.size) if x != comm.rank]
+    sent = [comm.isend("late", x, tag) for x in others for tag in (0, 32767)]
+    expected = [model.of_rank(rank)[2] for rank in range(1, comm.size)]
+    model.of_rank(comm.rank)
+    sum_gradients(model, comm)
+    late = [comm.recv(source=x, tag=tag) for x in others for tag in (0, 32767)]
+    for x in sent:
+        x.wait()
+    good = torch.equal(model.weights[2].grad, sum(expected[1:], expected[0]))
+    assert_all(comm, good and set(late) == {"late"}, f"{model.weights[2].grad} {late}")
+
+
 def test_sums_that_are_refused(comm):
     """A second sum of the same gradients, sparse and complex ones, and other models."""
     model = Model()

@@ -11,6 +11,8 @@ from mpi4py import MPI
 from a2d_mpi.comm.survival import NoFailures
 from a2d_mpi.core.sizes import next_ranks
 
+TAG = 32766  # of no plan and no report of waiting ranks, which may be on their way on `comm`
+
 
 def exchange(
     comm: MPI.Intracomm, failures: NoFailures, sent: Sequence[Any], received: Sequence[Any]
@@ -39,6 +41,6 @@ def exchange(
     with failures.translated(settle):
         for post, arrays in ((comm.Irecv, received), (comm.Isend, sent)):
             peers = [x for x in next_ranks(rank, comm.size) if len(arrays[x])]
-            messages += [post(arrays[x], x) for x in peers]
+            messages += [post(arrays[x], x, TAG) for x in peers]
         for x in messages:  # not Waitall: see Transport
             x.Wait()
