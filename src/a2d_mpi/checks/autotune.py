@@ -1,7 +1,6 @@
 """Measurements of this machine: its profile for the planner, and the fastest plan of a workload.
 
-`calibrate` is the program of drivers/calibrate.py.  `a2d_mpi.planning.calibration` fits the
-profile to the measured seconds.
+`a2d_mpi.planning.calibration` fits the profile to the measured seconds.
 """
 
 from __future__ import annotations

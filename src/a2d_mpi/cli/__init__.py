@@ -1,4 +1,4 @@
-"""The programs of drivers/: measurement, checks, result files, command line."""
+"""Options, and the start and the end of programs; models and texts by name."""
 
 import sys
 from types import TracebackType

@@ -113,7 +113,7 @@ def model_name(text: str) -> str | Path:
 
 
 def checkpoint_of(name: str | Path) -> str | Path:
-    """Return the name or folder of a model; of a folder of checkpoints the latest whole one."""
+    """Return the name or folder of a model; of a folder of checkpoints the latest one."""
     if not isinstance(name, Path) or not name.is_dir() or (name / "config.json").exists():
         return name
     from transformers.trainer_utils import get_last_checkpoint

@@ -443,10 +443,12 @@ class ContextParallel:
         tokens = plans.tokens[self.grid.comm.rank]
         whole, expected, problems = inputs_of(self._core, positions[None]), [], []
         call = Call(self.grid.comm)
-        with call.checks(), self._rest(), attention_of(self._core, "eager"):
-            note = lambda *x: expected.append(x)  # noqa: E731
-            with trial(note):
-                run(self._core, whole, note, every=False)
+
+        def note(name: str, x: torch.Tensor) -> None:
+            expected.append((name, x))
+
+        with call.checks(), self._rest(), attention_of(self._core, "eager"), trial(note):
+            run(self._core, whole, note, every=False)
         call.agree()
         rest = iter(expected)
 

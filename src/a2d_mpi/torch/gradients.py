@@ -70,11 +70,11 @@ def add_gradients(
         call.agree({"parameters to train": said})
         for bucket in _buckets(every, BUCKET):
             sizes = [x.numel() + 1 for x in bucket]  # one more: how many ranks have the gradient
-            whole = torch.zeros(sum(sizes), dtype=dtype, device="cpu" if staged else place)
+            whole = torch.empty(sum(sizes), dtype=dtype, device="cpu" if staged else place)
             parts = whole.split(sizes)
             for x, part in zip(bucket, parts):
-                part.fill_(x.grad is not None)
                 part[:-1] = 0 if x.grad is None else x.grad.detach().reshape(-1)
+                part[-1] = x.grad is not None
             for part in whole.split(BUCKET):
                 _sum(part, comm, failures)
             for x, part in zip(bucket, parts):
