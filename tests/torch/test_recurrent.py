@@ -92,12 +92,13 @@ def parallel(grid):
 @pytest.mark.parametrize("name, distribution", [
     ("Qwen3Next", "zigzag"), ("KimiLinear", "contiguous"), ("Bamba", "zigzag"),
     ("NemotronH", "contiguous"), ("FalconH1", "zigzag"), ("Lfm2", "zigzag"),
+    ("GraniteMoeHybrid", "zigzag"),
 ])  # fmt: skip
 def test_equal_to_one_process(comm, parallel, name, distribution):
     """Logits, loss and all gradients are those of one process in float64, also of documents."""
     model, one = build(name), build(name)
     parallel(model, distribution=distribution)
-    for n, starts in ((N, [0]), (N, STARTS), (5, [0])):
+    for n, starts in ((N, [0]), (N, STARTS), (5, [0]), (5, [0, 1, 3])):
         ids = sequence(n)
         first, again = spread(model, ids, starts), spread(model, ids, starts)
         assert_near(comm, first, alone(one, ids, starts))

@@ -357,7 +357,8 @@ def _own_part(
         own["labels"] = torch.from_numpy(batch.targets[mine])[None].to(device)
     if "attention_mask" in names:  # or transformers takes jumps of positions for documents
         own["attention_mask"] = torch.ones_like(own["position_ids"])
-    own |= {"use_cache": False} if "use_cache" in names else {}
+    if {"use_cache", "kwargs"} & {*names}:  # it may pass it on
+        own["use_cache"] = False
     return own | seq_idx_of(rows.plans)
 
 
