@@ -3,8 +3,10 @@
 Ranks form a grid.  A rank computes one tile: the queries of its grid row against the keys of its
 grid column.  Source: Elango, "Attention2D", arXiv:2503.15758.
 
-`a2d_mpi.schedules.attention2d` does the same faster.  Comments name its functions, and what they
-add.  Tests and checks of drivers compare plans with this page, which shares no code with them.
+Names of tensors that a whole line has are capital: Q has the rows of q of all its ranks.
+`a2d_mpi.schedules.attention2d` does the same faster.  "There" in a comment is its function of the
+same name.  Tests and checks of drivers compare plans with this page, which shares no code with
+them.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ def forward(
     Parameters
     ----------
     row, col : Intracomm
-        The C ranks of this rank's grid row, and the R ranks of its column.  Among the ranks of
-        all rows together, or of all columns, every token has one owner.
+        The C ranks of this rank's grid row, and the R ranks of its column.
     queries, keys : (n,), (m,) int
-        Tokens of this rank's rows of q, and of k and v.
+        Positions in the sequence of this rank's rows of q, and of k and v.  Each position is in
+        `queries` of one rank of the grid, and in `keys` of one.  n and m differ between ranks:
+        below, C n and R m stand for their sums over the line.
     q : (n, H, D) float
     k, v : (m, Hkv, D) float
     mask : Mask
@@ -42,16 +45,17 @@ def forward(
     out : (n, H, D)
     lse : (n, H)
     """
-    # Line.of_row: only rows that another rank requires travel, in chunks, posted early.
+    # There only the rows travel that another rank requires, in chunks, posted early (Line.of_row).
     Queries, Q = (gathered(row, x) for x in (queries, q))  # (C n,), (C n, H, D)
     Keys, K, V = (gathered(col, x) for x in (keys, k, v))  # (R m,), (R m, Hkv, D)
-    # p.attend in `forward`: rows are computed as they arrive, in blocks.
+    # There rows are computed as they arrive, in blocks (p.attend).
     out, lse = reference.attention(Q, K, V, mask.dense(Queries, Keys), **options)  # (C n, H, D)
-    # row.give, row.finish: a partial result leaves as soon as it is done.
+    # There a partial result leaves as soon as it is done (row.give, row.finish).
     outs, lses = (returned(row, queries, x) for x in (out, lse))  # C of (n, H, D), C of (n, H)
     lse = np.logaddexp.reduce(lses)  # (n, H)
-    seen = np.where(np.isneginf(lse), 0, lse)  # a row that sees nothing has out 0 and lse -inf
-    return sum(np.exp(y - seen)[..., None] * x for x, y in zip(outs, lses)), lse
+    # A query that sees no key has out 0 and lse -inf, and -inf minus -inf would be NaN.
+    finite = np.where(np.isneginf(lse), 0, lse)
+    return sum(np.exp(y - finite)[..., None] * x for x, y in zip(outs, lses)), lse
 
 
 def backward(
@@ -63,13 +67,13 @@ def backward(
     Parameters are those of `forward`, and `dout`, the gradient of out.
     """
     delta = (dout * out).sum(axis=-1)  # (n, H)
-    # Line.of_row: out does not travel; lse and delta travel with dout and q.
-    Queries, dO, Q, L, D = (gathered(row, x) for x in (queries, dout, q, lse, delta))
+    # out does not travel: lse and delta, with dout and q, are all that a tile needs of its rows.
+    Queries, dOut, Q, Lse, Delta = (gathered(row, x) for x in (queries, dout, q, lse, delta))
     Keys, K, V = (gathered(col, x) for x in (keys, k, v))
-    # p.differentiate in `backward`: the side with more bytes is finished owner by owner.
+    # There the side with more bytes is finished owner by owner (p.differentiate).
     tile = mask.dense(Queries, Keys)  # (C n, R m)
-    dQ, dK, dV = reference.attention_backward(dO, Q, K, V, L, D, tile, **options)
-    # send_held_back and finish: sums of both sides travel at the same time.
+    dQ, dK, dV = reference.attention_backward(dOut, Q, K, V, Lse, Delta, tile, **options)
+    # There sums of both sides travel at the same time (send_held_back, finish).
     dq, dk, dv = returned(row, queries, dQ), returned(col, keys, dK), returned(col, keys, dV)
     return sum(dq), sum(dk), sum(dv)
 
@@ -80,6 +84,6 @@ def gathered(line: Any, x: ndarray) -> ndarray:
 
 
 def returned(line: Any, own: ndarray, x: ndarray) -> list[ndarray]:
-    """Send each rank of a line the rows of its tokens; return what all have for `own` tokens."""
+    """Send each rank of a line the rows of its tokens; return what each has for `own` tokens."""
     ends = np.cumsum(line.allgather(len(own)))[:-1]
     return line.alltoall(np.split(x, ends))
