@@ -263,7 +263,7 @@ def test_probe(comm, parallel, monkeypatch, name):
     parallel(model)
 
 
-@pytest.mark.parametrize("name", ["Qwen3Next", "Bamba", "Lfm2"])
+@pytest.mark.parametrize("name", ["Qwen3Next", "Bamba", "NemotronH", "Lfm2"])
 def test_generate(comm, parallel, name):
     """Tokens and logits of prompts, padded rows and second turns are those of one process."""
     model, one = build(name).eval(), build(name).eval()

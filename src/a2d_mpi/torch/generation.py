@@ -180,7 +180,10 @@ class Generation:
         self._prepare(_reach(mask.sum(1), others) + new - 1)
         cache.set_masks(self.masks)
         self._probe()
-        self._compute_by_plans(cache, ids[:, :-1], mask[:, :-1], others, new * len(ids))
+        # Mamba 2 of some models bounds the size of a step, but not in a call with one token.
+        last = min(1 + bool(self.cp._recurrent), ids.shape[1] - cache.length)
+        begun, later = (x[:, :-last] for x in (ids, mask)), (new + last - 1) * len(ids)
+        self._compute_by_plans(cache, *begun, others, later)
         criteria = _Decisions(taken.pop("stopping_criteria"), self.steps, streamer, cache)
         if not first:  # it takes the tokens of rank 0
             taken["logits_processor"] = LogitsProcessorList()
