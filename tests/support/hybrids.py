@@ -48,7 +48,7 @@ ZAMBA2 = {
 # Options of models by the first part of the names of their classes.
 HYBRIDS = {
     "Qwen3Next": GATED | MOE, "Qwen3_5": GATED, "Qwen3_5Moe": GATED | MOE,
-    "OlmoHybrid": GATED | {"linear_num_key_heads": 4}, "LaraMini": GATED, "KimiLinear": KIMI,
+    "OlmoHybrid": GATED | {"linear_num_key_heads": 4}, "LaraMini": GATED | MOE, "KimiLinear": KIMI,
     "BailingHybrid": KIMI, "Bamba": MAMBA | {"attn_layer_indices": [1]},
     "FalconH1": MAMBA | {"mamba_d_ssm": 64},
     "GraniteMoeHybrid": MAMBA | MOE | {"layer_types": ["mamba", "attention"]},
