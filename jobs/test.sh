@@ -3,7 +3,7 @@
 # The serial tests run on two processes; then come the tests on ranks.  docs/testing.md explains the
 # tiers.  The job fails if any test fails, hangs or is skipped.
 #
-#   bash jobs/test.sh                       every feature once: five minutes on two cores
+#   bash jobs/test.sh                       every feature once: six minutes on two cores
 #   bash jobs/test.sh all                   the whole suite, with the tests marked `thorough`
 #   bash jobs/test.sh openmpi -k causal     one MPI only; pytest gets the other options.  Also after `all`
 #   bash jobs/test.sh gpu                   the tests for GPUs, on real GPUs, in about ten minutes
