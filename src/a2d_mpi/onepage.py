@@ -38,7 +38,7 @@ def forward(
     k, v : (m, Hkv, D) float
     mask : Mask
     **options
-        Of `a2d_mpi.core.reference.attention`, such as `softmax_scale`.
+        `softmax_scale`, and what else `a2d_mpi.core.reference.attention` takes.
 
     Returns
     -------
@@ -51,7 +51,7 @@ def forward(
     # There rows are computed as they arrive, in blocks (p.attend).
     out, lse = reference.attention(Q, K, V, mask.dense(Queries, Keys), **options)  # (C n, H, D)
     # There a partial result leaves as soon as it is done (row.give, row.finish).
-    outs, lses = (returned(row, queries, x) for x in (out, lse))  # C of (n, H, D), C of (n, H)
+    outs, lses = (returned(row, len(queries), x) for x in (out, lse))  # C of (n, H, D), (n, H)
     lse = np.logaddexp.reduce(lses)  # (n, H)
     # A query that sees no key has out 0 and lse -inf, and -inf minus -inf would be NaN.
     finite = np.where(np.isneginf(lse), 0, lse)
@@ -70,12 +70,13 @@ def backward(
     # out does not travel: lse and delta, with dout and q, are all that a tile needs of its rows.
     Queries, dOut, Q, Lse, Delta = (gathered(row, x) for x in (queries, dout, q, lse, delta))
     Keys, K, V = (gathered(col, x) for x in (keys, k, v))
-    # There the side with more bytes is finished owner by owner (p.differentiate).
+    # There the larger of dQ, and dK with dV, leaves for each owner as soon as it is complete.
     tile = mask.dense(Queries, Keys)  # (C n, R m)
     dQ, dK, dV = reference.attention_backward(dOut, Q, K, V, Lse, Delta, tile, **options)
-    # There sums of both sides travel at the same time (send_held_back, finish).
-    dq, dk, dv = returned(row, queries, dQ), returned(col, keys, dK), returned(col, keys, dV)
-    return sum(dq), sum(dk), sum(dv)
+    # There both sides travel at the same time (give, give_all, finish).
+    dq = sum(returned(row, len(queries), dQ))  # (n, H, D)
+    dk, dv = (sum(returned(col, len(keys), x)) for x in (dK, dV))  # (m, Hkv, D)
+    return dq, dk, dv
 
 
 def gathered(line: Any, x: ndarray) -> ndarray:
@@ -83,7 +84,7 @@ def gathered(line: Any, x: ndarray) -> ndarray:
     return np.concatenate(line.allgather(x))
 
 
-def returned(line: Any, own: ndarray, x: ndarray) -> list[ndarray]:
-    """Send each rank of a line the rows of its tokens; return what each has for `own` tokens."""
-    ends = np.cumsum(line.allgather(len(own)))[:-1]
+def returned(line: Any, n: int, x: ndarray) -> list[ndarray]:
+    """Send each rank of a line the rows of its tokens; return what each has for this rank's n."""
+    ends = np.cumsum(line.allgather(n))[:-1]
     return line.alltoall(np.split(x, ends))
