@@ -17,16 +17,17 @@ before they leave.  So rows enter a node once.
 from __future__ import annotations
 
 from a2d_mpi.schedules.group import Group
-from a2d_mpi.schedules.line import Line, arrivals, in_equal_nodes
+from a2d_mpi.schedules.line import Line, arrivals
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Rows
+from a2d_mpi.schedules.trees import in_equal_nodes
 
 
 def forward(p: Program) -> None:
     """Gather queries along the row and keys along the column; return results along the row."""
     out = p.own("out", "out", "result")  # (n, H, D), and lse (n, H)
-    # Post every receive, and send this rank's own rows; the other rows arrive below.
+    # Post the receives of others' rows, and send this rank's own ones; the rows arrive below.
     row, col = (x.start() for x in (Line.of_row(p, "q"), Line.of_column(p)))
     # q: (C n, H, D); k, v: (R n, Hkv, D)
     own = p.rows(row.array, p.rank)
@@ -45,9 +46,9 @@ def forward(p: Program) -> None:
 def backward(p: Program) -> None:
     """Write the backward pass of a rank.
 
-    Gradients of one side, the one with more bytes, are finished owner by owner, and travel while
-    later ones are computed.  Its rows are the `late` ones to arrive.  Gradients of the `early`
-    rows are sums over all that follows, and leave at the end.
+    The larger of dq, and dk with dv, is finished owner by owner, and travels while later ones are
+    computed.  Its rows are the `late` ones: they are waited for after the `early` ones, whose
+    gradients are sums over all that follows, and leave at the end.
     """
     by_query = gradients_by_query(p.group)
     # dout, q: (C n, H, D); lse, delta: (C n, H); k, v: (R n, Hkv, D)
@@ -67,7 +68,7 @@ def backward(p: Program) -> None:
         else:
             differentiate(p.rows(early.array), rows)
             late.give(owner, rows.of(sums[late]))
-    late.send_held_back()
+    late.send_held_back()  # nothing on a plain grid
     early.give_all(sums[early])
     early.send_held_back()
     for line in (row, col):

@@ -28,10 +28,11 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 
 from a2d_mpi.masks.intervals import Runs
-from a2d_mpi.schedules.line import Line, Trees, Ways, arrivals, seen_from
+from a2d_mpi.schedules.line import Line, Ways, arrivals
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Rows
+from a2d_mpi.schedules.trees import Trees, seen_from
 from a2d_mpi.sharding import triangle_shards as shares
 from a2d_mpi.sharding.trees import trees
 
