@@ -21,6 +21,9 @@ In the comments on shapes, c is the number of KV heads that are packed at once, 
 KV heads that one call of NumPy computes.  g is the number of query heads per KV head.  n is the
 number of rows of a query block (tokens x g), m of a cache block, and b its number of keys.  d is
 headdim, and e is headdim_v.
+
+Read `forward` first as if `bounded` were true and there were no soft-cap: there is no shift then,
+`columns` is d, and a cache block takes a product, `exponentials`, and a product.
 """
 
 from __future__ import annotations
