@@ -19,8 +19,8 @@ from zlib import crc32
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.checks.measure import Measurement, open_device, origin_of
-from a2d_mpi.checks.timing import plan_of, random_inputs, turns
+from a2d_mpi.checks.measure import Measurement, open_device, origin_of, random_inputs
+from a2d_mpi.checks.timing import plan_of, turns
 from a2d_mpi.cli.options import (
     FAILED_CHECK,
     Parser,

@@ -16,8 +16,8 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi.attention.methods import Attention2D
 from a2d_mpi.checks.check import check_attention
-from a2d_mpi.checks.measure import open_device, origin_of
-from a2d_mpi.checks.timing import in_turn, kernel_calls, random_inputs, report
+from a2d_mpi.checks.measure import open_device, origin_of, random_inputs
+from a2d_mpi.checks.timing import in_turn, kernel_calls, report
 from a2d_mpi.cli.options import SAMPLE, Parser, add_options, form, listed, log, one_of, progress
 from a2d_mpi.cli.run import together
 from a2d_mpi.cli.workloads import add_list
