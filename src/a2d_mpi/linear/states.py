@@ -1,10 +1,7 @@
 """The exchange of states between ranks, and its bytes.
 
-* gather: every rank sends the states of its pieces to all other ranks (LASP-2, arXiv:2502.07563).
-* ring: the owner of a piece adds its own state and sends the sum to the owner of the next piece
-  (LASP, arXiv:2404.02882).  Under a full mask the last sum goes around once more.
-
-Both add states in the order of tokens, so their results are the same, bit for bit.
+Every rank sends the states of its pieces to all other ranks, which add them in the order of tokens
+(LASP-2, arXiv:2502.07563).
 """
 
 from __future__ import annotations
@@ -18,8 +15,6 @@ from a2d_mpi.comm.channel import Channel
 from a2d_mpi.comm.transport import Transport
 from a2d_mpi.core.sizes import next_ranks
 from a2d_mpi.sharding.distribution import Distribution
-
-STATES = ("gather", "ring")
 
 
 class Piece(NamedTuple):
@@ -43,25 +38,24 @@ def pieces_of(shards: Distribution, causal: bool) -> list[Piece]:
     """Return the pieces of all ranks in the order of tokens, without empty pieces.
 
     Under a full mask the order of tokens does not matter, and a shard is one piece.
+
+    Raises
+    ------
+    ValueError
+        If each token would be a piece.
     """
     if not causal:
         return [Piece(p, 0, n) for p, n in enumerate(shards.counts) if n]
     pieces = []
     for owner in range(shards.nshards):
-        runs = []
-        for run in shards.runs(owner):
-            runs += [run] if run.step == 1 else [range(token, token + 1) for token in run]
-        runs = [run for run in runs if len(run)]
+        runs = [run for run in shards.runs(owner) if len(run)]
+        if any(run.step > 1 for run in runs):
+            raise ValueError(
+                f"linear attention needs runs of consecutive tokens, got the {shards.name} "
+                "distribution, in which each token would have a state"
+            )
         pieces += [(run.start, Piece(owner, i, len(run))) for i, run in enumerate(runs)]
     return [piece for _, piece in sorted(pieces)]
-
-
-def count_pieces(shards: Distribution, causal: bool) -> int:
-    """Return ``len(pieces_of(shards, causal))`` without a loop over tokens."""
-    if not causal:
-        return sum(n > 0 for n in shards.counts)
-    runs = (run for owner in range(shards.nshards) for run in shards.runs(owner))
-    return sum(len(run) if run.step > 1 else len(run) > 0 for run in runs)
 
 
 class Decay:
@@ -120,18 +114,16 @@ class StateExchange:
         Channel of all ranks.
     pieces : list of Piece
         Pieces of all ranks, in the order of tokens.
-    way : {"gather", "ring"}
     decay : Decay or None
         None: a full mask, under which nothing decays.
     """
 
-    def __init__(
-        self, channel: Channel, pieces: list[Piece], way: str, decay: Decay | None
-    ) -> None:
-        self._channel, self._pieces, self._way, self._decay = channel, pieces, way, decay
+    def __init__(self, channel: Channel, pieces: list[Piece], decay: Decay | None) -> None:
+        self._channel, self._pieces, self._decay = channel, pieces, decay
+        self._owners = [piece.owner for piece in pieces]
         self.transport = Transport()
 
-    def traffic(self, rank: int, nbytes: int, reverse: bool = False) -> list[int]:
+    def traffic(self, rank: int, nbytes: int) -> list[int]:
         """Return the bytes that a rank sends and receives in one pass.
 
         The bytes depend on the number of pieces, but not on the number of tokens.
@@ -141,20 +133,14 @@ class StateExchange:
         rank : int
         nbytes : int
             Bytes of a state.
-        reverse : bool
-            As of `start`.
 
         Returns
         -------
         [int, int]
             Bytes sent and received.
         """
-        owners = self._owners(reverse)
-        if self._way == "gather":
-            own, ranks = owners.count(rank), len(set(owners))
-            return [own * (ranks - 1) * nbytes, (len(owners) - own) * nbytes * (own > 0)]
-        hops = [hop for hop in zip(owners, owners[1:]) if hop[0] != hop[1]]
-        return [sum(hop[side] == rank for hop in hops) * nbytes for side in (0, 1)]
+        own, ranks = self._owners.count(rank), len(set(self._owners))
+        return [own * (ranks - 1) * nbytes, (len(self._owners) - own) * nbytes * (own > 0)]
 
     def start(self, own: Sequence[np.ndarray], reverse: bool = False) -> None:
         """Start the exchange; `own` are the states, (H, F, W), of this rank's pieces in order.
@@ -164,9 +150,9 @@ class StateExchange:
         self._reverse = reverse
         self._messages: list[Any] = []
         self._states = {self._channel.rank: np.array(own)}
-        if self._way == "ring" or not len(own):
+        if not len(own):
             return
-        owners, rank = self._owners(), self._channel.rank
+        owners, rank = self._owners, self._channel.rank
         peers = [peer for peer in next_ranks(rank, self._channel.comm.size) if peer in owners]
         for peer in peers:
             self._states[peer] = np.empty((owners.count(peer), *own[0].shape), own[0].dtype)
@@ -186,45 +172,11 @@ class StateExchange:
         own = self._states[self._channel.rank]
         if not len(own):
             return []
-        before, state = (self._gathered if self._way == "gather" else self._passed_on)(own)
-        return [before[i] if self._decay else state for i in range(len(own))]
-
-    def _gathered(self, own: np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
-        """Return the state before each own piece, and the state at the end of the sequence."""
         self._channel.wait(self._messages)
         before, state = {}, np.zeros_like(own[0])
         for piece in self._pieces[:: -1 if self._reverse else 1]:
             if piece.owner == self._channel.rank:
                 before[piece.place] = state
-            state = self._add(state, piece)
-        return before, state
-
-    def _passed_on(self, own: np.ndarray) -> tuple[dict[int, np.ndarray], np.ndarray]:
-        """Return the same as `_gathered`; the second state is undefined under a causal mask."""
-        owners, order = self._owners(self._reverse), self._pieces[:: -1 if self._reverse else 1]
-        rank, before, state = self._channel.rank, {}, np.zeros_like(own[0])
-        for i in (i for i, owner in enumerate(owners) if owner == rank):
-            if i and owners[i - 1] != rank:
-                state = np.empty_like(own[0])
-                self._channel.wait(self._channel.irecv([state], owners[i - 1], 0))
-            if i < len(order):
-                before[order[i].place] = state
-                state = self._add(state, order[i])
-            if i + 1 < len(owners) and owners[i + 1] != rank:
-                self._messages += self._channel.isend([state], owners[i + 1], 0)
-        self._channel.wait(self._messages)
-        return before, state
-
-    def _add(self, state: np.ndarray, piece: Piece) -> np.ndarray:
-        """Return the state after a piece."""
-        more = self._states[piece.owner][piece.place]
-        return self._decay.add(state, more, piece.tokens) if self._decay else state + more
-
-    def _owners(self, reverse: bool = False) -> list[int]:
-        """Return the owner of each piece; on a ring these are the ranks that a sum visits in turn.
-
-        Under a full mask, where each rank has one piece, the sum of all goes around once more.
-        """
-        owners = [piece.owner for piece in self._pieces][:: -1 if reverse else 1]
-        again = self._way == "ring" and not self._decay
-        return [*owners, *owners[:-1]] if again else owners
+            more = self._states[piece.owner][piece.place]
+            state = self._decay.add(state, more, piece.tokens) if self._decay else state + more
+        return [before[i] if self._decay else state for i in range(len(own))]
