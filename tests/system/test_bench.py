@@ -60,7 +60,6 @@ def test_everything_is_there_and_checked(finished, results):
         for phase in ("forward", "backward"):
             assert result["timings"][phase]["total"].shape == (2, ranks)
             assert result["predicted"][f"{phase} seconds"] > 0
-            assert result["predicted"][f"{phase} lower bound"] >= 0
         assert result["predicted"]["memory"] > 0
         assert result["predicted"]["machine"].startswith("16x1")
         assert result["area"].sum() * config["nheads"] // config["heads"] >= 61 * 31

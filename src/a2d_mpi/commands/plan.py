@@ -324,14 +324,13 @@ def read_summaries(path: str | Path) -> list[Summary]:
     """
     return [
         Summary(
-            name,
-            {**x, "workload": f"{workload_name(x)}-{x['network']}-{x['machine']}"},
-            "both" if x["backward"] else "forward",
-            seconds(x, "simulated"),
-            {"wait": seconds(x, "simulated", " wait")},
+            config={**x, "workload": f"{workload_name(x)}-{x['network']}-{x['machine']}"},
+            phase="both" if x["backward"] else "forward",
+            seconds=seconds(x, "simulated"),
+            parts={"wait": seconds(x, "simulated", " wait")},
             predicted=seconds(x, "predicted"),
         )
-        for name, x in read_simulations(path).items()
+        for x in read_simulations(path).values()
         if x["memory"] <= x["room"]
     ]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -56,10 +56,14 @@ _BFLOAT16.set_size(2)
 
 
 class Tree(dict):
-    """A group that was read: what it lacks is an OSError, an error of the file."""
+    """A group of a file that was read: what it lacks is an OSError, an error of the file."""
+
+    def __init__(self, group: h5py.Group) -> None:
+        super().__init__(plain(group.attrs))
+        self._path = group.file.filename
 
     def __missing__(self, name: str) -> None:
-        raise OSError(f"{name} is missing")
+        raise OSError(f"cannot read {self._path} as HDF5: {name} is missing")
 
 
 @contextmanager
@@ -93,37 +97,25 @@ def reading(path: str | os.PathLike[str], schema: tuple[str, int]) -> Iterator[h
         raise OSError(f"cannot read {path} as HDF5: {reason}") from error
 
 
-def read_file(
-    path: str | os.PathLike[str],
-    schema: tuple[str, int],
-    build: Callable[[Tree], Any] = lambda tree: tree,
-) -> Any:
+def read_file(path: str | os.PathLike[str], schema: tuple[str, int]) -> Tree:
     """Read a whole file, without its schema.
-
-    Parameters
-    ----------
-    path : path
-    schema : (str, int)
-    build : callable, optional
-        Function that makes the returned object of the tree.  What the tree lacks is an error of
-        the file.  Default: the tree itself is returned.
 
     Raises
     ------
     OSError
-        If the file cannot be read, or lacks something.
+        If the file cannot be read.
     ValueError
         If the schema is wrong.
     """
     with reading(path, schema) as file:
         tree = load(file)
         del tree["schema"], tree["schema_version"]
-        return build(tree)
+        return tree
 
 
 def load(group: h5py.Group) -> Tree:
     """Read everything in a group."""
-    tree = Tree(plain(group.attrs))
+    tree = Tree(group)
     for name, x in group.items():
         if isinstance(x, h5py.Group):
             tree[name] = load(x)
