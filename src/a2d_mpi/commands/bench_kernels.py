@@ -73,8 +73,8 @@ def kernels(parser: Parser) -> Callable:
     The table has FLOP/s in the median over the trials: 4 operations per pair, head and element
     forward, and 10 backward.  Masked pairs are not counted.  It also has the ratios to torch.
     --output adds the seconds of all trials to a benchmark file, with versions, the CPU or GPU,
-    BLAS, and the CPU that BLAS takes this CPU for.  "plot results FILE --what kernels" draws
-    the file.
+    BLAS, and the CPU that BLAS takes this CPU for.  "plot results FILE PICTURE --what kernels"
+    draws the file.
     """
     group = parser.add_argument_group("workloads and kernels")
     add = group.add_argument
