@@ -16,8 +16,7 @@ from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.planning import planner
 from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.results.hdf5 import read_file
-from a2d_mpi.results.tables import BENCHMARK_SCHEMA, flat
+from a2d_mpi.results.hdf5 import BENCHMARK_SCHEMA, flat, read_file
 
 SMALL = ["--nheads", "4", "--headdim", "8", "--trials", "2"]
 WORKLOAD = "full-n61-h4-kv2-d8-float32-backward"

@@ -19,15 +19,18 @@ from a2d_mpi.checks.check import Check, attributes_of
 from a2d_mpi.checks.measure import TIMED_PARTS
 from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.results import origin
-from a2d_mpi.results.hdf5 import check_output, create, read_file, write_file
-from a2d_mpi.results.inputs import inspect_input, read_shard
-from a2d_mpi.results.origin import provenance
-from a2d_mpi.results.tables import (
+from a2d_mpi.results.hdf5 import (
     BENCHMARK_SCHEMA,
+    check_output,
+    create,
     extend_file,
     flat,
-    read_measured,
+    read_file,
+    write_file,
 )
+from a2d_mpi.results.inputs import inspect_input, read_shard
+from a2d_mpi.results.origin import provenance
+from a2d_mpi.results.tables import read_measured
 from a2d_mpi.sharding.distribution import FORMULAS, Distribution
 
 SHAPES = {"q": (29, 6, 4), "k": (29, 2, 4), "v": (29, 2, 4), "dout": (29, 6, 4)}

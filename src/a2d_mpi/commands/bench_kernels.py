@@ -29,8 +29,8 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.masks.patterns import make_mask
-from a2d_mpi.results.hdf5 import check_output
-from a2d_mpi.results.tables import BENCHMARK_SCHEMA, extend_file, kernel_speeds
+from a2d_mpi.results.hdf5 import BENCHMARK_SCHEMA, check_output, extend_file
+from a2d_mpi.results.tables import kernel_speeds
 
 MASKS = ("full", "causal")  # masks that torch has
 BACKENDS = {  # of torch's attention, by their names in torch

@@ -45,9 +45,9 @@ from a2d_mpi.planning.planner import candidates, duration, why_not
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.results.hdf5 import check_output, read_file, write_file
+from a2d_mpi.results.hdf5 import check_output, flat, read_file, write_file
 from a2d_mpi.results.origin import provenance
-from a2d_mpi.results.tables import Summary, flat
+from a2d_mpi.results.tables import Summary
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.writing import problem_of
 

@@ -23,9 +23,8 @@ from a2d_mpi.figures.pictures import (
     workload_title,
 )
 from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.results.hdf5 import read_file
+from a2d_mpi.results.hdf5 import BENCHMARK_SCHEMA, read_file
 from a2d_mpi.results.tables import (
-    BENCHMARK_SCHEMA,
     FAMILIES,
     PARTS,
     Summary,

@@ -1,4 +1,4 @@
-"""Files of many runs, and their summaries for tables and plots; no MPI.
+"""Summaries of runs in files of results, for tables and plots; no MPI.
 
 Every function raises OSError if a file cannot be read or written, and ValueError if its contents
 are wrong.  The message is one line that names the file, for the user to read.
@@ -19,13 +19,10 @@ from a2d_mpi.cli.options import FAILED_CHECK, aligned
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.simulator import PARTS
-from a2d_mpi.results.hdf5 import check_output, fill, new_file, read_file
+from a2d_mpi.results.hdf5 import BENCHMARK_SCHEMA, check_output, flat, read_file
 from a2d_mpi.schedules.method import METHODS
 
-BENCHMARK_SCHEMA = ("a2d_mpi benchmark", 2)
-TRAINING_SCHEMA = ("a2d_mpi training", 3)
 TABLE = ("  plan", "phase", "ms", "ratio", "wait", "predicted", "received", "checks")
-GENERATION_SCHEMA = ("a2d_mpi generation", 1)
 CLOSE = 1.1  # a pick is good if it takes at most this multiple of the fastest plan's time
 # Methods alone and with a head axis, in the order of tables and figures.
 FAMILIES = tuple(
@@ -39,12 +36,9 @@ def all_passed(run: Mapping[str, Any]) -> bool:
 
 
 def done_before(
-    path: str | os.PathLike[str],
-    schema: tuple[str, int],
-    resume: bool,
-    settings: Mapping[str, object],
+    path: str | os.PathLike[str], resume: bool, settings: Mapping[str, object]
 ) -> dict[str, bool]:
-    """Return the runs of an output file by name, and whether all checks of each passed.
+    """Return the runs of a benchmark file by name, and whether all checks of each passed.
 
     Raises
     ------
@@ -54,9 +48,9 @@ def done_before(
         If it exists and `resume` is false, or it was made with other settings, or by another
         program.
     """
-    if not check_output(path, schema, resume):
+    if not check_output(path, BENCHMARK_SCHEMA, resume):
         return {}
-    tree = read_file(path, schema)
+    tree = read_file(path, BENCHMARK_SCHEMA)
     earlier, done = tree["settings"], {x: all_passed(y) for x, y in tree["runs"].items()}
     for name in {**earlier, **settings}:
         here, there = settings.get(name), earlier.get(name)
@@ -68,35 +62,6 @@ def done_before(
 def read_measured(path: str | os.PathLike[str]) -> list[Summary]:
     """Read the summaries of all runs of a benchmark, of all phases that ran."""
     return [summarise(x) for x in read_file(path, BENCHMARK_SCHEMA)["runs"].values()]
-
-
-def flat(tree: Mapping[str, object]) -> dict[str, np.ndarray]:
-    """Return all arrays of a tree by their paths."""
-    arrays: dict[str, np.ndarray] = {}
-    for name, x in tree.items():
-        if isinstance(x, Mapping):
-            arrays |= {f"{name}/{path}": y for path, y in flat(x).items()}
-        elif isinstance(x, np.ndarray):
-            arrays[name] = x
-    return arrays
-
-
-def extend_file(path: str | os.PathLike[str], schema: tuple[str, int], tree: Mapping) -> None:
-    """Add what is in the groups of a tree to a file, or make the file.
-
-    Members of the file's groups that have the same names are replaced.  If writing fails, nothing
-    changes.
-
-    Raises
-    ------
-    OSError
-        If it cannot be written.
-    """
-    with new_file(path, schema, extend=os.path.exists(path)) as file:
-        for name, members in tree.items():
-            for run in members.keys() & file.require_group(name).keys():
-                del file[name][run]
-        fill(file, tree)
 
 
 @dataclass(frozen=True)
