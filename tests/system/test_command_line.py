@@ -175,8 +175,8 @@ class Comm(MPI.Intracomm):
 def body(comm, args):
     {body}
 
-sys.argv = ["x.py"]
-run(Comm(MPI.COMM_WORLD), lambda comm: Parser("x.py", "X.", comm), body)
+sys.argv, Parser.body = ["x.py"], staticmethod(body)
+run(Comm(MPI.COMM_WORLD), lambda comm: Parser("x.py", "X.", comm))
 """
 
 
