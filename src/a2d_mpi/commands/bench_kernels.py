@@ -78,7 +78,7 @@ def kernels(parser: Parser) -> Callable:
     """
     group = parser.add_argument_group("workloads and kernels")
     add = group.add_argument
-    add("--device", choices=("cpu", "gpu"), default="cpu", help="where the kernels run")
+    add_options(group, "device", help="where the kernels run")
     text = "SEQLENxNHEADSxHEADDIM; default: 4096x4x128,8192x2x64 or, on a GPU, 16384x16x128"
     add("--shapes", type=listed(shape), metavar="SHAPE,...", help=text)
     add_options(group, "nheads-kv", help="KV heads of all shapes; default: as many as query heads")

@@ -54,7 +54,6 @@ from a2d_mpi.schedules.writing import problem_of
 # Share of ranks that may be idle, and most ranks for that: the search takes long for more.
 IDLE, IDLE_RANKS = 0.1, 256
 SCHEMA = ("a2d_mpi simulation", 2)
-RANKS = 4096  # most ranks that are simulated
 
 
 def rank(parser: Parser) -> Callable:
@@ -112,7 +111,7 @@ def simulate(parser: Parser) -> Callable:
     text = "TOML files of machines, see data/machines"
     add_options(group, "profile", type=listed(path), metavar="FILE,...", required=True, help=text)
     text = "numbers of ranks: 64,256"
-    add("--ranks", type=listed(whole(1, RANKS)), metavar="N,...", default="64", help=text)
+    add("--ranks", type=listed(whole(1, PLANNED)), metavar="N,...", default="64", help=text)
     text = "networks, see above: switch,fat tree:4"
     add("--networks", type=listed(str), metavar="NETWORK,...", default="switch", help=text)
     text = "ranks compute, copy and merge in no time"
