@@ -20,13 +20,7 @@ from mpi4py import MPI
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.checks.measure import (
-    RESULTS,
-    Measurement,
-    open_device,
-    origin_of,
-    random_inputs,
-)
+from a2d_mpi.checks.measure import RESULTS, Measurement, open_device, origin_of, random_inputs
 from a2d_mpi.cli.options import (
     CHECK_HELP,
     FAILED_CHECK,
