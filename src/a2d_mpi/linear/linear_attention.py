@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import numpy as np
 from numpy import ndarray
@@ -24,7 +23,7 @@ from a2d_mpi.linear.features import FEATURE_MAPS, NORMS
 from a2d_mpi.linear.states import Decay, Piece, StateExchange, pieces_of
 from a2d_mpi.masks.compiled import compile_mask
 from a2d_mpi.masks.mask import Causal, Full, Mask
-from a2d_mpi.sharding.distribution import Distribution, distribute
+from a2d_mpi.sharding.distribution import distribute
 
 # The fastest of 16 to 512 tokens on one core of an Intel Xeon (4096 tokens, heads of 32, 64 and
 # 128).  32 and 128 take up to 10 % longer.
@@ -76,7 +75,7 @@ class LinearAttention(Caller):
     decay : float or sequence of nheads floats, optional
         Decay of all heads or of each head, above 0 and at most 1, for causal masks only.  Default:
         nothing decays.
-    distribution : str or Distribution
+    distribution : str
         Owner of each token.  Under a causal mask, each run of consecutive tokens of a rank has a
         state: one per rank if contiguous, two if zigzag.  "striped" has no runs, and is refused.
     dtype : {"float32", "float64", "float16", "bfloat16"}
@@ -124,7 +123,7 @@ class LinearAttention(Caller):
         feature_map: str = "none",
         norm: str = "output",
         decay: float | Sequence[float] | None = None,
-        distribution: str | Distribution = "contiguous",
+        distribution: str = "contiguous",
         dtype: np.typing.DTypeLike = "float32",
         chunk: int = CHUNK,
         threads: int | None = None,
@@ -142,7 +141,9 @@ class LinearAttention(Caller):
                 _check(mask, options)
                 decays = _decays(decay, config.nheads, mask)
                 self._threads = BlasThreads(threads, grid.cores)
-                self.distribution = _shards(distribution, config.seqlen, grid)
+                seen = compile_mask(Causal(), config.seqlen, config.seqlen)  # for "balanced"
+                sizes = config.seqlen, grid.rows, grid.cols, grid.heads
+                self.distribution = distribute(distribution, *sizes, seen=seen)
                 arguments = {
                     "method": type(self).__name__,
                     **config.arguments,
@@ -150,7 +151,6 @@ class LinearAttention(Caller):
                     "mask": type(mask).__name__,
                     "decay": decays.tolist(),
                     "distribution": self.distribution,
-                    "its runs (checksum)": crc32(repr(self.distribution.listed).encode()),
                 }
                 self._norm, self._causal = NORMS[norm], isinstance(mask, Causal)
                 # A state is (H, F, W).
@@ -361,22 +361,6 @@ def _decays(decay: float | Sequence[float] | None, nheads: int, mask: Mask) -> n
     if decay is not None and not isinstance(mask, Causal):
         raise ValueError(f"a decay needs a causal mask, got {type(mask).__name__}")
     return np.broadcast_to(decays, nheads).copy()
-
-
-def _shards(distribution: str | Distribution, seqlen: int, grid: ProcessGrid) -> Distribution:
-    """Return the distribution with a name on a grid, or a given distribution if it fits."""
-    if isinstance(distribution, str):
-        seen = compile_mask(Causal(), seqlen, seqlen)
-        return distribute(distribution, seqlen, grid.rows, grid.cols, grid.heads, seen=seen)
-    if not isinstance(distribution, Distribution):
-        raise ValueError(f"distribution must be a name or a Distribution, got {distribution!r}")
-    tokens, ranks = distribution.seqlen, distribution.nshards
-    if (tokens, ranks) != (seqlen, grid.comm.size):
-        raise ValueError(
-            f"the distribution has {tokens} tokens on {ranks} ranks, but this plan has "
-            f"{seqlen} tokens on {grid.comm.size} ranks"
-        )
-    return distribution
 
 
 def _cut(pieces: Sequence[Piece], rank: int, chunk: int) -> list[list[slice]]:
