@@ -111,6 +111,7 @@ def build_parser() -> Parser:
     add("--model", type=Path, metavar="DIR", help=text)
     text = "UTF-8 text; default: Python's documentation topics"
     add("--text", type=Path, metavar="FILE", help=text)
+    parser.body = main
     return parser
 
 
@@ -156,4 +157,4 @@ def main(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    run_serial(build_parser, main)
+    run_serial(build_parser)

@@ -55,6 +55,7 @@ def build_parser() -> Parser:
     """Build the parser of this program's options."""
     parser = Parser("make_text.py", __doc__)
     parser.add_argument("output", type=Path, help="text file to write (replaced if it exists)")
+    parser.body = main
     return parser
 
 
@@ -69,4 +70,4 @@ def main(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    run_serial(build_parser, main)
+    run_serial(build_parser)

@@ -108,8 +108,8 @@ python drivers/plot.py masks {folder}/masks.png --distribution balanced
     --profile {one_nic} --ranks 16 --seqlen 32K --nheads 9 --mask full
 {plot_schedule}/partitions/heads.png --plans attention2d:1x1x12,attention2d:4x3@cru
     --profile {one_nic} --ranks 12 --seqlen 24K --nheads 24 --mask full
-{plot_results}/tiles.h5 --output {folder} --what kernels
-{plot_results}/crossover --output {folder} --what crossover
+{plot_results}/tiles.h5 {folder}/kernels.png --what kernels
+{plot_results}/crossover {folder}/crossover.png --what crossover
 """
 
 # Where to start @, "python jobs/measure.py calls FILE", and its sizes, trials and plans.
@@ -230,7 +230,7 @@ with h5py.File(sys.argv[1]) as given, h5py.File(sys.argv[2], "w") as to:
     " --dtypes bfloat16 --backward --resume --output"
     f" results/gpu-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}.h5 --plans attention2d",
     "plot_schedule": "python drivers/plot.py schedule {folder}",
-    "plot_results": "python drivers/plot.py results --format png data/results",
+    "plot_results": "python drivers/plot.py results data/results",
     "bench": "drivers/bench.py --nheads 16 --headdim 16 --seqlens 768 --trials 3 --resume",
     "both": "{bench} --nheads-kv 16,2",
     "seven": "{bench} --trials 7 --backward",

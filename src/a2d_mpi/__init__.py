@@ -5,43 +5,19 @@ Import this package before NumPy: products of matrices are then faster on AMD's 
 `planning` and other packages that need no MPI also work on machines without MPI.
 """
 
+import ast
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from a2d_mpi.core.openblas import name_core_type
 
 name_core_type()  # OpenBLAS reads the type of the CPU when NumPy is imported
 
-# The public names by module.  Type checkers and editors read `__init__.pyi`.
-_PUBLIC = {
-    "a2d_mpi.attention.methods": [
-        "Attention2D",
-        "DoubleRingAttention",
-        "NodeAwareAttention",
-        "RingAttention",
-        "TriangleAttention",
-    ],
-    "a2d_mpi.attention.registering": ["register_kernel", "register_mask", "register_method"],
-    "a2d_mpi.comm.grid": ["ProcessGrid"],
-    "a2d_mpi.comm.survival": ["RanksLost"],
-    "a2d_mpi.devices.merging": ["merge"],
-    "a2d_mpi.checks.autotune": ["autotune"],
-    "a2d_mpi.linear.linear_attention": ["LinearAttention"],
-    "a2d_mpi.masks.arrays": ["IntervalMask"],
-    "a2d_mpi.masks.validity": ["check_mask"],
-    "a2d_mpi.masks.documents": [
-        "BlockCausalDocuments",
-        "CausalBlockwise",
-        "Documents",
-        "PrefixLMDocuments",
-        "SharedQuestion",
-    ],
-    "a2d_mpi.masks.mask": ["Causal", "Full", "Intersection", "Mask"],
-    "a2d_mpi.masks.patterns": ["make_mask"],
-    "a2d_mpi.masks.windows": ["BlockCausal", "GlobalSlidingWindow", "PrefixLM", "SlidingWindow"],
-    "a2d_mpi.sharding.distribution": ["Distribution"],
-}
-_HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
+# The public names by module: the imports of the file that type checkers and editors read.
+_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
+_IMPORTS = [node for node in _STUB.body if isinstance(node, ast.ImportFrom)]
+_HOMES = {x.name: node.module for node in _IMPORTS for x in node.names}
 
 __all__ = sorted(_HOMES)
 

@@ -2,8 +2,7 @@
 
 import sys
 
-from a2d_mpi.results.hdf5 import RESULT_SCHEMA, read_file
-from a2d_mpi.results.tables import flat
+from a2d_mpi.results.hdf5 import RESULT_SCHEMA, flat, read_file
 
 path, hosts, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 result = read_file(path, RESULT_SCHEMA)

@@ -10,7 +10,7 @@ from a2d_mpi import Causal, Full, IntervalMask
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.figures import schedule_plots
-from a2d_mpi.figures.mask_plots import deepest, tiling
+from a2d_mpi.figures.mask_plots import tiling
 from a2d_mpi.figures.pictures import METHOD_STYLES
 from a2d_mpi.masks.compiled import compile_mask
 from a2d_mpi.masks.patterns import PATTERNS, make_mask
@@ -108,11 +108,3 @@ def test_a_method_has_one_colour_and_one_marker():
     assert METHOD_STYLES.keys() >= METHODS.keys()
     for i in (0, 1):
         assert len({x[i] for x in METHOD_STYLES.values()}) == len(METHOD_STYLES)
-
-
-def test_deepest():
-    """A number is written where its area has the most room."""
-    pairs = np.zeros((9, 12), bool)
-    pairs[:, 1:3] = pairs[4:9, 6:11] = True
-    assert deepest(pairs) == (6, 8, 3)
-    assert deepest(np.eye(3, dtype=bool)) == (1, 1, 1)

@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid, SlidingWindow
-from a2d_mpi.checks.timing import random_inputs
+from a2d_mpi.checks.measure import random_inputs
 from a2d_mpi.comm.gpus import bind_gpu
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import flops

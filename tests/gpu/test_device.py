@@ -19,8 +19,7 @@ from refused import GOOD, assert_raises
 from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid
 from a2d_mpi.comm.device_transport import DeviceTransport
 from a2d_mpi.comm.gpus import gpu_aware
-from a2d_mpi.results.hdf5 import read_file
-from a2d_mpi.results.tables import BENCHMARK_SCHEMA, flat
+from a2d_mpi.results.hdf5 import BENCHMARK_SCHEMA, flat, read_file
 
 pytestmark = pytest.mark.grids
 

@@ -178,8 +178,7 @@ def read_run(path: str | Path) -> dict[str, Any]:
 
 def read_runs(path: str | Path) -> dict[str, dict[str, Any]]:
     """Read the runs of a file of drivers/bench.py, by name."""
-    from a2d_mpi.results.hdf5 import read_file
-    from a2d_mpi.results.tables import BENCHMARK_SCHEMA
+    from a2d_mpi.results.hdf5 import BENCHMARK_SCHEMA, read_file
 
     return read_file(path, BENCHMARK_SCHEMA)["runs"]
 

@@ -123,12 +123,10 @@ def node_traffic(visible, owners, rows, cols, node):
     return found
 
 
-def linear_attention(
-    q, k, v, dout, causal, feature_map, norm, decay, projections, dtype=np.float64
-):
+def linear_attention(q, k, v, dout, causal, feature_map, norm, decay, dtype=np.float64):
     """Compute out, dq, dk and dv by the definition, with all N x N weights."""
     q, k, v, dout = (np.asarray(x, dtype).swapaxes(0, 1) for x in (q, k, v, dout))  # (H, N, D)
-    (fq, back), (fk, _) = (_features(feature_map, x, projections) for x in (q, k))
+    (fq, back), (fk, _) = (_features(feature_map, x) for x in (q, k))
     i = np.arange(q.shape[1])
     powers = np.asarray(decay, float).reshape(-1, 1, 1) ** np.maximum(i[:, None] - i, 0)
     shown = (i[:, None] >= i if causal else np.ones((len(i), len(i)), bool)) * powers
@@ -152,22 +150,10 @@ def linear_attention(
     return [x.swapaxes(0, 1) for x in (out, dq, dk, weights.swapaxes(1, 2) @ dsums)]
 
 
-def _features(name, x, projections):
+def _features(name, x):
     """Return features of (H, N, D), and the function that gives the gradient of x."""
     if name == "none":
         return x, lambda dy, x: dy
     if name == "elu+1":
         return np.where(x > 0, x + 1, np.exp(x)), lambda dy, x: dy * np.where(x > 0, 1, np.exp(x))
-    if name == "relu":
-        return x * (x > 0), lambda dy, x: dy * (x > 0)
-    projections, half = projections.astype(x.dtype), x.shape[2] // 2
-    angles = np.arange(x.shape[1])[:, None] / 1e4 ** (np.arange(half) / half)
-
-    def turned(x, sign):  # pairs of elements are complex numbers
-        z = (x[..., :half] + 1j * x[..., half:]) * np.exp(sign * 1j * angles)
-        return np.concatenate([z.real, z.imag], axis=2).astype(x.dtype)
-
-    def back(dy, x):
-        return turned((dy * (turned(x, 1) @ projections > 0)) @ projections.T, -1)
-
-    return np.maximum(turned(x, 1) @ projections, 0), back
+    return x * (x > 0), lambda dy, x: dy * (x > 0)

@@ -34,7 +34,7 @@ SMALL = {
     "bench.py attention": "--seqlens=70 --nheads=4 --headdim=8 --trials=1 --plans=ring",
     "bench.py kernels": "--shapes 70x2x8",
     "plan.py rank": "--ranks 4 --seqlen 2K",
-    "plot.py results": "--format svg",
+    "plot.py results": "",
     "plot.py grid": "",
     "plot.py masks": "--masks causal",
     "plot.py schedule": "--ranks 4 --seqlen 2K --plans ring",
@@ -175,8 +175,8 @@ class Comm(MPI.Intracomm):
 def body(comm, args):
     {body}
 
-sys.argv = ["x.py"]
-run(Comm(MPI.COMM_WORLD), lambda comm: Parser("x.py", "X.", comm), body)
+sys.argv, Parser.body = ["x.py"], staticmethod(body)
+run(Comm(MPI.COMM_WORLD), lambda comm: Parser("x.py", "X.", comm))
 """
 
 

@@ -224,22 +224,10 @@ def test_no_file_of_a_job_that_dies_while_it_writes(tmp_path):
     """The file of an earlier job stays as it was, if a rank dies before its rows have come."""
     (output := tmp_path / "run.h5").touch()  # an empty file may be replaced
     sabotage = "import a2d_mpi.checks.measure as m\n"
-    sabotage += "if rank: m.Measurement.write_outputs = lambda *_: (time.sleep(1), os._exit(9))"
+    sabotage += "if rank: m.Measurement.outputs = lambda *_: (time.sleep(1), os._exit(9))"
     options = ["--seqlen", "64", "--trials", "1", "--save-outputs", "--output", output]
     done = drive(2, SAMPLE, *options, sabotage=f"import time; {sabotage}", code=None)
     assert done.returncode and output.read_bytes() == b""
-
-
-def test_outputs_in_pieces(main_jobs, tmp_path):
-    """The pieces of a file are the tensors that one piece holds."""
-    options = [*MAIN["bfloat16"], "--seqlen", "301", "--trials", "1", "--output"]
-    sabotage = "import a2d_mpi.checks.measure as m; m.PIECE = 1 << 14"
-    drive(4, SAMPLE, *options, tmp_path / "run.h5", sabotage=sabotage)
-    found, whole = (
-        read_run(x)["outputs"] for x in (tmp_path / "run.h5", main_jobs[0] / "bfloat16.h5")
-    )
-    for name, x in found.items():
-        assert len(x) == 301 and np.array_equal(x, whole[name])
 
 
 def test_result_is_written_before_it_is_printed(tmp_path):

@@ -194,7 +194,8 @@ else:
 def body(comm, args):
     os.write(1, b"done\\n")
     return 0
-cli.run(MPI.COMM_WORLD, lambda comm: Parser("end.py", "An end.", comm), body)
+Parser.body = staticmethod(body)
+cli.run(MPI.COMM_WORLD, lambda comm: Parser("end.py", "An end.", comm))
 """
 
 

@@ -118,13 +118,13 @@ plot.py nonsense | argument COMMAND: invalid choice: 'nonsense'
 plot.py masks {png} --masks sparse | --masks must be one of full, causal
 plot.py masks {png} --masks causal_document:0,99 | ends at 99, the sequence at 96
 plot.py masks {png} --rows 3 --cols 3 | must be 1 to 8 ranks, got 3 x 3
-plot.py results {bench} --output {tmp}/folder --what pie | argument --what: invalid choice: 'pie'
-plot.py results {bench} --output {tmp}/folder --what kernels | figures is missing
-plot.py results {bench} --output {tmp}/folder --workload mine | no workload 'mine': causal-n64
-plot.py results {bench} --output {tmp}/folder --ranks 3 | was not run on 3 ranks
-plot.py results {bench} --output /proc/none | /proc/none
-plot.py results {sample} --output {tmp}/folder | --what phases needs what bench writes
-plot.py results {tmp}/folder --output {tmp}/folder --what crossover | has no file */*.h5
+plot.py results {bench} {png} --what pie | argument --what: invalid choice: 'pie'
+plot.py results {bench} {png} --what kernels | figures is missing
+plot.py results {bench} {png} --workload mine | no workload 'mine': causal-n64
+plot.py results {bench} {png} --ranks 3 | was not run on 3 ranks
+plot.py results {bench} /proc/none.png | cannot write /proc/none.png
+plot.py results {sample} {png} | must be 'a2d_mpi benchmark' and 2
+plot.py results {tmp}/folder {png} --what crossover | has no file */*.h5
 plot.py schedule {tmp}/a.gif {drawn} --ranks 4 | a.gif must end with .png, .svg, .pdf
 plot.py schedule /nowhere/a.png {drawn} --ranks 4 | cannot write /nowhere/a.png
 plot.py schedule {png} {drawn} --ranks 65 | --ranks must be a whole number from 1 to 64, got '65'

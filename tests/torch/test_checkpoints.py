@@ -14,8 +14,7 @@ from helpers import ROOT, assert_all, drive, drive_each
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from a2d_mpi.results.hdf5 import read_file
-from a2d_mpi.results.tables import TRAINING_SCHEMA
+from a2d_mpi.results.hdf5 import TRAINING_SCHEMA, read_file
 from a2d_mpi.torch import ContextParallel
 from a2d_mpi.torch.trainers import hide_launcher
 

@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from a2d_mpi.results.hdf5 import read_file
-from a2d_mpi.results.tables import TRAINING_SCHEMA
+from a2d_mpi.results.hdf5 import TRAINING_SCHEMA, read_file
 
 torch.set_num_threads(1)
 TEXT = ROOT / "LICENSE"
@@ -189,11 +188,18 @@ def words(tmp_path_factory):
 
 def good_ones(path, words):
     """Windows, experts, bfloat16, a tokenizer, two texts."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
+    sizes |= BYTES | {"num_hidden_layers": 2, "num_key_value_heads": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    kinds = ["sliding_attention", "full_attention"]
+    windows = transformers.Gemma3TextConfig(sliding_window=16, layer_types=kinds, **sizes)
+    windows.save_pretrained(path / "windows")
+    transformers.Qwen3MoeConfig(**sizes, **experts).save_pretrained(path / "experts")
     profile = ["--profile", ROOT / "data" / "results" / "16x1.toml"]
     layers = ["--set", "gradient_checkpointing=true"]
     return {
-        "windows": ["gemma3-tiny", *SHORT, "--dtype", "bfloat16", *layers],
-        "experts": ["qwen3-moe-tiny", *SHORT, *profile],
+        "windows": [path / "windows", *SHORT, "--dtype", "bfloat16", *layers],
+        "experts": [path / "experts", *SHORT, *profile],
         "tokenizer": [words, ROOT / "README.md", *SHORT, "--folder", path / "words"],
     }
 
@@ -212,8 +218,8 @@ def refused_ones(path, words):
         "MODEL must be one of llama-tiny, ": ["nope", *SHORT],
         "transformers cannot open the model in": [path / "broken", *SHORT],
         "vocabulary of 256, got 300": [path / "vocabulary", *SHORT],
-        "2048 tokens in a row, and the model 1024 positions": [
-            "gpt2-tiny", *SHORT, *long, "--separator", ""],
+        "4096 tokens in a row, and the model 2048 positions": [
+            "gpt3-175b-layer", *SHORT, "--seqlen", 4096, "--separator", ""],
         "/none: No such file": ["llama-tiny", "/none"],
         "empty has no text": ["llama-tiny", path / "empty"],
         "binary: the model's tokenizer needs text in UTF-8: ": [words, path / "binary"],

@@ -22,7 +22,7 @@ GUIDE = "docs/extending.md"
 MORE = """\
 python $A2D/drivers/plan.py --import sinks.py --mask sinks:4,window=1024 --nheads 8 \\
     --profile $A2D/data/machines/a100-16x4.toml
-python $A2D/drivers/plot.py results gather.h5 --output figures
+python $A2D/drivers/plot.py results gather.h5 phases.svg
 mpiexec -n 4 python $A2D/drivers/bench.py --import plain.py --kernel plain --output plain.h5 \\
     --plans attention2d --nheads 4 --nheads-kv 2 --headdim 16 --backward
 """
@@ -82,7 +82,7 @@ def test_guides(tmp_path):
         assert [code for code, _ in each] == [0] * len(cases), done.stdout + done.stderr
         assert "FAILED" not in done.stdout
         assert all("passed" in text for _, text in each) or not ranks
-    assert (tmp_path / "gather.png").exists() and (tmp_path / "figures").is_dir()
+    assert (tmp_path / "gather.png").exists() and (tmp_path / "phases.svg").exists()
 
 
 @pytest.fixture

@@ -216,8 +216,8 @@ def test_plans_of_one_workload_are_one_group(simulated):
     """The planner chose a distribution for one plan, and its name has one part more."""
     mask = "full_document:0,30,96"
     options = ["--masks", mask, "--seqlens", 96, "--ranks", 4, "--plans", "attention2d:2x2,auto"]
-    found = job.read_summaries(simulated(*options))
-    assert len({x.name.count("-") for x in found}) == len(found) == 2
+    found = job.read_summaries(output := simulated(*options))
+    assert len({x.count("-") for x in job.read_simulations(output)}) == len(found) == 2
     (workload,) = {x.config["workload"] for x in found}
     assert workload == f"{mask}-n96-h4-kv4-d8-float32-forward-switch-test"
 

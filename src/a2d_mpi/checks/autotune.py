@@ -20,8 +20,8 @@ from mpi4py import MPI
 
 from a2d_mpi.attention.methods import Attention2D, RingAttention
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.checks.measure import Measurement, open_device
-from a2d_mpi.checks.timing import in_turn, kernel_calls, plan_of, random_inputs, seconds_of
+from a2d_mpi.checks.measure import Measurement, open_device, random_inputs
+from a2d_mpi.checks.timing import in_turn, kernel_calls, plan_of, seconds_of
 from a2d_mpi.cli.options import aligned, progress
 from a2d_mpi.cli.run import together
 from a2d_mpi.comm.agreement import CollectiveError, agree

@@ -281,10 +281,9 @@ def error_bounds(
         Dtype of the tensors of the run.
     softmax_scale : float
     norms : mapping of str to float
-        Largest Euclidean norm of a (token, head) row of q, k, v and, for gradients, dout.  With a
-        sink also "dsink", the largest sum over tokens of ``exp(sink - lse) |dout| |out|``.
+        Largest Euclidean norm of a (token, head) row of q, k, v and, for gradients, dout.
     largest : mapping of str to float
-        Largest absolute value of the float64 reference, by result (out, lse, dq, dk, dv, dsink).
+        Largest absolute value of the float64 reference, by result (out, lse, dq, dk, dv).
     same_precision : mapping of str to float
         Largest error, by result, of the plain dense computation (in float32 for 16-bit tensors)
         whose results are rounded to `dtype`.
@@ -304,7 +303,6 @@ def error_bounds(
         "dq": dp * norms["k"],
         "dk": dp * norms["q"],
         "dv": norms.get("dout", 0.0),
-        "dsink": norms.get("dsink", 0.0),
     }
     eps = float(np.finfo(compute_dtype(dtype)).eps)
     half_of_digits = math.sqrt(ml_dtypes.finfo(dtype).eps)
@@ -315,7 +313,7 @@ def error_bounds(
         double = dtype == np.float64
         first = 1e-12 * (value + term) if double else 2 * same_precision[name]
         bound = first + eps * ((2 + largest["lse"]) * size + term)
-        if dtype.itemsize == 2 and name not in ("lse", "dsink"):
+        if dtype.itemsize == 2 and name != "lse":
             rounding = float(ml_dtypes.finfo(dtype).eps) * size
             bound = max(bound + rounding / 4, rounding * (name == "out"))
         least = size / 10

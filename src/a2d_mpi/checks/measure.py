@@ -15,12 +15,10 @@ All methods are collective over the plan's ranks.
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from socket import gethostname
 from typing import Any
 
-import h5py
 import numpy as np
 from mpi4py import MPI
 
@@ -30,10 +28,8 @@ from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.core.config import OF_KEYS
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
-from a2d_mpi.results.hdf5 import as_stored, create
 from a2d_mpi.results.origin import provenance
 
-PIECE = 1 << 24  # bytes of a tensor that travel at once to rank 0, which writes them
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 TENSORS = ("q", "k", "v", "dout")
 TIMED_PARTS = ("compute", "merge", "wait", "total")  # as of `AttentionPlan.timings`
@@ -195,32 +191,13 @@ class Measurement:
         """Return the results among the tensors as NumPy arrays."""
         return self._on_host({name: tensors[name] for name in RESULTS if name in tensors})
 
-    def write_outputs(self, group: h5py.Group | None) -> None:
-        """Write the results in the order of the sequence into a group of rank 0.
+    def outputs(self) -> dict[str, np.ndarray | None]:
+        """Return the results in the order of the sequence on rank 0; None for each on others."""
+        from a2d_mpi.comm.shards import gather  # few runs keep them
 
-        They arrive in pieces of `PIECE` bytes, so that no rank holds a whole tensor.
-
-        Parameters
-        ----------
-        group : h5py.Group or None
-            None on the other ranks.
-        """
-        plan, comm = self.plan, self.plan.grid.comm
-        for name, x in self._results(self.tensors).items():
-            of_keys = name in OF_KEYS
-            tokens = plan.tokens_kv if of_keys else plan.tokens  # sorted
-            seqlen = plan.config.seqlen_kv if of_keys else plan.seqlen
-            data = group and create(group, name, (seqlen, *x.shape[1:]), x.dtype)
-            step = max(1, PIECE // (x.itemsize * math.prod(x.shape[1:])))
-            for begin in range(0, seqlen, step):
-                first, last = np.searchsorted(tokens, (begin, begin + step))
-                parts = comm.gather((tokens[first:last] - begin, x[first:last]))
-                if data is None:
-                    continue
-                rows = np.empty((min(step, seqlen - begin), *x.shape[1:]), x.dtype)
-                for places, part in parts:
-                    rows[places] = part
-                data[begin : begin + len(rows)] = as_stored(rows)
+        plan, found = self.plan, self._results(self.tensors)
+        of = {x: plan.problem.keys if x in OF_KEYS else plan.distribution for x in found}
+        return {name: gather(plan, of[name], x, 0) for name, x in found.items()}
 
     def result(
         self,
@@ -347,28 +324,21 @@ def other_data(name: str, x: np.ndarray, back: bool = False) -> np.ndarray:
     return -(np.roll(x, -by, axis=-1)[::-1] if back else np.roll(x[::-1], by, axis=-1))
 
 
-def random_rows(
-    tokens: Iterable[int], shape: tuple[int, ...], dtype: np.dtype, seed: int, stream: int = 0
-) -> np.ndarray:
-    """Draw standard normal rows of tokens; a row does not depend on ranks or distribution.
+def random_inputs(
+    plan: AttentionPlan, backward: bool, seed: int = 0, given: Container[str] = ()
+) -> dict[str, np.ndarray]:
+    """Draw this rank's shards of q, k, v and, with `backward`, dout, but not those in `given`.
 
-    Parameters
-    ----------
-    tokens : iterable of int
-        Global indices.
-    shape : tuple of int
-        Shape of one row.
-    dtype : dtype
-    seed, stream : int
-        Each seed, and each stream (one for each tensor), has its own numbers.
-
-    Returns
-    -------
-    (tokens, *shape) dtype
+    Elements are standard normal.  A row does not depend on the ranks or the distribution.
     """
-    generators = (
-        np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, stream, token]))
-        for token in tokens
-    )
-    rows = [generator.standard_normal(shape).astype(dtype) for generator in generators]
-    return np.array(rows, dtype).reshape(len(rows), *shape)
+    drawn = {}
+    for stream, name in enumerate(("dout", "q", "k", "v")):
+        if name in given or (name == "dout" and not backward):
+            continue
+        tokens = plan.tokens_kv if name in OF_KEYS else plan.tokens
+        shape = plan.config.shape(name)
+        drawn[name] = np.empty((len(tokens), *shape), plan.dtype)
+        for row, token in zip(drawn[name], tokens.tolist()):
+            philox = np.random.Philox(key=seed, counter=[0, 0, stream, token])
+            row[...] = np.random.Generator(philox).standard_normal(shape)
+    return drawn

@@ -1,4 +1,4 @@
-"""Benchmarks: random inputs, timing in turn, and a table of results."""
+"""Benchmarks: timing in turn, and a table of results."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from mpi4py import MPI
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.checks.check import Check
-from a2d_mpi.checks.measure import random_rows
 from a2d_mpi.cli.options import FAILED_CHECK, aligned
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.config import OF_KEYS
 from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.devices.host import HOST
@@ -99,17 +97,6 @@ def in_turn(
     for name in turns(list(calls), warmup + trials):
         seconds[name].append(seconds_of(calls[name], comm, device=device))
     return {name: np.array(x[warmup:]) for name, x in seconds.items()}
-
-
-def random_inputs(plan: AttentionPlan, backward: bool, seed: int = 0) -> dict[str, np.ndarray]:
-    """Draw this rank's shards of q, k, v and, with `backward`, dout; see `random_rows`."""
-    drawn = {}
-    for stream, name in enumerate(("dout", "q", "k", "v")):
-        if name != "dout" or backward:
-            tokens = (plan.tokens_kv if name in OF_KEYS else plan.tokens).tolist()
-            shape = plan.config.shape(name)
-            drawn[name] = random_rows(tokens, shape, plan.dtype, seed, stream)
-    return drawn
 
 
 def plan_of(

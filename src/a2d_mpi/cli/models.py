@@ -24,26 +24,15 @@ if TYPE_CHECKING:
 VOCAB = 256  # tokens of a model without a tokenizer: bytes
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # files of a folder with weights
 _BYTES = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-_GPT2 = _BYTES | {"model_type": "gpt2", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-_LLAMA = _BYTES | {
-    "model_type": "llama", "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16,
-    "max_position_embeddings": 1 << 17,
-}  # fmt: skip
 _NAMED: dict[str, dict[str, Any]] = {  # configs
-    "llama-tiny": _LLAMA,
-    # One KV head, and heads that together are twice as wide as the model: Multi-matrix
-    # Factorization Attention (arXiv:2412.19255).
-    "mfa-tiny": _LLAMA | {"num_key_value_heads": 1, "head_dim": 32},
-    "gpt2-tiny": _GPT2 | {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 1024},
-    "qwen3-moe-tiny": _LLAMA | {
-        "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 96},
-    "gemma3-tiny": _LLAMA | {
-        "model_type": "gemma3_text", "sliding_window": 128, "query_pre_attn_scalar": 16,
-        "layer_types": ["sliding_attention", "full_attention"]},
+    "llama-tiny": _BYTES | {
+        "model_type": "llama", "hidden_size": 128, "intermediate_size": 344,
+        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "head_dim": 16, "max_position_embeddings": 1 << 17},
     # One layer of GPT-3 175B (arXiv:2005.14165), 64 times narrower, with 12 heads.
-    "gpt3-175b-layer": _GPT2 | {"n_embd": 192, "n_layer": 1, "n_head": 12, "n_positions": 2048},
+    "gpt3-175b-layer": _BYTES | {
+        "model_type": "gpt2", "n_embd": 192, "n_layer": 1, "n_head": 12, "n_positions": 2048,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }  # fmt: skip
 NAMES = tuple(_NAMED)
 

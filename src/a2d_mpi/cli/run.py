@@ -108,11 +108,7 @@ def arguments(comm: MPI.Intracomm, parser: Parser) -> argparse.Namespace:
     return argparse.Namespace(**given)
 
 
-def run(
-    comm: MPI.Intracomm,
-    build_parser: Callable[[MPI.Intracomm], Parser],
-    body: Callable[[MPI.Intracomm, argparse.Namespace], int] | None = None,
-) -> NoReturn:
+def run(comm: MPI.Intracomm, build_parser: Callable[[MPI.Intracomm], Parser]) -> NoReturn:
     """Run a program, or its subcommand, with its options, and exit with its code on all ranks.
 
     BLAS gets the threads of --threads.  A CollectiveError is printed once, on rank 0, and the exit
@@ -120,7 +116,7 @@ def run(
     traceback, or a line after Ctrl-C, is printed and the whole job is aborted, so that no rank
     waits for this one.  The job is also aborted if only a part of the ranks raise a
     CollectiveError, for example the ranks of a smaller grid.  If MPI continues when ranks die, a
-    rank that dies after `body` has ended changes nothing.
+    rank that dies after the body has ended changes nothing.
     """
     open_streams()
     parser = build_parser(comm=comm)
@@ -138,7 +134,7 @@ def run(
     try:
         args = arguments(comm, parser)
         with threadpool_limits(getattr(args, "threads", None)):  # None: no limit
-            code = (body or parser.body)(comm, args)
+            code = parser.body(comm, args)
     except SystemExit as end:  # --help, on all ranks
         code = end.code
     except CollectiveError as error:

@@ -74,9 +74,7 @@ class Commands(Parser):
         return super().parse_known_args(args, namespace)
 
 
-def run_serial(
-    build_parser: Callable[[], Parser], body: Callable[[argparse.Namespace], int] | None = None
-) -> NoReturn:
+def run_serial(build_parser: Callable[[], Parser]) -> NoReturn:
     """Run a program of one process, or its subcommand, on its options and exit with its code.
 
     It is 2, with one line, if the program raises ValueError, OSError or MemoryError, and 130 after
@@ -87,7 +85,7 @@ def run_serial(
     parser = build_parser()
     try:
         args = parser.parse_args()
-        code = (body or parser.body)(args)
+        code = parser.body(args)
     except (ValueError, OSError, MemoryError) as error:
         print(f"{parser.prog}: error: {reason(error)}", file=sys.stderr)
         code = BAD_INPUT

@@ -12,6 +12,7 @@ from types import ModuleType
 from a2d_mpi.core.atomic import read_regular
 
 
+@cache
 def import_file(path: Path) -> Path:
     """Run a user's Python file, once in a process, and return its path.
 
@@ -22,12 +23,7 @@ def import_file(path: Path) -> Path:
     ArgumentTypeError
         If the file raises an exception; the message has the line.
     """
-    _run_file(str(path), read_regular(path))
-    return path
-
-
-@cache
-def _run_file(name: str, source: bytes) -> None:
+    name, source = str(path), read_regular(path)
     module = ModuleType(f"imported {name}")
     module.__file__ = name
     sys.modules[module.__name__] = module  # where dataclasses and pickle look for it
@@ -39,6 +35,7 @@ def _run_file(name: str, source: bytes) -> None:
         line = lines[-1] if lines else getattr(error, "lineno", 1)  # a SyntaxError has a lineno
         what = str(error).partition("\n")[0]
         raise ArgumentTypeError(f"{name}, line {line}: {type(error).__name__}: {what}") from None
+    return path
 
 
 def texts_of(args: Namespace) -> list[bytes]:

@@ -25,7 +25,6 @@ from a2d_mpi.cli.options import (
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.patterns import make_mask, split_masks
-from a2d_mpi.planning import cost
 from a2d_mpi.planning.choice import Choice, workload_name
 from a2d_mpi.planning.layouts import layouts
 from a2d_mpi.planning.machine import KernelModel, Link, Machine
@@ -187,19 +186,12 @@ def expected(choice: Choice, machine: Machine | None, distribution: str) -> dict
     Returns
     -------
     dict of str to number or str
-        ``memory``: peak bytes of a rank.  ``forward lower bound``: least bytes of a rank in
-        balanced attention without a head axis.  ``forward seconds``: of the slowest rank.
-        Likewise ``backward ...``.  ``machine``: name of the machine.
+        ``memory``: peak bytes of a rank.  ``forward seconds``: of the slowest rank; likewise
+        ``backward seconds``.  ``machine``: name of the machine.
     """
     method, layout, work = choice.method, choice.layout, choice.work
     problem = problem_of(method, layout, work, work.seen, distribution)
     found: dict[str, object] = {"memory": most_memory(method, layout, problem, work.backward)}
-    tokens = np.arange(work.seqlen)
-    area = work.mask.area(tokens, tokens) / layout.size
-    for phase in work.phases:
-        found[f"{phase} lower bound"] = cost.lower_bound(
-            problem, area, work.seqlen / layout.size, phase == "backward"
-        )
     if machine is not None:
         phases = predict(machine, method, layout, work, distribution)
         found |= {f"{phase} seconds": float(x.total.max()) for phase, x in phases.items()}

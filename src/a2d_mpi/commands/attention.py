@@ -12,17 +12,15 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-import h5py
 import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.checks.measure import RESULTS, Measurement, open_device, origin_of, random_rows
+from a2d_mpi.checks.measure import RESULTS, Measurement, open_device, origin_of, random_inputs
 from a2d_mpi.cli.options import (
     CHECK_HELP,
     FAILED_CHECK,
@@ -43,7 +41,7 @@ from a2d_mpi.core.sizes import flops
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.results.hdf5 import RESULT_SCHEMA, check_output, fill, new_file
+from a2d_mpi.results.hdf5 import RESULT_SCHEMA, check_output, write_file
 from a2d_mpi.results.inputs import InputInfo, inspect_input, read_shard
 from a2d_mpi.results.origin import sha256
 
@@ -133,8 +131,10 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     named = {"mask": args.mask, "input": info.path}
     result = measured.result(args, named, origin)
     try:
+        if args.save_outputs:
+            result["outputs"] = measured.outputs()
         if args.output:
-            _write(comm, args, result, measured)
+            together(comm, lambda: write_file(args.output, RESULT_SCHEMA, result), on=0)
     finally:  # print the results even if they cannot be written
         if comm.rank == 0:
             _report(result, measured)
@@ -174,37 +174,12 @@ def _digests(args: argparse.Namespace) -> dict[str, object]:
     return found
 
 
-def _write(
-    comm: MPI.Intracomm, args: argparse.Namespace, result: Mapping, measured: Measurement
-) -> None:
-    """Write the file, with the outputs if they are to be saved.  Collective.
-
-    Rank 0 alone writes, because ranks may not see each other's changes of a file for seconds.
-    """
-    with ExitStack() as stack:
-
-        def begin() -> h5py.Group:
-            file = stack.enter_context(new_file(args.output, RESULT_SCHEMA))
-            fill(file, result)
-            return file.create_group("outputs") if args.save_outputs else file
-
-        group = together(comm, begin, on=0)
-        if args.save_outputs:
-            measured.write_outputs(group)
-        together(comm, stack.close, on=0)
-
-
 def _read(args: argparse.Namespace, info: InputInfo, plan: AttentionPlan) -> dict[str, np.ndarray]:
     """Read this rank's shard of the inputs, or draw what no file has."""
-    rank, tensors = plan.grid.comm.rank, {}
-    for name in ["q", "k", "v"] + ["dout"] * args.backward:
-        if args.input and (name != "dout" or info.has_dout):
-            tensors[name] = read_shard(info, name, plan.distribution, rank, plan.dtype)
-        else:
-            rows, shape = plan.tokens.tolist(), plan.config.shape(name)
-            stream = ("dout", "q", "k", "v").index(name)
-            tensors[name] = random_rows(rows, shape, plan.dtype, args.seed, stream)
-    return tensors
+    names = ["q", "k", "v", "dout"][: 3 + (args.backward and info.has_dout)] if args.input else []
+    where = plan.distribution, plan.grid.comm.rank, plan.dtype
+    read = {name: read_shard(info, name, *where) for name in names}
+    return read | random_inputs(plan, args.backward, args.seed, read)
 
 
 def _refuse_nan(comm: MPI.Intracomm, tensors: Mapping[str, np.ndarray]) -> None:

@@ -19,8 +19,8 @@ from zlib import crc32
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.checks.measure import Measurement, open_device, origin_of
-from a2d_mpi.checks.timing import plan_of, random_inputs, turns
+from a2d_mpi.checks.measure import Measurement, open_device, origin_of, random_inputs
+from a2d_mpi.checks.timing import plan_of, turns
 from a2d_mpi.cli.options import (
     FAILED_CHECK,
     Parser,
@@ -47,13 +47,8 @@ from a2d_mpi.planning.choice import Choice, workload_name
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.profile import read_machine, to_toml
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.results.tables import (
-    BENCHMARK_SCHEMA,
-    done_before,
-    extend_file,
-    summarise,
-    table,
-)
+from a2d_mpi.results.hdf5 import BENCHMARK_SCHEMA, extend_file
+from a2d_mpi.results.tables import done_before, summarise, table
 
 
 def attention(parser: Parser) -> Callable:
@@ -154,7 +149,7 @@ def _prepare(args: argparse.Namespace, works: list[list[Workload]], ranks: int) 
     settings["machine"] = machine.name if machine else "none"
     # All predictions and picks of a file must come from the same profile, whatever its name.
     settings["profile"] = f"{crc32(to_toml(machine).encode()):08x}" if machine else "none"
-    done = done_before(args.output, BENCHMARK_SCHEMA, args.resume, settings)
+    done = done_before(args.output, args.resume, settings)
     return found, settings, machine, done
 
 

@@ -16,8 +16,8 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi.attention.methods import Attention2D
 from a2d_mpi.checks.check import check_attention
-from a2d_mpi.checks.measure import open_device, origin_of
-from a2d_mpi.checks.timing import in_turn, kernel_calls, random_inputs, report
+from a2d_mpi.checks.measure import open_device, origin_of, random_inputs
+from a2d_mpi.checks.timing import in_turn, kernel_calls, report
 from a2d_mpi.cli.options import SAMPLE, Parser, add_options, form, listed, log, one_of, progress
 from a2d_mpi.cli.run import together
 from a2d_mpi.cli.workloads import add_list
@@ -29,8 +29,8 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.masks.patterns import make_mask
-from a2d_mpi.results.hdf5 import check_output
-from a2d_mpi.results.tables import BENCHMARK_SCHEMA, extend_file, kernel_speeds
+from a2d_mpi.results.hdf5 import BENCHMARK_SCHEMA, check_output, extend_file
+from a2d_mpi.results.tables import kernel_speeds
 
 MASKS = ("full", "causal")  # masks that torch has
 BACKENDS = {  # of torch's attention, by their names in torch
@@ -73,12 +73,12 @@ def kernels(parser: Parser) -> Callable:
     The table has FLOP/s in the median over the trials: 4 operations per pair, head and element
     forward, and 10 backward.  Masked pairs are not counted.  It also has the ratios to torch.
     --output adds the seconds of all trials to a benchmark file, with versions, the CPU or GPU,
-    BLAS, and the CPU that BLAS takes this CPU for.  "plot results FILE --what kernels" draws
-    the file.
+    BLAS, and the CPU that BLAS takes this CPU for.  "plot results FILE PICTURE --what kernels"
+    draws the file.
     """
     group = parser.add_argument_group("workloads and kernels")
     add = group.add_argument
-    add("--device", choices=("cpu", "gpu"), default="cpu", help="where the kernels run")
+    add_options(group, "device", help="where the kernels run")
     text = "SEQLENxNHEADSxHEADDIM; default: 4096x4x128,8192x2x64 or, on a GPU, 16384x16x128"
     add("--shapes", type=listed(shape), metavar="SHAPE,...", help=text)
     add_options(group, "nheads-kv", help="KV heads of all shapes; default: as many as query heads")

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import argparse
 import time
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from mpi4py import MPI
-from torch.nn.modules.module import register_module_forward_hook
 from transformers import TextStreamer
 
 from a2d_mpi.checks.measure import open_device, origin_of
 from a2d_mpi.cli.models import Tokenizer, checkpoint_of, open_model, workload_of
-from a2d_mpi.cli.options import progress
 from a2d_mpi.cli.run import open_grid, together
 from a2d_mpi.cli.survivors import check_survive, surviving
 from a2d_mpi.cli.user_files import texts_of
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.host import HOST
+from a2d_mpi.results.hdf5 import GENERATION_SCHEMA as SCHEMA
 from a2d_mpi.results.hdf5 import check_output, write_file
-from a2d_mpi.results.tables import GENERATION_SCHEMA as SCHEMA
 from a2d_mpi.torch import ContextParallel
 
 if TYPE_CHECKING:
@@ -127,19 +124,17 @@ class Session:
         if args.temperature:
             given = {"do_sample": True, "temperature": args.temperature}
         try:
-            with ExitStack() as stack:
-                if first:
-                    header = f"--- prompt {self.number}" if len(self.prompts) > 1 else ""
-                    printer.go_on(self.number, self.answer, header)
-                    printer.show_layers(cp, stack)
-                found = cp.generate(
-                    ids,
-                    torch.ones_like(ids),
-                    past_key_values=cache,
-                    max_new_tokens=args.tokens - len(self.answer),
-                    streamer=printer,  # which only rank 0 calls
-                    **given,
-                )
+            if first:
+                header = f"--- prompt {self.number}" if len(self.prompts) > 1 else ""
+                printer.go_on(self.number, self.answer, header)
+            found = cp.generate(
+                ids,
+                torch.ones_like(ids),
+                past_key_values=cache,
+                max_new_tokens=args.tokens - len(self.answer),
+                streamer=printer,  # which only rank 0 calls
+                **given,
+            )
         finally:
             known = cache.ids[:1, len(prompt) :].ravel().tolist()  # not of a cache without rows
             self.answer = max(self.answer, known, key=len)
@@ -155,7 +150,7 @@ class Session:
 
 
 class _Printer(TextStreamer):
-    """Prints tokens as they come, and shows the layers of the prefill until the first one comes.
+    """Prints tokens as they come.
 
     Attributes
     ----------
@@ -182,22 +177,11 @@ class _Printer(TextStreamer):
             self._taken.append(x)
         self._again, self.times = len(self._taken) - len(known), []
 
-    def show_layers(self, cp: ContextParallel, stack: ExitStack) -> None:
-        """Show which layers the prefill has computed, as long as the stack is open."""
-        self._layers = len(cp.layers)
-        self._bar = stack.enter_context(progress(total=self._layers, desc="prefill", unit="layer"))
-        # Not a hook of layers, which would be a change of the model on this rank alone.
-        handle = register_module_forward_hook(
-            lambda module, *_: self._advance() if module in cp.layers else None
-        )
-        stack.callback(handle.remove)
-
     def put(self, value: torch.Tensor) -> None:
         """Take the prompt, and then a token."""
         self.times.append(time.perf_counter())
         if len(self.times) == 1:
             return
-        self._bar.close()
         if self._again:  # this rank has printed it before a loss
             self._again -= 1
             return
@@ -209,9 +193,6 @@ class _Printer(TextStreamer):
         if not self._ended:
             super().end()
             self._ended = True
-
-    def _advance(self) -> None:
-        self._bar.update(self._bar.n < self._layers)
 
 
 def _bytes_sent(cp: ContextParallel) -> int:

@@ -45,16 +45,15 @@ from a2d_mpi.planning.planner import candidates, duration, why_not
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.planning.workload import Workload
-from a2d_mpi.results.hdf5 import check_output, read_file, write_file
+from a2d_mpi.results.hdf5 import check_output, flat, read_file, write_file
 from a2d_mpi.results.origin import provenance
-from a2d_mpi.results.tables import Summary, flat
+from a2d_mpi.results.tables import Summary
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.writing import problem_of
 
 # Share of ranks that may be idle, and most ranks for that: the search takes long for more.
 IDLE, IDLE_RANKS = 0.1, 256
 SCHEMA = ("a2d_mpi simulation", 2)
-RANKS = 4096  # most ranks that are simulated
 
 
 def rank(parser: Parser) -> Callable:
@@ -112,7 +111,7 @@ def simulate(parser: Parser) -> Callable:
     text = "TOML files of machines, see data/machines"
     add_options(group, "profile", type=listed(path), metavar="FILE,...", required=True, help=text)
     text = "numbers of ranks: 64,256"
-    add("--ranks", type=listed(whole(1, RANKS)), metavar="N,...", default="64", help=text)
+    add("--ranks", type=listed(whole(1, PLANNED)), metavar="N,...", default="64", help=text)
     text = "networks, see above: switch,fat tree:4"
     add("--networks", type=listed(str), metavar="NETWORK,...", default="switch", help=text)
     text = "ranks compute, copy and merge in no time"
@@ -324,14 +323,13 @@ def read_summaries(path: str | Path) -> list[Summary]:
     """
     return [
         Summary(
-            name,
-            {**x, "workload": f"{workload_name(x)}-{x['network']}-{x['machine']}"},
-            "both" if x["backward"] else "forward",
-            seconds(x, "simulated"),
-            {"wait": seconds(x, "simulated", " wait")},
+            config={**x, "workload": f"{workload_name(x)}-{x['network']}-{x['machine']}"},
+            phase="both" if x["backward"] else "forward",
+            seconds=seconds(x, "simulated"),
+            parts={"wait": seconds(x, "simulated", " wait")},
             predicted=seconds(x, "predicted"),
         )
-        for name, x in read_simulations(path).items()
+        for x in read_simulations(path).values()
         if x["memory"] <= x["room"]
     ]
 

@@ -1,6 +1,6 @@
 r"""Draw figures and print tables: results of other commands, grids of ranks, masks and schedules.
 
-    python -m a2d_mpi plot results data/results/scaling.h5 --output results/figures
+    python -m a2d_mpi plot results data/results/scaling.h5 results/phases.png
     python -m a2d_mpi plot grid results/grid.png --rows 2 --cols 3
     python -m a2d_mpi plot masks results/masks.png --masks causal,sliding_window
     python -m a2d_mpi plot schedule results/schedules.png --ranks 4 --seqlen 4K --nheads 8 \
@@ -15,33 +15,30 @@ Exit code 0: done.  1: a check of some result failed.  2: bad input, or nothing 
 import argparse
 from collections.abc import Callable
 
-from a2d_mpi.cli.options import Parser, add_options, listed, one_of, path, tokens, whole
+from a2d_mpi.cli.options import Parser, add_options, path, tokens, whole
 from a2d_mpi.cli.workloads import add_list, add_plans
+
+PICTURE = "PNG, SVG or PDF file"
 
 
 def results(parser: Parser) -> Callable:
     """Draw a figure of a file of bench, or of the other commands below.
 
-        python -m a2d_mpi plot results data/results/scaling.h5 --output results/figures
+        python -m a2d_mpi plot results data/results/scaling.h5 results/phases.png
 
     phases       time of each plan, and its shares: compute, merge, wait (communication that
                  nothing hid); from a file of bench
     kernels      speed of kernels and of PyTorch's (bench kernels)
     crossover    gain over the ring by computing over transfers (folder of run.py study crossover)
 
-    The figure is written as PNG and as SVG, at most 16 cm wide.  A marker is full if ranks share
-    the heads.
+    The figure is at most 16 cm wide.  A marker is full if ranks share the heads.
     """
     from a2d_mpi.figures.plots import FIGURES, plot
 
     parser.add_argument("results", type=path, help="file of a driver, or a folder")
-    add = parser.add_argument_group("figures").add_argument
-    add("--output", dest="folder", type=path, metavar="DIR", default="results/figures",
-        help="folder for the figures")  # fmt: skip
+    parser.add_argument("output", type=path, help=PICTURE)
+    add = parser.add_argument_group("what to draw").add_argument
     add("--what", choices=FIGURES, default="phases", help="the figure, see above")
-    text = "png, svg or both"
-    kind = listed(one_of(("png", "svg")))
-    add("--format", type=kind, metavar="FORMAT,...", default="png,svg", help=text)
     text = "name of a workload in the file; default: the one with the most runs"
     add("--workload", metavar="NAME", help=text)
     text = "number of ranks in phases; default: the largest number"
@@ -82,7 +79,7 @@ def _add_picture(parser: Parser, seqlen: int) -> argparse._ArgumentGroup:
     """Add the options of both `grid` and `masks`; return their group."""
     from a2d_mpi.figures.mask_plots import LONGEST
 
-    parser.add_argument("output", type=path, help="PNG, SVG or PDF file")
+    parser.add_argument("output", type=path, help=PICTURE)
     group = parser.add_argument_group("what to draw")
     add_options(group, "rows", default=2, help="rows of the grid")
     add_options(group, "cols", default=3, help="columns of the grid")
@@ -109,7 +106,7 @@ def schedule(parser: Parser) -> Callable:
     from a2d_mpi.cli.workloads import add_problem
     from a2d_mpi.figures import schedule_plots
 
-    parser.add_argument("output", type=path, help="PNG, SVG or PDF file")
+    parser.add_argument("output", type=path, help=PICTURE)
     add_problem(parser, schedule_plots.RANKS)
     group = parser.add_argument_group("plans")
     text = f"at most {schedule_plots.PLANS} plans, see the end of this help"

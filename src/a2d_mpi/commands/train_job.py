@@ -35,8 +35,8 @@ from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.devices.protocol import Device
+from a2d_mpi.results.hdf5 import TRAINING_SCHEMA as SCHEMA
 from a2d_mpi.results.hdf5 import check_output, write_file
-from a2d_mpi.results.tables import TRAINING_SCHEMA as SCHEMA
 from a2d_mpi.torch import ContextParallel
 from a2d_mpi.torch.trainers import STATE, hide_launcher
 

@@ -16,7 +16,6 @@ from a2d_mpi.schedules.writing import default_distribution
 RANKS = len(COLOURS)  # at most
 LONGEST = 1024  # tokens: every pair of them is a dot
 _SEEN, _HIDDEN = "#444444", "#F4F4F4"
-ROOM = 20  # a rank's number is shown in areas that are wider than 2 / ROOM of the picture
 _COLUMNS = 3  # masks beside each other
 
 
@@ -46,7 +45,6 @@ def plot_masks(args: argparse.Namespace) -> int:
         right.imshow(np.array([*of_ranks, hidden])[ranks], interpolation="nearest")
         imbalance = areas.max() / areas.mean() if areas.any() else 1.0
         right.set_xlabel(f"{name}, {imbalance:.2f}")
-        _number(right, ranks, areas, args.seqlen // ROOM)  # others would hide what is around them
     for rank in range(args.rows * args.cols):
         grid[0, 0].fill([], [], color=COLOURS[rank], label=f"rank {rank}")
     title = "left: visible pairs; right: the rank that computes each pair; "
@@ -59,7 +57,7 @@ def plot_grid(args: argparse.Namespace) -> int:
     rows, cols, last = args.rows, args.cols, args.seqlen - 1
     plt = _pyplot(args, **{"axes.titlesize": 10})
     name, ranks, areas = tiling(args.mask, args)
-    from matplotlib.colors import ListedColormap
+    from matplotlib.colors import ListedColormap, to_rgb
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.2), width_ratios=(1, 1.1))
     palette = ListedColormap(COLOURS[: rows * cols])
@@ -67,13 +65,13 @@ def plot_grid(args: argparse.Namespace) -> int:
     left.imshow(shown, cmap=palette, vmin=-0.5, vmax=rows * cols - 0.5, interpolation="nearest")
     left.set(xlabel="key token", ylabel="query token", xticks=[0, last], yticks=[0, last])
     left.set_title(f"{args.mask}, {name}: the rank that computes each pair")
-    _number(left, ranks, areas)
     for rank, area in enumerate(areas):
         r, c = divmod(rank, cols)
         box = plt.Rectangle((c, r), 0.84, 0.7, facecolor=COLOURS[rank], edgecolor="black")
         right.add_patch(box)
         label = f"rank {rank}\nwork {area / areas.mean():.2f}"
-        right.text(c + 0.42, r + 0.35, label, **_look(rank))
+        colour = "white" if sum(to_rgb(COLOURS[rank])) < 1.3 else "black"
+        right.text(c + 0.42, r + 0.35, label, ha="center", va="center", color=colour)
     arrow = {"arrowstyle": "<->", "linewidth": 1.5}
     for r in range(rows):
         right.annotate("", (0, r + 0.78), (cols - 0.16, r + 0.78), arrowprops=arrow)
@@ -130,35 +128,3 @@ def tiling(text: str, args: argparse.Namespace) -> tuple[str, np.ndarray, np.nda
     name = name or default_distribution("attention2d", layout, work, work.seen)[0]
     (ranks,) = who_computes("attention2d", layout, work, name)
     return name, ranks, np.bincount(ranks[ranks >= 0], minlength=layout.size)
-
-
-def _number(axes, ranks: np.ndarray, areas: np.ndarray, room: int = 0) -> None:
-    """Write the number of each rank into its area, if that is at least `room` deep."""
-    for rank in np.flatnonzero(areas):
-        y, x, distance = deepest(ranks == rank)
-        if distance > room:
-            axes.text(x, y, rank, **_look(rank))
-
-
-def deepest(pairs: np.ndarray) -> tuple[int, int, int]:
-    """Find a True of a matrix that is farthest from any False.
-
-    Returns
-    -------
-    row, column, distance : int
-    """
-    distance = 0
-    while pairs.any():
-        rows, columns = np.nonzero(pairs)
-        distance, middle = distance + 1, len(rows) // 2
-        wide = np.pad(pairs, 1)
-        pairs = pairs & wide[2:, 1:-1] & wide[:-2, 1:-1] & wide[1:-1, 2:] & wide[1:-1, :-2]
-    return int(rows[middle]), int(columns[middle]), distance
-
-
-def _look(rank: int) -> dict[str, str]:
-    """Return the place of text on the colour of a rank, and its colour."""
-    from matplotlib.colors import to_rgb
-
-    colour = "white" if sum(to_rgb(COLOURS[rank])) < 1.3 else "black"
-    return {"ha": "center", "va": "center", "color": colour}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections import Counter
 from itertools import cycle
 from pathlib import Path
@@ -15,6 +14,7 @@ from a2d_mpi.figures.pictures import (
     FILLS,
     SETTINGS,
     WIDTH,
+    check_picture,
     finish,
     plain_ticks,
     pyplot,
@@ -23,9 +23,8 @@ from a2d_mpi.figures.pictures import (
     workload_title,
 )
 from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.results.hdf5 import read_file
+from a2d_mpi.results.hdf5 import BENCHMARK_SCHEMA, read_file
 from a2d_mpi.results.tables import (
-    BENCHMARK_SCHEMA,
     FAMILIES,
     PARTS,
     Summary,
@@ -38,18 +37,8 @@ from a2d_mpi.results.tables import (
 
 def plot(args: argparse.Namespace) -> int:
     """Draw the figure that is asked for; returns the exit code."""
-    draw, program = FIGURES[args.what]
-    plt = pyplot(**SETTINGS)
-    try:
-        figure = draw(plt, args)
-    except ValueError as error:
-        needs = f"--what {args.what} needs what {program} writes, see --help for others"
-        raise ValueError(f"{error}; {needs}") from None
-    os.makedirs(args.folder, exist_ok=True)
-    for kind in args.format:
-        path = Path(args.folder, f"{args.what}.{kind}")
-        save(figure, path)
-        print(path)
+    check_picture(args.output)
+    save(FIGURES[args.what](pyplot(**SETTINGS), args), args.output)
     return 0
 
 
@@ -148,10 +137,7 @@ def draw_kernels(plt, args: argparse.Namespace):
     """Draw the speed of each implementation, by mask and phase, with a panel for each run."""
     from matplotlib.ticker import EngFormatter
 
-    try:
-        entries = read_file(args.results, BENCHMARK_SCHEMA)["figures"]
-    except OSError as error:  # of another kind of benchmark
-        raise ValueError(error) from None
+    entries = read_file(args.results, BENCHMARK_SCHEMA)["figures"]
     unit = EngFormatter(places=1)
     runs = {name: calls for name, x in entries.items() if (calls := kernel_speeds(x))}
     if not runs:
@@ -184,9 +170,4 @@ def draw_kernels(plt, args: argparse.Namespace):
     return finish(figure, f"{title}; the fastest has its number")
 
 
-# Each figure, and the program that writes its file.
-FIGURES = {
-    "phases": (draw_phases, "bench"),
-    "kernels": (draw_kernels, "bench kernels"),
-    "crossover": (draw_crossover, "jobs/run.py study"),
-}
+FIGURES = {"phases": draw_phases, "kernels": draw_kernels, "crossover": draw_crossover}

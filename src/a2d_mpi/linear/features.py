@@ -1,27 +1,17 @@
 """Feature maps of queries and keys, normalisations of the output, and their gradients.
 
-Arrays of feature maps are head-major: x is (H, n, D), features are (H, n, F).  Arrays of
-normalisations are token-major: sums are (n, H, D), or (n, H, D + 1) if the last column is the
-denominator.
+Arrays of normalisations are token-major: sums are (n, H, D), or (n, H, D + 1) if the last column
+is the denominator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
-from a2d_mpi.devices.protocol import Array
-
-FEATURE_MAPS = ("none", "elu+1", "relu", "random")
-ROTARY_BASE = 10000.0
 # Added to a denominator or a mean square; 1e-6 as in the code of Katharopoulos et al.
 EPSILON = 1e-6
-Map = Callable[..., np.ndarray]
-
-
-# Maps of each element: the features of x, and the gradient of x from that of the features y.
-_ELEMENTWISE = {
+# The features of x, and the gradient of x from that of the features y, of each element.
+FEATURE_MAPS = {
     "none": (lambda x: x, lambda dy, y: dy),
     # Katharopoulos et al., arXiv:2006.16236
     "elu+1": (
@@ -30,70 +20,6 @@ _ELEMENTWISE = {
     ),
     "relu": (lambda x: np.maximum(x, 0), lambda dy, y: dy * (y > 0)),
 }
-
-
-def rotation(tokens: np.ndarray, headdim: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Return the cosine and sine, (n, D / 2), of the rotary angles of tokens, (n,).
-
-    Source: Su et al., arXiv:2104.09864.
-    """
-    angles = tokens[:, None] * ROTARY_BASE ** (-2.0 * np.arange(headdim // 2) / headdim)
-    return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
-
-
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate x, (..., D), in the planes of elements i and i + D / 2; -sin rotates back.
-
-    x is a NumPy or CuPy array.
-    """
-    half, y = x.shape[-1] // 2, x.copy()
-    first, second = x[..., :half], x[..., half:]
-    y[..., :half], y[..., half:] = first * cos - second * sin, second * cos + first * sin
-    return y
-
-
-def random_projections(headdim: int, nfeatures: int, seed: int) -> np.ndarray:
-    """Draw random directions that are orthogonal in groups of `headdim`.
-
-    The lengths of the directions have the distribution of the lengths of normal vectors.  Source:
-    Choromanski et al., arXiv:2009.14794.
-
-    Returns
-    -------
-    (headdim, nfeatures) float64
-        The same on all ranks.
-    """
-    rng, columns = np.random.default_rng(seed), []
-    for _ in range(-(-nfeatures // headdim)):
-        normal = rng.standard_normal((headdim, headdim))
-        columns.append(np.linalg.qr(normal)[0] * np.linalg.norm(normal, axis=0))
-    return np.concatenate(columns, axis=1)[:, :nfeatures]
-
-
-def make_feature_map(
-    name: str, tokens: np.ndarray, headdim: int, nfeatures: int, seed: int, dtype: np.dtype
-) -> tuple[Map, Map]:
-    """Make a feature map by its name, one of `FEATURE_MAPS`, for rows of the given tokens.
-
-    The rows of "random" are rotated by the rotary angles of their tokens, see `rotate`; their
-    features are the ReLU of random projections, as in MoLFormer (arXiv:2106.09553).
-
-    Returns
-    -------
-    forward : callable
-        ``forward(x)`` computes the features y, (H, n, F), of rows x, (H, n, D).
-    backward : callable
-        ``backward(dy, y)`` computes the gradient of the rows from that of the features.
-    """
-    if name != "random":
-        return _ELEMENTWISE[name]
-    cos, sin = rotation(tokens, headdim, dtype)
-    projections = random_projections(headdim, nfeatures, seed).astype(dtype)  # (D, F)
-    relu, relu_backward = _ELEMENTWISE["relu"]
-    return (
-        lambda x: relu(rotate(x, cos, sin) @ projections),
-        lambda dy, y: rotate(relu_backward(dy, y) @ projections.T, cos, -sin),
-    )
 
 
 class Norm:

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import numpy as np
 from numpy import ndarray
@@ -16,15 +15,15 @@ from a2d_mpi.comm.calls import Caller, Flags
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import PHASES, AttentionConfig
-from a2d_mpi.core.sizes import check_memory
+from a2d_mpi.core.sizes import whole_number
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.kernels.threads import BlasThreads
 from a2d_mpi.linear.chunks import CausalSums, FullSums
-from a2d_mpi.linear.features import FEATURE_MAPS, NORMS, make_feature_map
-from a2d_mpi.linear.states import STATES, Decay, Piece, StateExchange, count_pieces, pieces_of
+from a2d_mpi.linear.features import FEATURE_MAPS, NORMS
+from a2d_mpi.linear.states import STATES, Decay, Piece, StateExchange, pieces_of
 from a2d_mpi.masks.compiled import compile_mask
 from a2d_mpi.masks.mask import Causal, Full, Mask
-from a2d_mpi.sharding.distribution import Distribution, distribute
+from a2d_mpi.sharding.distribution import distribute
 
 # The fastest of 16 to 512 tokens on one core of an Intel Xeon (4096 tokens, heads of 32, 64 and
 # 128).  32 and 128 take up to 10 % longer.
@@ -66,9 +65,9 @@ class LinearAttention(Caller):
         N, tokens of the sequence, at least 1.
     nheads, headdim : int
         H heads of D elements, of q, k, v and out.
-    feature_map : {"none", "elu+1", "relu", "random"}
-        The feature map phi.  "none" is the identity, "elu+1" and "relu" act on each element, and
-        "random" is the ReLU of random projections of rotated rows (MoLFormer).
+    feature_map : {"none", "elu+1", "relu"}
+        The feature map phi.  "none" is the identity, also for features that the caller computes;
+        "elu+1" and "relu" act on each element.
     norm : {"output", "denominator", "none"}
         "output": divide by the root of the mean square of all heads of a token plus 1e-6
         (TransNormer).  "denominator": divide by 1e-6 plus the sum of the weights
@@ -76,14 +75,12 @@ class LinearAttention(Caller):
     decay : float or sequence of nheads floats, optional
         Decay of all heads or of each head, above 0 and at most 1, for causal masks only.  Default:
         nothing decays.
-    nfeatures, seed : int
-        Number F and seed of "random" features.  Default of F: headdim.
     states : {"gather", "ring"}
         Exchange of states.  "gather": one all-gather (LASP-2).  "ring": from rank to rank (LASP).
         The results are the same, bit for bit.
-    distribution : str or Distribution
+    distribution : str
         Owner of each token.  Under a causal mask, each run of consecutive tokens of a rank has a
-        state: one per rank if contiguous, two if zigzag, and one per token if striped.
+        state: one per rank if contiguous, two if zigzag.  "striped" has no runs, and is refused.
     dtype : {"float32", "float64", "float16", "bfloat16"}
         Dtype of q, k, v, out and their gradients.  Computations and states have float32 or wider.
     chunk : int
@@ -129,10 +126,8 @@ class LinearAttention(Caller):
         feature_map: str = "none",
         norm: str = "output",
         decay: float | Sequence[float] | None = None,
-        nfeatures: int | None = None,
-        seed: int = 0,
         states: str = "gather",
-        distribution: str | Distribution = "contiguous",
+        distribution: str = "contiguous",
         dtype: np.typing.DTypeLike = "float32",
         chunk: int = CHUNK,
         threads: int | None = None,
@@ -146,13 +141,13 @@ class LinearAttention(Caller):
             with call.checks():
                 config = AttentionConfig(seqlen, nheads, headdim, dtype=dtype)
                 config.check_room(grid.comm.size)
-                nfeatures = config.headdim if nfeatures is None else nfeatures
-                options = {"feature_map": feature_map, "nfeatures": nfeatures, "seed": seed}
-                options |= {"norm": norm, "states": states, "chunk": chunk}
-                _check(mask, config.headdim, options)
+                options = {"feature_map": feature_map, "norm": norm, "states": states, "chunk": chunk}
+                _check(mask, options)
                 decays = _decays(decay, config.nheads, mask)
                 self._threads = BlasThreads(threads, grid.cores)
-                self.distribution = _shards(distribution, config.seqlen, grid)
+                seen = compile_mask(Causal(), config.seqlen, config.seqlen)  # for "balanced"
+                sizes = config.seqlen, grid.rows, grid.cols, grid.heads
+                self.distribution = distribute(distribution, *sizes, seen=seen)
                 arguments = {
                     "method": type(self).__name__,
                     **config.arguments,
@@ -160,21 +155,14 @@ class LinearAttention(Caller):
                     "mask": type(mask).__name__,
                     "decay": decays.tolist(),
                     "distribution": self.distribution,
-                    "its runs (checksum)": crc32(repr(self.distribution.listed).encode()),
                 }
                 self._norm, self._causal = NORMS[norm], isinstance(mask, Causal)
-                width = int(nfeatures) if feature_map == "random" else config.headdim
                 # A state is (H, F, W).
-                self._shape = config.nheads, width, config.headdim + self._norm.columns
+                self._shape = config.nheads, config.headdim, config.headdim + self._norm.columns
                 self._nbytes = math.prod(self._shape) * config.compute_dtype.itemsize
-                count = count_pieces(self.distribution, self._causal)
-                kind = self.distribution.name
-                what = f"{count} states, one for each run of tokens of the {kind} distribution,"
-                check_memory(what, count * self._nbytes)
                 self._pieces = pieces_of(self.distribution, self._causal)
                 self.tokens = self.tokens_kv = self.distribution.tokens(rank)
-                sizes = config.headdim, int(nfeatures), seed, config.compute_dtype
-                self._map, self._map_backward = make_feature_map(feature_map, self.tokens, *sizes)
+                self._map, self._map_backward = FEATURE_MAPS[feature_map]
             call.agree(arguments)
             comm = grid.comm_of("all", tuple(range(grid.comm.size)))
         self.config, self.dtype = config, config.dtype_of("q")
@@ -350,7 +338,7 @@ def _turned(x: ndarray) -> ndarray:
     return np.ascontiguousarray(x.swapaxes(0, 1))
 
 
-def _check(mask: Mask, headdim: int, options: Mapping[str, Any]) -> None:
+def _check(mask: Mask, options: Mapping[str, Any]) -> None:
     """Check the mask, and the arguments of a plan that are not sizes of its tensors."""
     if not isinstance(mask, (Full, Causal)):
         raise ValueError(
@@ -360,21 +348,12 @@ def _check(mask: Mask, headdim: int, options: Mapping[str, Any]) -> None:
     for name, choices in choices_of.items():
         if options[name] not in choices:
             raise ValueError(f"{name} must be one of {tuple(choices)}, got {options[name]!r}")
-    feature_map = options["feature_map"]
-    if options["norm"] == "denominator" and feature_map == "none":
+    if options["norm"] == "denominator" and options["feature_map"] == "none":
         raise ValueError(
-            f"norm 'denominator' needs a feature_map that is not negative, one of "
-            f"{FEATURE_MAPS[1:]}: otherwise a sum of weights may be 0"
+            "norm 'denominator' needs a feature_map that is not negative: otherwise a sum of "
+            "weights may be 0"
         )
-    if feature_map == "random" and headdim % 2:
-        raise ValueError(
-            f"feature_map 'random' rotates q and k and needs an even headdim, got {headdim}"
-        )
-    ranges = {"nfeatures": (1, 1 << 16), "chunk": (1, LONGEST), "seed": (0, (1 << 63) - 1)}
-    for name, (least, most) in ranges.items():
-        value = options[name]
-        if not isinstance(value, (int, np.integer)) or not least <= value <= most:
-            raise ValueError(f"{name} must be an integer from {least} to {most}, got {value!r}")
+    whole_number("chunk", options["chunk"], 1, LONGEST)
 
 
 def _decays(decay: float | Sequence[float] | None, nheads: int, mask: Mask) -> ndarray:
@@ -390,22 +369,6 @@ def _decays(decay: float | Sequence[float] | None, nheads: int, mask: Mask) -> n
     if decay is not None and not isinstance(mask, Causal):
         raise ValueError(f"a decay needs a causal mask, got {type(mask).__name__}")
     return np.broadcast_to(decays, nheads).copy()
-
-
-def _shards(distribution: str | Distribution, seqlen: int, grid: ProcessGrid) -> Distribution:
-    """Return the distribution with a name on a grid, or a given distribution if it fits."""
-    if isinstance(distribution, str):
-        seen = compile_mask(Causal(), seqlen, seqlen)
-        return distribute(distribution, seqlen, grid.rows, grid.cols, grid.heads, seen=seen)
-    if not isinstance(distribution, Distribution):
-        raise ValueError(f"distribution must be a name or a Distribution, got {distribution!r}")
-    tokens, ranks = distribution.seqlen, distribution.nshards
-    if (tokens, ranks) != (seqlen, grid.comm.size):
-        raise ValueError(
-            f"the distribution has {tokens} tokens on {ranks} ranks, but this plan has "
-            f"{seqlen} tokens on {grid.comm.size} ranks"
-        )
-    return distribution
 
 
 def _cut(pieces: Sequence[Piece], rank: int, chunk: int) -> list[list[slice]]:

@@ -43,25 +43,24 @@ def pieces_of(shards: Distribution, causal: bool) -> list[Piece]:
     """Return the pieces of all ranks in the order of tokens, without empty pieces.
 
     Under a full mask the order of tokens does not matter, and a shard is one piece.
+
+    Raises
+    ------
+    ValueError
+        If each token would be a piece.
     """
     if not causal:
         return [Piece(p, 0, n) for p, n in enumerate(shards.counts) if n]
     pieces = []
     for owner in range(shards.nshards):
-        runs = []
-        for run in shards.runs(owner):
-            runs += [run] if run.step == 1 else [range(token, token + 1) for token in run]
-        runs = [run for run in runs if len(run)]
+        runs = [run for run in shards.runs(owner) if len(run)]
+        if any(run.step > 1 for run in runs):
+            raise ValueError(
+                f"linear attention needs runs of consecutive tokens, got the {shards.name} "
+                "distribution, in which each token would have a state"
+            )
         pieces += [(run.start, Piece(owner, i, len(run))) for i, run in enumerate(runs)]
     return [piece for _, piece in sorted(pieces)]
-
-
-def count_pieces(shards: Distribution, causal: bool) -> int:
-    """Return ``len(pieces_of(shards, causal))`` without a loop over tokens."""
-    if not causal:
-        return sum(n > 0 for n in shards.counts)
-    runs = (run for owner in range(shards.nshards) for run in shards.runs(owner))
-    return sum(len(run) if run.step > 1 else len(run) > 0 for run in runs)
 
 
 class Decay:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
-from typing import Any
 
 import h5py
 import ml_dtypes
@@ -21,7 +20,11 @@ import numpy as np
 
 from a2d_mpi.core.atomic import check_writable, write_whole
 
-RESULT_SCHEMA = ("a2d_mpi result", 2)  # a run of attention; those of many runs are in `results`
+# Schemas and their versions: a run of attention, many runs, a training, answers to prompts.
+RESULT_SCHEMA = ("a2d_mpi result", 2)
+BENCHMARK_SCHEMA = ("a2d_mpi benchmark", 2)
+TRAINING_SCHEMA = ("a2d_mpi training", 3)
+GENERATION_SCHEMA = ("a2d_mpi generation", 1)
 # Arrays of fewer bytes would hardly shrink.  Larger ones are tensors and weights: their digits are
 # random, and packing them would take a second for each 50 MB.
 PACKED = range(128, 1 << 24)
@@ -53,13 +56,19 @@ _BFLOAT16.set_fields(15, 7, 8, 0, 7)  # sign, exponent and mantissa: first bits 
 _BFLOAT16.set_ebias(127)
 _BFLOAT16.set_precision(16)
 _BFLOAT16.set_size(2)
+# As what h5py takes these: netCDF has no flags, and h5py no bfloat16.
+_TAKEN = {np.dtype(bool): np.dtype("i1"), np.dtype(ml_dtypes.bfloat16): np.dtype("f4")}
 
 
 class Tree(dict):
-    """A group that was read: what it lacks is an OSError, an error of the file."""
+    """A group of a file that was read: what it lacks is an OSError, an error of the file."""
+
+    def __init__(self, group: h5py.Group) -> None:
+        super().__init__(plain(group.attrs))
+        self._path = group.file.filename
 
     def __missing__(self, name: str) -> None:
-        raise OSError(f"{name} is missing")
+        raise OSError(f"cannot read {self._path} as HDF5: {name} is missing")
 
 
 @contextmanager
@@ -93,43 +102,42 @@ def reading(path: str | os.PathLike[str], schema: tuple[str, int]) -> Iterator[h
         raise OSError(f"cannot read {path} as HDF5: {reason}") from error
 
 
-def read_file(
-    path: str | os.PathLike[str],
-    schema: tuple[str, int],
-    build: Callable[[Tree], Any] = lambda tree: tree,
-) -> Any:
+def read_file(path: str | os.PathLike[str], schema: tuple[str, int]) -> Tree:
     """Read a whole file, without its schema.
-
-    Parameters
-    ----------
-    path : path
-    schema : (str, int)
-    build : callable, optional
-        Function that makes the returned object of the tree.  What the tree lacks is an error of
-        the file.  Default: the tree itself is returned.
 
     Raises
     ------
     OSError
-        If the file cannot be read, or lacks something.
+        If the file cannot be read.
     ValueError
         If the schema is wrong.
     """
     with reading(path, schema) as file:
         tree = load(file)
         del tree["schema"], tree["schema_version"]
-        return build(tree)
+        return tree
 
 
 def load(group: h5py.Group) -> Tree:
     """Read everything in a group."""
-    tree = Tree(plain(group.attrs))
+    tree = Tree(group)
     for name, x in group.items():
         if isinstance(x, h5py.Group):
             tree[name] = load(x)
         elif not x.is_scale:
             tree[name] = x[()]
     return tree
+
+
+def flat(tree: Mapping[str, object]) -> dict[str, np.ndarray]:
+    """Return all arrays of a tree by their paths."""
+    arrays: dict[str, np.ndarray] = {}
+    for name, x in tree.items():
+        if isinstance(x, Mapping):
+            arrays |= {f"{name}/{path}": y for path, y in flat(x).items()}
+        elif isinstance(x, np.ndarray):
+            arrays[name] = x
+    return arrays
 
 
 def write_file(path: str | os.PathLike[str], schema: tuple[str, int], tree: Mapping) -> None:
@@ -150,14 +158,15 @@ def fill(group: h5py.Group, tree: Mapping[str, object]) -> None:
         if isinstance(x, Mapping):
             fill(group.require_group(name), x)
         elif isinstance(x, np.ndarray):
-            create(group, name, x.shape, x.dtype)[...] = as_stored(x)
+            data = create(group, name, x.shape, x.dtype)
+            data[...] = x.astype(_TAKEN.get(x.dtype, x.dtype), copy=False)
         else:
             group.attrs[name] = _attribute(x)
 
 
 def create(group: h5py.Group, name: str, shape: tuple[int, ...], dtype: np.dtype) -> h5py.Dataset:
     """Create a dataset with its unit, and the names and scales of its dimensions."""
-    kind = h5py.Datatype(_BFLOAT16) if dtype == ml_dtypes.bfloat16 else as_stored(dtype)
+    kind = h5py.Datatype(_BFLOAT16) if dtype == ml_dtypes.bfloat16 else _TAKEN.get(dtype, dtype)
     data = group.create_dataset(name, shape, kind, **_packing(shape, dtype))
     owner, unit, *names = _description(data.name)
     if unit:
@@ -186,15 +195,6 @@ def _description(place: str) -> tuple[str, ...]:
         if f"{around}/" in DESCRIBED:
             return "/".join(groups[:depth]) or "/", *DESCRIBED[f"{around}/"]
     return "/".join(groups) or "/", *DESCRIBED.get(name, ("",))
-
-
-def as_stored(x: Any) -> Any:
-    """Return an array, or a dtype, as h5py takes it: flags as integers, bfloat16 as float32."""
-    kind = x if isinstance(x, np.dtype) else x.dtype
-    stored = {np.dtype(bool): np.dtype("i1"), np.dtype(ml_dtypes.bfloat16): np.dtype("f4")}
-    if kind not in stored:
-        return x
-    return stored[kind] if x is kind else x.astype(stored[kind])
 
 
 def _attribute(value: object) -> object:
@@ -237,6 +237,24 @@ def new_file(
             file.attrs.update({"schema": schema[0], "schema_version": schema[1]})
         yield file
     write_whole(path, data.getbuffer())
+
+
+def extend_file(path: str | os.PathLike[str], schema: tuple[str, int], tree: Mapping) -> None:
+    """Add what is in the groups of a tree to a file, or make the file.
+
+    Members of the file's groups that have the same names are replaced.  If writing fails, nothing
+    changes.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written.
+    """
+    with new_file(path, schema, extend=os.path.exists(path)) as file:
+        for name, members in tree.items():
+            for run in members.keys() & file.require_group(name).keys():
+                del file[name][run]
+        fill(file, tree)
 
 
 def check_output(

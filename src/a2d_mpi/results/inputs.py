@@ -82,7 +82,7 @@ def read_shard(
         Result of `inspect_input`.
     name : {"q", "k", "v", "dout"}
     distribution : Distribution
-        Owners of the first ``distribution.seqlen`` tokens of the file.
+        Owners of the first tokens of the file, which has as many or more.
     rank : int
     dtype : dtype
         Dtype of the result.
@@ -96,16 +96,10 @@ def read_shard(
     ------
     OSError
         If this rank cannot read the file, or its numbers are damaged.
-    ValueError
-        If the file has too few tokens.
     """
     rows = np.empty((distribution.counts[rank], *info.config.shape(name)), dtype)
     with reading(info.path, INPUT_SCHEMA) as file:
         data = _dataset(file, name)
-        if len(data) < distribution.seqlen:
-            raise ValueError(
-                f"{info.path} has {len(data)} tokens, must have {distribution.seqlen}"
-            )
         for here, there in distribution.slices(rank):
             rows[here] = data[there]
     return rows

@@ -1,4 +1,4 @@
-"""Files of many runs, and their summaries for tables and plots; no MPI.
+"""Summaries of runs in files of results, for tables and plots; no MPI.
 
 Every function raises OSError if a file cannot be read or written, and ValueError if its contents
 are wrong.  The message is one line that names the file, for the user to read.
@@ -11,25 +11,18 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import h5py
 import numpy as np
 
 from a2d_mpi.cli.options import FAILED_CHECK, aligned
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.simulator import PARTS
-from a2d_mpi.results.hdf5 import RESULT_SCHEMA, check_output, fill, new_file, read_file
+from a2d_mpi.results.hdf5 import BENCHMARK_SCHEMA, check_output, flat, read_file
 from a2d_mpi.schedules.method import METHODS
 
-if TYPE_CHECKING:
-    import pandas
-
-BENCHMARK_SCHEMA = ("a2d_mpi benchmark", 2)
-TRAINING_SCHEMA = ("a2d_mpi.training", 3)
 TABLE = ("  plan", "phase", "ms", "ratio", "wait", "predicted", "received", "checks")
-GENERATION_SCHEMA = ("a2d_mpi generation", 1)
 CLOSE = 1.1  # a pick is good if it takes at most this multiple of the fastest plan's time
 # Methods alone and with a head axis, in the order of tables and figures.
 FAMILIES = tuple(
@@ -43,12 +36,9 @@ def all_passed(run: Mapping[str, Any]) -> bool:
 
 
 def done_before(
-    path: str | os.PathLike[str],
-    schema: tuple[str, int],
-    resume: bool,
-    settings: Mapping[str, object],
+    path: str | os.PathLike[str], resume: bool, settings: Mapping[str, object]
 ) -> dict[str, bool]:
-    """Return the runs of an output file by name, and whether all checks of each passed.
+    """Return the runs of a benchmark file by name, and whether all checks of each passed.
 
     Raises
     ------
@@ -58,13 +48,10 @@ def done_before(
         If it exists and `resume` is false, or it was made with other settings, or by another
         program.
     """
-    if not check_output(path, schema, resume):
+    if not check_output(path, BENCHMARK_SCHEMA, resume):
         return {}
-    earlier, done = read_file(
-        path,
-        schema,
-        lambda tree: (tree["settings"], {x: all_passed(y) for x, y in tree["runs"].items()}),
-    )
+    tree = read_file(path, BENCHMARK_SCHEMA)
+    earlier, done = tree["settings"], {x: all_passed(y) for x, y in tree["runs"].items()}
     for name in {**earlier, **settings}:
         here, there = settings.get(name), earlier.get(name)
         if here != there:
@@ -74,38 +61,7 @@ def done_before(
 
 def read_measured(path: str | os.PathLike[str]) -> list[Summary]:
     """Read the summaries of all runs of a benchmark, of all phases that ran."""
-    return read_file(
-        path, BENCHMARK_SCHEMA, lambda tree: [summarise(x) for x in tree["runs"].values()]
-    )
-
-
-def flat(tree: Mapping[str, object]) -> dict[str, np.ndarray]:
-    """Return all arrays of a tree by their paths."""
-    arrays: dict[str, np.ndarray] = {}
-    for name, x in tree.items():
-        if isinstance(x, Mapping):
-            arrays |= {f"{name}/{path}": y for path, y in flat(x).items()}
-        elif isinstance(x, np.ndarray):
-            arrays[name] = x
-    return arrays
-
-
-def extend_file(path: str | os.PathLike[str], schema: tuple[str, int], tree: Mapping) -> None:
-    """Add what is in the groups of a tree to a file, or make the file.
-
-    Members of the file's groups that have the same names are replaced.  If writing fails, nothing
-    changes.
-
-    Raises
-    ------
-    OSError
-        If it cannot be written.
-    """
-    with new_file(path, schema, extend=os.path.exists(path)) as file:
-        for name, members in tree.items():
-            for run in members.keys() & file.require_group(name).keys():
-                del file[name][run]
-        fill(file, tree)
+    return [summarise(x) for x in read_file(path, BENCHMARK_SCHEMA)["runs"].values()]
 
 
 @dataclass(frozen=True)
@@ -114,7 +70,6 @@ class Summary:
 
     Attributes
     ----------
-    name : str
     config : mapping
         Config of the result: method, workload, sizes, options.
     phase : str
@@ -123,24 +78,19 @@ class Summary:
         Seconds of the slowest rank in the median trial, summed over the phases.
     parts : dict of str to float
         Seconds of this rank, by `PARTS`.  A simulation has "wait" only, the mean over all ranks.
-    received, formula : int
-        Bytes that the busiest rank received in a call, counted and predicted; 0 if not known.
-    bound : float
-        Lower bound of a rank's bytes without a head axis; NaN if not known.
+    received : int
+        Bytes that the busiest rank received in a call; 0 if not known.
     predicted : float
         Predicted seconds of the slowest rank; NaN without a profile.
     passed : bool
         Whether all checks passed.
     """
 
-    name: str
     config: Mapping[str, object]
     phase: str
     seconds: float
     parts: dict[str, float]
     received: int = 0
-    formula: int = 0
-    bound: float = math.nan
     predicted: float = math.nan
     passed: bool = True
 
@@ -182,17 +132,16 @@ def summarise(run: Mapping[str, Any], phases: Sequence[str] = ()) -> Summary:
         parts = {x: parts[x] + float(own[x]) for x in PARTS}
         seconds += float(total[trial, rank])
         moved += run["traffic"].get(phase, {}).values()
-    received, formula = (
-        int(sum((x[kind] for x in moved), np.zeros(1, np.int64)).max())
-        for kind in ("received", "predicted_received")
+    predicted = run.get("predicted", {})
+    return Summary(
+        config=run["config"],
+        phase="both" if len(phases) > 1 else phases[0],
+        seconds=seconds,
+        parts=parts,
+        received=int(sum((x["received"] for x in moved), np.zeros(1, np.int64)).max()),
+        predicted=sum(float(predicted.get(f"{phase} seconds", np.nan)) for phase in phases),
+        passed=all_passed(run),
     )
-    bound, predicted = (
-        sum(float(run.get("predicted", {}).get(f"{phase} {what}", np.nan)) for phase in phases)
-        for what in ("lower bound", "seconds")
-    )
-    config, phase = run["config"], "both" if len(phases) > 1 else phases[0]
-    numbers = seconds, parts, received, formula, bound, predicted
-    return Summary(config["name"], config, phase, *numbers, all_passed(run))
 
 
 def table(summaries: Sequence[Summary]) -> str:
@@ -252,41 +201,6 @@ def _errors(off: Sequence[float]) -> str:
         return "no predictions"
     median, worst = 100 * np.median(size), 100 * size.max()
     return f"off by {median:.1f} % (median), {worst:.1f} % (worst of {len(size)})"
-
-
-def to_dataframe(path: str | os.PathLike[str]) -> pandas.DataFrame:
-    """Read a file of ``attention.py`` or ``bench.py`` as a table, for pandas.
-
-    Returns
-    -------
-    pandas.DataFrame
-        A row for each run, phase, trial and rank, with these columns: the seconds of the parts
-        (total, wait, ...), the bytes of a call by communicator ("row sent", "row received", ...),
-        and the config.
-
-    Raises
-    ------
-    ImportError
-        If pandas is not installed.
-    """
-    import pandas
-
-    with h5py.File(path, "r", locking=False) as file:
-        of_many = file.attrs.get("schema") == BENCHMARK_SCHEMA[0]
-    schema = BENCHMARK_SCHEMA if of_many else RESULT_SCHEMA
-    runs = read_file(path, schema, lambda tree: tree["runs"] if of_many else {"": tree})
-    rows = []
-    for name, run in runs.items():
-        for phase, parts in run["timings"].items():
-            moved = run["traffic"].get(phase, {}).items()
-            sent = {f"{x} {kind}": n for x, of in moved for kind, n in of.items()}
-            for trial, rank in np.ndindex(parts["total"].shape):
-                place = {"run": name, "phase": phase, "trial": trial, "rank": rank}
-                seconds = {x: y[trial, rank] for x, y in parts.items()}
-                rows.append(
-                    run["config"] | place | seconds | {x: y[rank] for x, y in sent.items()}
-                )
-    return pandas.DataFrame(rows)
 
 
 def kernel_speeds(times: Mapping[str, object]) -> dict[str, dict[str, float]]:
