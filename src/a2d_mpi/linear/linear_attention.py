@@ -141,7 +141,8 @@ class LinearAttention(Caller):
             with call.checks():
                 config = AttentionConfig(seqlen, nheads, headdim, dtype=dtype)
                 config.check_room(grid.comm.size)
-                options = {"feature_map": feature_map, "norm": norm, "states": states, "chunk": chunk}
+                options = {"feature_map": feature_map, "norm": norm, "states": states}
+                options["chunk"] = chunk
                 _check(mask, options)
                 decays = _decays(decay, config.nheads, mask)
                 self._threads = BlasThreads(threads, grid.cores)
