@@ -24,9 +24,9 @@ def machine(between=SLOW, inside=FAST, name="test", **others):
     return Machine(name, inside, between, kernels, **{"ranks_per_node": 1, **others})
 
 
-def planned(machine, method, layout, work, room=None):
+def planned(machine, method, layout, work):
     """Return the candidate of one plan, simulated."""
-    found = Candidate(machine, method, layout, work, room)
+    found = Candidate(machine, method, layout, [(1, work)])
     while found.refine():
         pass
     return found

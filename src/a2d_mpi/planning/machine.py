@@ -168,6 +168,11 @@ class Machine:
         return hash((self.name, self.ranks_per_node))  # a dict of kernels has no hash
 
     @property
+    def room(self) -> float:
+        """Bytes that a rank has for its plans; inf without a limit."""
+        return (self.memory or math.inf) - self.reserved
+
+    @property
     def share(self) -> float:
         """Share of a core that a rank has when all ranks of its node compute."""
         cores = self.ranks_per_node if self.cores_per_node is None else self.cores_per_node
