@@ -140,11 +140,6 @@ def before(ordered: range, limit: int) -> int:
     return len(range(ordered.start, min(ordered.stop, limit), ordered.step))
 
 
-def merged(runs: Iterable[range]) -> list[range]:
-    """Join ranges that overlap or touch; return them in ascending order, without empty ones."""
-    return [range(a, b) for a, b in joined(sorted((r.start, r.stop) for r in runs if r))]
-
-
 def keys_per_query(intervals: tuple[Interval, ...]) -> np.ndarray:
     """Return the number of keys that each query sees, (nq,) int64.
 
