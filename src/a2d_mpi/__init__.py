@@ -30,7 +30,6 @@ _PUBLIC = {
     "a2d_mpi.masks.arrays": ["IntervalMask"],
     "a2d_mpi.masks.validity": ["check_mask"],
     "a2d_mpi.masks.documents": [
-        "BlockCausalDocuments",
         "CausalBlockwise",
         "Documents",
         "PrefixLMDocuments",

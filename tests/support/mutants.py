@@ -11,6 +11,7 @@ from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.transport import Transport
 from a2d_mpi.devices.host import Host
 from a2d_mpi.kernels.numpy import NumpyKernel
+from a2d_mpi.masks.intervals import Intervals
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules import passes, pipeline
 from a2d_mpi.schedules.line import Line
@@ -45,7 +46,7 @@ def mask(rank):
 
     def wrong(right, self, q_tokens, k_tokens):
         (begin, end), *others = right(self, q_tokens, k_tokens)
-        return (begin, np.minimum(end + 1, len(k_tokens))), *others
+        return Intervals([(begin, np.minimum(end + 1, len(k_tokens))), *others])
 
     return [around(Mask, "intervals", wrong)]
 

@@ -36,11 +36,6 @@ class Intervals(tuple[Interval, ...]):
     def __init__(self, intervals: Iterable[Interval] = ()) -> None:
         self.prepared: dict[object, object] = {}
 
-    @classmethod
-    def of(cls, intervals: Iterable[Interval]) -> Intervals:
-        """Return intervals as an object of this class, without a copy if they are one already."""
-        return intervals if isinstance(intervals, cls) else cls(intervals)
-
 
 def tidy(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
     """Return the same visible keys in as few intervals as possible.
