@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from copy import copy
@@ -474,13 +473,11 @@ class AttentionPlan(Caller):
         A block belongs to the fallback of a kernel if the fallback computed any part of it.  For
         example, the kernel "cudnn" leaves to "cupy" what cuDNN cannot compute.
         """
-        kernel, blocks = self._state.kernel, Counter[tuple[str, str]]()
-        for phase, n in self._state.blocks.items():
-            blocks[phase, kernel.name] = n
+        kernel, blocks = self._state.kernel, self._state.blocks.copy()
         for (phase, other), n in getattr(kernel, "fallbacks", {}).items():
             blocks[phase, kernel.name] -= n
             blocks[phase, other] += n
-        return {x: n for x, n in blocks.items() if n}
+        return dict(+blocks)  # without those of which there are none
 
     @property
     def deterministic(self) -> bool:
