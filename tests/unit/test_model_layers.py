@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import ROOT
+from machines import slowest_seconds
 
 from a2d_mpi import Causal, Full
 from a2d_mpi.cli.model_layers import Model, read_model
 from a2d_mpi.masks.patterns import make_mask
-from a2d_mpi.planning.model import predict, slowest_seconds
+from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import candidates
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.workload import Workload

@@ -142,7 +142,7 @@ def test_many_ranks_take_few_steps(monkeypatch):
     assert sum(x.was_simulated for x in found) < len(found) / 4
     assert len(simulations) < len(found)  # with more slices, too; there are two phases
     programs = survey._tape.cache_info()
-    assert 0 < programs.misses < programs.hits / 8
+    assert 0 < programs.misses < programs.hits / 2
 
 
 @pytest.mark.parametrize("machine, ranks, nheads, nheads_kv, mask", [
@@ -181,8 +181,6 @@ def test_memory_limits():
         best_candidate(replace(H100, memory=1000), 16, job)
     with pytest.raises(ValueError, match="no plan of double ring fits 7 ranks"):
         best_candidate(H100, 7, job, methods=("double ring",))
-    with pytest.raises(ValueError, match="at least 1"):
-        candidates(H100, 0, job)
     assert candidates(H100, 1, job)[0].received == 0
 
 

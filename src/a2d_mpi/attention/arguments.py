@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import OF_KEYS, AttentionConfig
-from a2d_mpi.core.sizes import check_memory, misfit
+from a2d_mpi.core.sizes import check_memory
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.problem import Problem
-from a2d_mpi.schedules.program import Program
+from a2d_mpi.schedules.program import Program, held_bytes
 
 
 def check_grid(grid: ProcessGrid) -> None:
@@ -49,9 +49,6 @@ def check_problem(
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a Mask such as Causal(), got {reprlib.repr(mask)}")
     config.check_room(grid.comm.size)
-    mask.aligned(config.seqlen, config.seqlen_kv)
-    if why := misfit(config.nheads, config.nheads_kv, grid.heads):
-        raise ValueError(f"a head axis of {grid.heads} ranks: {why}")
     rules = METHODS[method]
     if not rules.takes(mask):
         raise ValueError(
@@ -63,8 +60,6 @@ def check_problem(
             f"a {method} needs as many keys as queries, got {config.seqlen} queries and "
             f"{config.seqlen_kv} keys"
         )
-    if len(named) != 2:
-        raise ValueError(f"distribution must be one name or two, got {named!r}")
     for name in named:
         if rules.distribution and name not in (None, rules.distribution):
             raise ValueError(f"a {method} needs the {rules.distribution} distribution, got {name}")
@@ -90,13 +85,9 @@ def check_room(
         If the ranks of this node need more than one of `a2d_mpi.core.sizes.memory_limits`.
     """
     config, own = problem.config, (problem.queries.counts[rank], problem.keys.counts[rank])
-    held: dict[tuple[str, int, bool], int] = {}
-    for program in programs:  # slices use each other's buffers
-        for memory, nbytes in program.buffers.items():
-            held[memory] = max(nbytes, held.get(memory, 0))
     tensors = sum(own[x in OF_KEYS] * config.nbytes(x) for x in ("q", "k", "v", "out", "lse"))
     what = f"{config.seqlen} tokens on {grid.layout.shape} ranks: tensors and buffers of one rank"
-    check_memory(what, tensors + sum(held.values()), grid.sharing)
+    check_memory(what, tensors + held_bytes(x.buffers for x in programs), grid.sharing)
 
 
 def check_tensors(

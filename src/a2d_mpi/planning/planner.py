@@ -77,8 +77,6 @@ def candidates(
     ValueError
         If the machine has no kernel for the dtype.
     """
-    if ranks < 1:
-        raise ValueError(f"ranks must be at least 1, got {ranks}")
     layers = [(1, work)] if isinstance(work, Workload) else work
     _, first = layers[0]
     # Layers of several kinds need one distribution.
@@ -195,12 +193,8 @@ def why_not(candidate: Candidate, best: Candidate) -> str:
         if part == "wait" and one > 1.05 * other:
             return text + (f", {one / other:.1f}x {name}" if other else f", bytes {name}")
     if part == "compute":
-        tile = (
-            "other tiles"
-            if candidate.layout.heads == best.layout.heads
-            else "fewer heads per rank"
-        )
-        return f"{text}, {tile}"
+        same_heads = candidate.layout.heads == best.layout.heads
+        text += ", other tiles" if same_heads else ", fewer heads per rank"
     return text
 
 
