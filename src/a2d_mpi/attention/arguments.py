@@ -23,13 +23,9 @@ def check_grid(grid: ProcessGrid) -> None:
 
 
 def check_problem(
-    method: str,
-    mask: Mask,
-    config: AttentionConfig,
-    grid: ProcessGrid,
-    named: tuple[str | None, str | None],
+    method: str, mask: Mask, config: AttentionConfig, named: tuple[str | None, str | None]
 ) -> None:
-    """Check that mask, sizes and named distributions fit the method, the grid and the machine.
+    """Check that mask, sizes and named distributions fit the method.
 
     Parameters
     ----------
@@ -37,7 +33,6 @@ def check_problem(
         One of `a2d_mpi.schedules.method.METHODS`.
     mask : Mask
     config : AttentionConfig
-    grid : ProcessGrid
     named : (str or None, str or None)
         Distributions of the queries and of the keys that the user asked for.
 
@@ -48,7 +43,6 @@ def check_problem(
     """
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a Mask such as Causal(), got {reprlib.repr(mask)}")
-    config.check_room(grid.comm.size)
     rules = METHODS[method]
     if not rules.takes(mask):
         raise ValueError(
@@ -65,9 +59,7 @@ def check_problem(
             raise ValueError(f"a {method} needs the {rules.distribution} distribution, got {name}")
 
 
-def check_room(
-    programs: Iterable[Program], problem: Problem, rank: int, grid: ProcessGrid
-) -> None:
+def check_room(programs: Iterable[Program], problem: Problem, grid: ProcessGrid) -> None:
     """Refuse a plan whose forward pass does not fit in the memory of the node.
 
     Parameters
@@ -75,8 +67,6 @@ def check_room(
     programs : iterable of Program
         The programs of this rank's forward pass.
     problem : Problem
-    rank : int
-        This rank.
     grid : ProcessGrid
 
     Raises
@@ -84,7 +74,8 @@ def check_room(
     ValueError
         If the ranks of this node need more than one of `a2d_mpi.core.sizes.memory_limits`.
     """
-    config, own = problem.config, (problem.queries.counts[rank], problem.keys.counts[rank])
+    config, rank = problem.config, grid.comm.rank
+    own = problem.queries.counts[rank], problem.keys.counts[rank]
     tensors = sum(own[x in OF_KEYS] * config.nbytes(x) for x in ("q", "k", "v", "out", "lse"))
     what = f"{config.seqlen} tokens on {grid.layout.shape} ranks: tensors and buffers of one rank"
     check_memory(what, tensors + held_bytes(x.buffers for x in programs), grid.sharing)

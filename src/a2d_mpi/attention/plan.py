@@ -218,7 +218,8 @@ class AttentionPlan(Caller):
                 prepare()
                 config = self.config
                 names = self._asked_distributions
-                check_problem(self.method, mask, config, self.grid, names)
+                config.check_room(self.grid.comm.size)
+                check_problem(self.method, mask, config, names)
                 problem = problem_of(self.method, self.grid.layout, config, mask, *names)
                 self._describe(problem)
                 one = (METHODS[self.method].ring and self.grid.heads == 1) or not self.overlap
@@ -227,7 +228,7 @@ class AttentionPlan(Caller):
                 work = self.layout, problem, self.grid.comm.rank, self.overlap
                 programs = {x: write(self.method, x, *work) for x in PHASES}
                 if "cupy" not in sys.modules:  # a GPU's memory is not the node's
-                    check_room(programs["forward"], problem, self.grid.comm.rank, self.grid)
+                    check_room(programs["forward"], problem, self.grid)
                 self._phases = {x: CompiledPhase(y) for x, y in programs.items()}
                 arguments = {
                     "method": type(self).__name__,
