@@ -15,7 +15,6 @@ from a2d_mpi.devices.merging import merge
 from a2d_mpi.linear.linear_attention import LinearAttention
 from a2d_mpi.masks.arrays import IntervalMask
 from a2d_mpi.masks.documents import (
-    BlockCausalDocuments,
     CausalBlockwise,
     Documents,
     PrefixLMDocuments,
@@ -31,7 +30,6 @@ __version__: str
 __all__ = [
     "Attention2D",
     "BlockCausal",
-    "BlockCausalDocuments",
     "Causal",
     "CausalBlockwise",
     "Distribution",

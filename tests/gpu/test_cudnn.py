@@ -244,7 +244,9 @@ def test_a_gradient_of_lse_is_left_to_the_plain_kernel(cupy):
     given = [cupy.asarray(x) for x in (dout, q, k, v, lse.astype(np.float32), -dlse)]
     for any_delta in (False, True):
         found = [cupy.empty(x.shape, np.float32) for x in (q, k, v)]
-        kernel.backward(*given, ((i * 0, i + 1),), *found, fresh=True, any_delta=any_delta)
+        kernel.backward(
+            *given, Intervals([(i * 0, i + 1)]), *found, fresh=True, any_delta=any_delta
+        )
         errors.append(max(distance(cupy.asnumpy(x), y) for x, y in zip(found, exact)))
     assert errors[1] < 1e-5 and errors[0] > 0.1, errors
 

@@ -70,7 +70,6 @@ WRONG = [
     ({"nheads_kv": 3}, "nheads_kv must divide nheads, got 3 and 4"),
     ({"softmax_scale": 10**400}, "int too large"),
     ({"distribution": "no such"}, "no such"),
-    ({"distribution": ("zigzag",)}, "must be one name or two"),
     ({"kernel": "fast"}, "fast"),
     ({"overlap": "thread"}, "overlap must be true or false, got 'thread'"),
     ({"threads": 0}, "threads must be a positive integer, got 0"),

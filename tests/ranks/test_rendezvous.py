@@ -17,7 +17,7 @@ from refused import GOOD, assert_raises, message_of
 from threadpoolctl import threadpool_info
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid, RingAttention, SlidingWindow
-from a2d_mpi.attention.tags import mpi_tag
+from a2d_mpi.attention.executor import mpi_tag
 from a2d_mpi.comm.rows import in_one_row
 from a2d_mpi.comm.watch import name_ranks
 from a2d_mpi.schedules.steps import KINDS

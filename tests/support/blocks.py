@@ -64,7 +64,7 @@ class Block:
             change(*given)
         self.inputs = [x.astype(self.dtype) for x in given]
         kind = isinstance(intervals, str)
-        self.intervals = random_intervals(nq, nk, intervals) if kind else intervals
+        self.intervals = Intervals(random_intervals(nq, nk, intervals) if kind else intervals)
         self.visible = dense(self.intervals, nk)
         self.scale, self.cap = d**-0.5 if scale is None else scale, cap
         self.products = None  # the dtype to which a kernel rounds probabilities
@@ -92,7 +92,7 @@ class Block:
         wide_dtype = compute_dtype(self.dtype)
         upload, download = (device.asarray, device.asnumpy) if device else (np.asarray,) * 2
         q, k, v, dout = given = [upload(x) for x in inputs or self.inputs]
-        intervals = Intervals.of(self.intervals)  # they keep what queued launches read
+        intervals = Intervals(self.intervals)  # they keep what queued launches read
         kept, start = wide_dtype if wide else self.dtype, 7 if device or fresh else 0
         out, *gradients = (upload(np.full(x.shape, start, kept)) for x in (dout, q, k, v))
         lse = upload(np.full(q.shape[:2], 7, wide_dtype))

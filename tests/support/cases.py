@@ -12,7 +12,8 @@ from a2d_mpi import (
     TriangleAttention,
 )
 from a2d_mpi.masks.mask import Causal
-from a2d_mpi.planning.memory import buffers
+from a2d_mpi.planning.memory import phases_of
+from a2d_mpi.schedules.program import held_bytes
 
 SIZE = MPI.COMM_WORLD.size
 NHEADS = 6
@@ -88,7 +89,7 @@ def accounts(plan, backward, calls=1):
         }
         if counted != expected:
             bad.append(f"{counted} {what} but predicted {expected}")
-    held = buffers(*sizes, backward)
+    held = held_bytes(x.buffers for needs in phases_of(*sizes, backward) for x in needs)
     counts = plan.problem.queries.counts
     if plan.buffer_bytes > held or (min(counts) > 1 and plan.buffer_bytes < held):
         bad.append(f"{plan.buffer_bytes} bytes of buffers but predicted {held}")

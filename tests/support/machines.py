@@ -24,9 +24,14 @@ def machine(between=SLOW, inside=FAST, name="test", **others):
     return Machine(name, inside, between, kernels, **{"ranks_per_node": 1, **others})
 
 
-def planned(machine, method, layout, work, room=None):
+def slowest_seconds(phases):
+    """Return the seconds of the slowest rank of each phase, summed over the phases."""
+    return sum(float(phase.total.max()) for phase in phases.values())
+
+
+def planned(machine, method, layout, work):
     """Return the candidate of one plan, simulated."""
-    found = Candidate(machine, method, layout, work, room)
+    found = Candidate(machine, method, layout, [(1, work)])
     while found.refine():
         pass
     return found

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from machines import H100
+from machines import H100, slowest_seconds
 
 from a2d_mpi import Causal, Documents, SlidingWindow
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning import cost
-from a2d_mpi.planning.model import predict, slowest_seconds
+from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidate, candidates
 from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules.writing import problem_of

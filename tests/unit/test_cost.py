@@ -192,8 +192,6 @@ def test_blocks(order):
     for block in ((3, 3), (2, 0), (8, 6)):
         with pytest.raises(ValueError, match="blocks do not divide a grid of 4 x 6"):
             Layout(4, 6, 1, order, block)
-    with pytest.raises(ValueError, match="a node for each of 4 ranks, got 3"):
-        Layout(2, 2, nodes=(0, 0, 0))
 
 
 @given(st.sampled_from(FORMULAS), st.integers(1, 60), st.integers(1, 7), st.sampled_from("fcw"))

@@ -12,7 +12,6 @@ from pages import blocks
 from a2d_mpi import Mask, make_mask, register_kernel, register_mask, register_method
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.kernels import KERNELS, check_kernel, make_kernel
-from a2d_mpi.masks.mask import Causal
 from a2d_mpi.masks.patterns import PATTERNS, split_masks
 from a2d_mpi.schedules.method import METHODS, Method
 
@@ -125,15 +124,12 @@ class TestOfOnesOwn:
         (register_method, (METHOD, METHODS["ring"]), "the name 'gather kv' of a method is taken"),
         (register_method, ("auto", METHODS["ring"]), "the name 'auto' of a method is taken"),
         (register_method, ("gather_kv", METHODS["ring"]), "words of a-z and 0-9 with ' ' between"),
-        (register_method, ("mine", print), "method 'mine' must be a Method, got"),
         (register_mask, ("causal", print), "the name 'causal' of a mask is taken"),
         (register_mask, ("file", print), "the name 'file' of a mask is taken"),
         (register_mask, ("a:b", print), "words of a-z and 0-9 with '_' between them, got 'a:b'"),
-        (register_mask, ("mine", Causal()), "make must be a function, got Causal()"),
         (register_kernel, ("auto", print), "the name 'auto' of a kernel is taken"),
         (register_kernel, ("plain", print), "the name 'plain' of a kernel is taken"),
         (register_kernel, ("a b", print), "words of a-z and 0-9 with '-' between them, got 'a b'"),
-        (register_kernel, ("mine", None), "make must be a class or function, got None"),
         (register_kernel, ("mine", print, ["int8"]), "dtypes must be of float16, "),
     ])  # fmt: skip
     def test_refused_names(self, register, given, text):

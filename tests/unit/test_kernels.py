@@ -14,6 +14,7 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.kernels.blocks import Blocker
 from a2d_mpi.kernels.numpy import BLOCK_K, BLOCK_Q, NumpyKernel
+from a2d_mpi.masks.intervals import Intervals
 
 KERNELS = [("numpy", "float32"), ("numba", "float32"), ("numpy", "float64"), ("numba", "bfloat16")]
 KERNELS += [(BFLOAT16, "bfloat16")]
@@ -140,7 +141,7 @@ def test_equal_numbers_of_different_intervals(ends):
     blocker = Blocker(16, 16)
     for number in (1, 2):
         intervals = np.reshape(ends, (2, number, -1)).swapaxes(0, 1)
-        for x in blocker.blocking(tuple(map(tuple, intervals)), 6, 1).query_blocks[0][2]:
+        for x in blocker.blocking(Intervals(intervals), 6, 1).query_blocks[0][2]:
             keys = np.arange(x.j0, x.j1)
             shown = np.any([(keys >= b[:, None]) & (keys < e[:, None]) for b, e in intervals], 0)
             assert x.hidden is None or np.array_equal(x.hidden, ~shown[x.rows][x.differ])

@@ -33,7 +33,7 @@ def written(plan, phase, mask=None, seqlen=601, **options):
     config = AttentionConfig(seqlen, 4, 32, 2, **options)
     problem, found = problem_of(method, layout, config, mask or Causal()), []
     for rank in range(layout.size):
-        ((draft,),) = drafts_of(method, phase, layout, problem, rank)
+        (draft,), _ = drafts_of(method, phase, layout, problem, rank)
         program = Program(draft.group, draft.rank, draft.ranks)
         draft.writer(program)
         found.append(program)
@@ -120,11 +120,11 @@ def rows_of(p):
 def test_alone(phase):
     """One call writes the results of a rank alone, in the dtype in which the caller gets them."""
     (p,) = written(("attention2d", Layout(1, 1)), phase, dtype="bfloat16")
-    q = passes.alone(p)
+    q = options.alone(p)
     (call,) = q.steps
     assert isinstance(call, Attend) or call.fresh
     for rows in q.results.values():
         array = q.arrays[rows.array]
         assert array.role == "result" and set(array.accumulated) <= {"lse"}
     (p, *_) = written(GRID, phase)
-    assert passes.alone(p) is p
+    assert options.alone(p) is p

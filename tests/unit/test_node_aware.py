@@ -9,7 +9,7 @@ from helpers import SAMPLE, drive_each, read_runs
 from machines import A100, machine
 
 from a2d_mpi import Causal, Full
-from a2d_mpi.attention.tags import mpi_tag
+from a2d_mpi.attention.executor import mpi_tag
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.planning.layouts import layouts

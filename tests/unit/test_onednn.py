@@ -169,7 +169,7 @@ def test_small_blocks(dtype):
     kernel = make_kernel("onednn", HOST, DTYPES[dtype], 0.3)
     for tokens, made in ((128, 0), (256, 2)):
         q, k, v = np.ones((3, tokens, 2, 64), DTYPES[dtype])
-        seen = Intervals.of(random_intervals(tokens, tokens, "full"))
+        seen = Intervals(random_intervals(tokens, tokens, "full"))
         out, lse = np.empty(q.shape, np.float32), np.empty((tokens, 2), np.float32)
         kernel.forward(q, k, v, seen, out, lse)
         assert np.allclose(out, 1) and sum(map(len, kernel._made.values())) == made

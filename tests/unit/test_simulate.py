@@ -6,14 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers import parser_of
-from machines import machine
+from machines import machine, slowest_seconds
 
 from a2d_mpi.commands import plan as job
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.machine import Link
-from a2d_mpi.planning.model import Phase, predict, slowest_seconds
+from a2d_mpi.planning.model import Phase, predict
 from a2d_mpi.planning.network import PORTS, SWITCH, Cables, Network, parse_network
 from a2d_mpi.planning.profile import write_machine
 from a2d_mpi.planning.simulator import POST, WAIT

@@ -7,15 +7,15 @@ from itertools import product
 
 import numpy as np
 import pytest
-from machines import H100, planned
+from machines import H100, planned, slowest_seconds
 
 from a2d_mpi import Causal
-from a2d_mpi.attention import tags
+from a2d_mpi.attention import executor
 from a2d_mpi.comm import watch
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.masks.arrays import IntervalMask
-from a2d_mpi.planning.model import predict, slowest_seconds
+from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import candidates
 from a2d_mpi.planning.workload import Workload
 from a2d_mpi.schedules.slices import ALIVE, SMALLEST, default
@@ -212,21 +212,22 @@ def test_the_planner_tries_slices():
     found = planned(H100, "attention2d", Layout(4, 4), work)
     assert found.layout.slices in (None, (1, 1))
     best = candidates(H100, 16, work, methods=("attention2d",))
-    sliced = next(x for x in best if x.layout.positions == 16 and x.phases)
+    sliced = next(x for x in best if x.layout.positions == 16 and x.was_simulated)
     assert sliced.layout.slices == (8, 8) or min(sliced.layout.slices) > 1
     predicted = predict(H100, sliced.method, sliced.layout, work)
     assert sliced.seconds == pytest.approx(slowest_seconds(predicted))
     whole = predict(H100, sliced.method, replace(sliced.layout, slices=None), work)
     assert sliced.seconds < 0.95 * slowest_seconds(whole)
     limit = int(0.8 * found.memory)
-    tight = planned(H100, "attention2d", Layout(4, 4), work, limit)
+    small = replace(H100, memory=limit + H100.reserved)
+    tight = planned(small, "attention2d", Layout(4, 4), work)
     assert tight.fits and tight.layout.slices[0] > 2 and tight.memory < limit
 
 
 def test_tags():
     """Messages that may travel at once have tags of their own, of those that MPI guarantees."""
-    found = doctest.testmod(tags)
+    found = doctest.testmod(executor)
     assert found.failed == 0 < found.attempted
     owners, turns = range(8), range(20)
-    every = [tags.mpi_tag(*x) for x in product(TENSORS_OF, owners, turns, range(ALIVE))]
+    every = [executor.mpi_tag(*x) for x in product(TENSORS_OF, owners, turns, range(ALIVE))]
     assert len(set(every)) == len(every) and max(every) + 3 < watch._TAG < 1 << 15

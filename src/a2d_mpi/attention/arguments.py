@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.config import OF_KEYS, AttentionConfig
-from a2d_mpi.core.sizes import check_memory, misfit
+from a2d_mpi.core.sizes import check_memory
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules.method import METHODS
 from a2d_mpi.schedules.problem import Problem
-from a2d_mpi.schedules.program import Program
+from a2d_mpi.schedules.program import Program, held_bytes
 
 
 def check_grid(grid: ProcessGrid) -> None:
@@ -23,13 +23,9 @@ def check_grid(grid: ProcessGrid) -> None:
 
 
 def check_problem(
-    method: str,
-    mask: Mask,
-    config: AttentionConfig,
-    grid: ProcessGrid,
-    named: tuple[str | None, str | None],
+    method: str, mask: Mask, config: AttentionConfig, named: tuple[str | None, str | None]
 ) -> None:
-    """Check that mask, sizes and named distributions fit the method, the grid and the machine.
+    """Check that mask, sizes and named distributions fit the method.
 
     Parameters
     ----------
@@ -37,7 +33,6 @@ def check_problem(
         One of `a2d_mpi.schedules.method.METHODS`.
     mask : Mask
     config : AttentionConfig
-    grid : ProcessGrid
     named : (str or None, str or None)
         Distributions of the queries and of the keys that the user asked for.
 
@@ -48,10 +43,6 @@ def check_problem(
     """
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a Mask such as Causal(), got {reprlib.repr(mask)}")
-    config.check_room(grid.comm.size)
-    mask.aligned(config.seqlen, config.seqlen_kv)
-    if why := misfit(config.nheads, config.nheads_kv, grid.heads):
-        raise ValueError(f"a head axis of {grid.heads} ranks: {why}")
     rules = METHODS[method]
     if not rules.takes(mask):
         raise ValueError(
@@ -63,16 +54,12 @@ def check_problem(
             f"a {method} needs as many keys as queries, got {config.seqlen} queries and "
             f"{config.seqlen_kv} keys"
         )
-    if len(named) != 2:
-        raise ValueError(f"distribution must be one name or two, got {named!r}")
     for name in named:
         if rules.distribution and name not in (None, rules.distribution):
             raise ValueError(f"a {method} needs the {rules.distribution} distribution, got {name}")
 
 
-def check_room(
-    programs: Iterable[Program], problem: Problem, rank: int, grid: ProcessGrid
-) -> None:
+def check_room(programs: Iterable[Program], problem: Problem, grid: ProcessGrid) -> None:
     """Refuse a plan whose forward pass does not fit in the memory of the node.
 
     Parameters
@@ -80,8 +67,6 @@ def check_room(
     programs : iterable of Program
         The programs of this rank's forward pass.
     problem : Problem
-    rank : int
-        This rank.
     grid : ProcessGrid
 
     Raises
@@ -89,14 +74,11 @@ def check_room(
     ValueError
         If the ranks of this node need more than one of `a2d_mpi.core.sizes.memory_limits`.
     """
-    config, own = problem.config, (problem.queries.counts[rank], problem.keys.counts[rank])
-    held: dict[tuple[str, int, bool], int] = {}
-    for program in programs:  # slices use each other's buffers
-        for memory, nbytes in program.buffers.items():
-            held[memory] = max(nbytes, held.get(memory, 0))
+    config, rank = problem.config, grid.comm.rank
+    own = problem.queries.counts[rank], problem.keys.counts[rank]
     tensors = sum(own[x in OF_KEYS] * config.nbytes(x) for x in ("q", "k", "v", "out", "lse"))
     what = f"{config.seqlen} tokens on {grid.layout.shape} ranks: tensors and buffers of one rank"
-    check_memory(what, tensors + sum(held.values()), grid.sharing)
+    check_memory(what, tensors + held_bytes(x.buffers for x in programs), grid.sharing)
 
 
 def check_tensors(

@@ -44,7 +44,7 @@ class DeviceState:
         The device, its kernel, its buffers and its transport.  All but `work` are None until the
         first call.
     blocks : Counter
-        Blocks that the kernel has computed so far, by phase.
+        Blocks that the kernel has computed so far, by phase and its name.
     clocks : Clocks
 
     Raises
@@ -74,7 +74,7 @@ class DeviceState:
         self.device = self.kernel = self.transport = None
         self.work = Workspace()
         self._works = {HOST: self.work}  # shared with twins
-        self.blocks: Counter[str] = Counter()
+        self.blocks: Counter[tuple[str, str]] = Counter()
         self.clocks = Clocks()
 
     def twin(self) -> DeviceState:

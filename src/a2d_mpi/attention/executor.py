@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, singledispatch
 from typing import Any, NamedTuple
@@ -12,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from a2d_mpi.attention.device_state import DeviceState
-from a2d_mpi.attention.tags import mpi_tag
 from a2d_mpi.comm.channel import Channel
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.devices.protocol import Array
@@ -20,12 +20,19 @@ from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.masks.intervals import Intervals
 from a2d_mpi.schedules import steps
 from a2d_mpi.schedules.program import Program, common_rows, index_of
-from a2d_mpi.schedules.slices import ATTEND
+from a2d_mpi.schedules.slices import ALIVE, ATTEND
 from a2d_mpi.schedules.steps import KINDS, Rows, Step, TokenArray
 
 Channels = Mapping[str, Channel]  # by the names of the programs
 Tensors = dict[str, Array]  # by name
 Run = Callable[["Executor"], None]  # a compiled step
+
+# Tags of messages.
+_TENSORS = 4  # most tensors of a kind that is no parcel; each tensor has a tag of its own
+_TAGS = {kind: _TENSORS * i for i, kind in enumerate(KINDS)}
+_STRIDE = _TENSORS * len(KINDS)
+_OF_TURN = 8  # tags from one turn to the next
+_TURNS = 32000 // _STRIDE // ALIVE // _OF_TURN * _OF_TURN  # MPI guarantees tags up to 32767
 
 
 class Options(NamedTuple):
@@ -42,12 +49,6 @@ class Options(NamedTuple):
     careful: bool
     any_delta: bool
     sink: Array | None = None
-
-    def of_slice(self, number: int, slices: int) -> Options:
-        """Return the options of one slice of the heads."""
-        if self.sink is None:
-            return self
-        return self._replace(sink=self.sink.reshape(slices, -1)[number])
 
 
 class CompiledPhase:
@@ -67,7 +68,7 @@ class CompiledPhase:
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self.channels = {name: x for p in programs for name, x in p.channels.items()}
-        self._slices = 1 + max(p.slice for p in programs)
+        slices = 1 + max(p.slice for p in programs)
         executors: dict[tuple[int, int], Executor] = {}
         # Each part: executor, compiled steps, and whether its program begins and ends with it.
         self._parts: list[tuple[Executor, list[Run], bool, bool]] = []
@@ -76,7 +77,7 @@ class CompiledPhase:
         for i, p in enumerate(programs):
             key = p.slice, p.stage
             if begins := key not in executors:
-                executors[key] = Executor(p, self._slices)
+                executors[key] = Executor(p, slices)
             for step in p.steps:
                 if id(step) not in runs:
                     runs[id(step)] = compiled(step, p)
@@ -110,7 +111,7 @@ class CompiledPhase:
             if begins:
                 read = tensors.pop(i, given)
                 new = whole if executor.stage == self._last else {}
-                executor.begin(state, channels, read, options.of_slice(i, self._slices), new)
+                executor.begin(state, channels, read, options, new)
             executor.run(ready)
             if ends:
                 tensors[i] = executor.end()
@@ -155,7 +156,9 @@ class Executor:
         """Begin a call with the caller's arrays; results are made in `new`, unless it has them."""
         self.state, self.channels, self.options = state, channels, options
         self._given, self._new = given, new
-        self._sink = options.sink if self.stage == ATTEND else None
+        self._sink = None
+        if self.stage == ATTEND and options.sink is not None:
+            self._sink = options.sink.reshape(self.slices, -1)[self.slice]
         if self._work is not state.work:
             self._work = state.work
             self._views: dict[Rows, list[Array]] = state.work.cache()
@@ -204,9 +207,7 @@ class Executor:
         shapes = _shapes(array, self._local, () if as_computed else array.accumulated)
         work = self.state.work
         if array.parcel:
-            from a2d_mpi.attention.rare_steps import parcel
-
-            return parcel(work, (array.memory, 0), shapes)
+            return _parcel(work, (array.memory, 0), shapes)
         return [work.get((array.memory, i), *x) for i, x in enumerate(shapes)]
 
     def travelling(self, rows: Rows) -> list[Array]:
@@ -241,16 +242,66 @@ def _shapes(
     return [((array.length, *shape), dtype) for shape, dtype in rows]
 
 
+def _parcel(
+    work: Workspace, name: object, like: Sequence[tuple[tuple[int, ...], np.dtype]]
+) -> list[Array]:
+    """Return contiguous tensors that fill the buffer `name` without gaps.
+
+    Parameters
+    ----------
+    work : Workspace
+    name : object
+        Name of the buffer, which is one message.
+    like : sequence of (shape, dtype)
+        Shapes and dtypes of the tensors, whose contents are undefined.
+    """
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in like]
+    message, start = work.get(name, (sum(sizes),), np.uint8), 0
+    tensors: list[Any] = [None] * len(like)
+    # Tensors with large elements come first, so that all tensors are aligned.
+    for i in sorted(range(len(like)), key=lambda i: -like[i][1].itemsize):
+        shape, dtype = like[i]
+        tensors[i] = message[start : start + sizes[i]].view(dtype).reshape(shape)
+        start += sizes[i]
+    return tensors
+
+
 @singledispatch
 def compiled(step: Step, program: Program) -> Run:
     """Compile a step of a program to a function, which the executors of all slices run.
 
-    What the function finds must not depend on the slice.  `a2d_mpi.attention.rare_steps` compiles
-    the steps for which this module has no function.
+    What the function finds must not depend on the slice.
     """
-    from a2d_mpi.attention import rare_steps
+    raise TypeError(f"the executor has no function for {step}")
 
-    return rare_steps.compiled(step, program)
+
+def mpi_tag(kind: str, tag: int, turn: int, slice_: int) -> int:
+    """Return MPI's tag for the first tensor of a message; its other tensors have the next tags.
+
+    Parameters
+    ----------
+    kind : str
+        One of `KINDS`.
+    tag, turn : int
+        As of a `a2d_mpi.schedules.steps.Message`.
+    slice_ : int
+        Slice of the heads.
+
+    Notes
+    -----
+    Messages with other arguments may overtake this one.  `ALIVE` slices travel at once.  Sums of
+    different tags and turns do not clash: several turns have only rings, with one tag, and lines
+    of two ranks, where a rank sends rows of one owner.
+
+    Examples
+    --------
+    Keys and values of owner 2 have the tags of one slice, and of the next slice:
+
+    >>> mpi_tag("kv", 2, 0, slice_=0), mpi_tag("kv", 2, 0, slice_=1)
+    (88, 10648)
+    """
+    place = slice_ % ALIVE * _TURNS + (tag + _OF_TURN * turn) % _TURNS
+    return _TAGS[kind] + _STRIDE * place
 
 
 @compiled.register(steps.Message)
@@ -292,7 +343,7 @@ def _compile_attend(step: steps.Attend, program: Program) -> Run:
         (q,) = x.tensors(step.queries)  # (queries, nheads, headdim)
         k, v = x.tensors(step.keys)  # (keys, nheads_kv, headdim)
         given = q, k, v, intervals, *x.tensors(step.target)
-        x.state.blocks["forward"] += 1
+        x.state.blocks["forward", x.state.kernel.name] += 1
         with x.state.clocks.span("compute"):
             x.state.kernel.forward(*given, careful=x.options.careful)
 
@@ -308,7 +359,7 @@ def _compile_differentiate(step: steps.Differentiate, program: Program) -> Run:
         k, v = x.tensors(step.keys)  # (keys, nheads_kv, headdim)
         given = dout, q, k, v, lse, delta, intervals, *x.tensors(step.dq), *x.tensors(step.dkv)
         careful, any_delta = x.options.careful, x.options.any_delta
-        x.state.blocks["backward"] += 1
+        x.state.blocks["backward", x.state.kernel.name] += 1
         with x.state.clocks.span("compute"):
             x.state.kernel.backward(*given, fresh=step.fresh, careful=careful, any_delta=any_delta)
 
@@ -322,13 +373,7 @@ def _intervals(step: steps.KernelCall, program: Program) -> Intervals:
             raise ValueError(
                 f"a kernel call takes one run of rows, got {len(rows.runs)} runs of {rows.array!r}"
             )
-    queries, keys = program.tokens(step.queries), program.tokens(step.keys)
-    if (keys[1:] < keys[:-1]).any():
-        raise ValueError(
-            f"a kernel call takes keys in the order of tokens, got rows of {step.keys.array!r} "
-            "in another order"
-        )
-    return program.mask.intervals(queries, keys)
+    return program.mask.intervals(program.tokens(step.queries), program.tokens(step.keys))
 
 
 @compiled.register(steps.Merge)
@@ -377,3 +422,46 @@ def _compile_move(step: steps.Copy | steps.Add, program: Program) -> Run:
             move_rows(other, one, on_device)
 
     return move
+
+
+@compiled.register(steps.Encode)
+@compiled.register(steps.Decode)
+def _compile_code(step: steps.Encode | steps.Decode, program: Program) -> Run:
+    how = "encode" if isinstance(step, steps.Encode) else "decode"
+    parts, wire = common_rows(*step), program.group.config.wire
+
+    def code(x: Executor) -> None:
+        for one, other in x.pairs(parts):
+            if one.shape == other.shape and one.dtype == other.dtype:  # it travels as it is
+                x.state.device.put(other, one)
+            else:
+                getattr(x.state.device, how)(other, one, wire)
+
+    return code
+
+
+@compiled.register(steps.TakeHeads)
+@compiled.register(steps.PutHeads)
+def _compile_heads(step: steps.TakeHeads | steps.PutHeads, program: Program) -> Run:
+    """Take heads from rows of all heads, or put them there."""
+    takes, every = isinstance(step, steps.TakeHeads), program.group.problem.config
+    names = KINDS[program.arrays[(step.source if takes else step.target).array].kind]
+    own = program.group.config.nheads
+
+    def move_heads(x: Executor) -> None:
+        device, tensors = x.state.device, (x.tensors(step.source), x.tensors(step.target))
+        first = (step.head * x.slices + x.slice) * own
+        with x.state.clocks.span("merge"):
+            for name, one, other in zip(names, *map(_with_elements, tensors)):
+                head = first * every.shape(name)[0] // every.nheads
+                if takes:
+                    device.take_heads(other, one, head)
+                else:
+                    device.put_heads(other, one, head, name in step.sums)
+
+    return move_heads
+
+
+def _with_elements(tensors: list[Array]) -> list[Array]:
+    """Return views of shape (tokens, heads, elements), also of lse and delta."""
+    return [x if x.ndim == 3 else x.reshape(*x.shape, 1) for x in tensors]

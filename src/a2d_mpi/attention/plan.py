@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from copy import copy
@@ -219,7 +218,8 @@ class AttentionPlan(Caller):
                 prepare()
                 config = self.config
                 names = self._asked_distributions
-                check_problem(self.method, mask, config, self.grid, names)
+                config.check_room(self.grid.comm.size)
+                check_problem(self.method, mask, config, names)
                 problem = problem_of(self.method, self.grid.layout, config, mask, *names)
                 self._describe(problem)
                 one = (METHODS[self.method].ring and self.grid.heads == 1) or not self.overlap
@@ -228,7 +228,7 @@ class AttentionPlan(Caller):
                 work = self.layout, problem, self.grid.comm.rank, self.overlap
                 programs = {x: write(self.method, x, *work) for x in PHASES}
                 if "cupy" not in sys.modules:  # a GPU's memory is not the node's
-                    check_room(programs["forward"], problem, self.grid.comm.rank, self.grid)
+                    check_room(programs["forward"], problem, self.grid)
                 self._phases = {x: CompiledPhase(y) for x, y in programs.items()}
                 arguments = {
                     "method": type(self).__name__,
@@ -474,13 +474,11 @@ class AttentionPlan(Caller):
         A block belongs to the fallback of a kernel if the fallback computed any part of it.  For
         example, the kernel "cudnn" leaves to "cupy" what cuDNN cannot compute.
         """
-        kernel, blocks = self._state.kernel, Counter[tuple[str, str]]()
-        for phase, n in self._state.blocks.items():
-            blocks[phase, kernel.name] = n
+        kernel, blocks = self._state.kernel, self._state.blocks.copy()
         for (phase, other), n in getattr(kernel, "fallbacks", {}).items():
             blocks[phase, kernel.name] -= n
             blocks[phase, other] += n
-        return {x: n for x, n in blocks.items() if n}
+        return dict(+blocks)  # without those of which there are none
 
     @property
     def deterministic(self) -> bool:

@@ -183,7 +183,7 @@ def _kernels(
     rounds = _rounds(comm, calls, seconds)
     fitted: dict[str, list[Sample]] = {phase: [] for phase in PHASES}
     for (phase, sample, n), taken in zip(samples, np.median(rounds, axis=0).tolist()):
-        fitted[phase].append(replace(sample, seconds=taken / n * machine.share))
+        fitted[phase].append(sample._replace(seconds=taken / n * machine.share))
     kernels, notes = {}, [f"{dtype}: {steadiness(rounds)}"]
     for phase, of_phase in fitted.items():
         kernels[phase], worst = fit_kernel(of_phase, phase == "backward")
@@ -204,7 +204,7 @@ def _kernel_calls(
     calls["forward"]()
     area = mask.area(np.arange(nq), np.arange(nk))
     cut = 0 if isinstance(mask, Full) else nq - 1
-    return calls, Sample(area, nq, nk, cut, (nheads, nheads_kv, headdim, headdim), 0.0)
+    return calls, Sample((area, nq, nk, cut), (nheads, nheads_kv, headdim, headdim), 0.0)
 
 
 def _link(comm: MPI.Intracomm, peers: list[int], seconds: float) -> Link:

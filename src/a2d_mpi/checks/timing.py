@@ -19,7 +19,6 @@ from a2d_mpi.core.layout import Layout
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.kernels.protocol import Kernel
-from a2d_mpi.masks.intervals import Intervals
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.planning.choice import Choice
 
@@ -132,7 +131,7 @@ def kernel_calls(
     device : Device
     """
     q, k, v, dout = (t[name] for name in ("q", "k", "v", "dout"))
-    seen = Intervals.of(mask.intervals(np.arange(len(q)), np.arange(len(k))))
+    seen = mask.intervals(np.arange(len(q)), np.arange(len(k)))
     out, dq, dk, dv = (device.empty(x.shape, x.dtype) for x in (q, q, k, v))
     lse = device.empty(q.shape[:2], compute_dtype(q.dtype))
     t |= {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}

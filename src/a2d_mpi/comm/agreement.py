@@ -36,7 +36,7 @@ def agree(comm: MPI.Intracomm, problem: str | None, config: Mapping[str, object]
         If a rank has a problem, or values differ.  The message has the problem of the first rank
         with a problem, or the first value that differs, and names the ranks.
     """
-    everyone = comm.allgather((problem, {key: text_of(value) for key, value in config.items()}))
+    everyone = comm.allgather((problem, {key: str(value) for key, value in config.items()}))
     problems = [(rank, p) for rank, (p, _) in enumerate(everyone) if p is not None]
     if problems:
         rank, text = problems[0]
@@ -106,11 +106,3 @@ class Call:
     def agree(self, same: Mapping[str, object] = {}) -> object:
         """Call `agree` with the problem of this rank and values that must be the same."""
         agree(self.comm, self.problem, same)
-
-
-def text_of(value: object) -> str:
-    """Return the text by which a value is compared with those of other ranks."""
-    try:
-        return str(value)
-    except Exception as error:  # for example a number with too many digits
-        return f"{type(value).__name__} ({error})"

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 from mpi4py import MPI
 
-from a2d_mpi.comm.agreement import Call, CollectiveError, text_of
+from a2d_mpi.comm.agreement import Call, CollectiveError
 from a2d_mpi.comm.survival import NoFailures
 from a2d_mpi.comm.watch import Watch, by_text
 
@@ -149,8 +149,8 @@ class PlanCall(Call):
     ----------
     watch : Watch
         Reports of ranks that wait for a long time.
-    action, text : str
-        One of `ACTIONS`; the call in messages.
+    text : str
+        The call in messages.
     stamp : (int, int, int)
         Number of the action, of the plan and of its call, the same on all ranks.
     """
@@ -165,7 +165,7 @@ class PlanCall(Call):
             plan.serial, plan._number, plan._calls = next(_serials), 0, -1
             PLANS[plan.serial] = plan
         number, call = plan._number or calls.plans + 1, plan._calls + 1
-        self.action, self.stamp = action, (ACTIONS.index(action), number, call)
+        self.stamp = ACTIONS.index(action), number, call
         self.text = f"{action} of plan {number} ({type(plan).__name__})"
         self.text += f", call {call}" * (call > 0)
 
@@ -232,5 +232,5 @@ def _reduced(comm: MPI.Intracomm, own: list[int]) -> tuple[list[int], list[int]]
 
 def _digest(same: Mapping[str, object]) -> int:
     """Return a number of 56 bits that says whether values have the same texts."""
-    texts = "\n".join(f"{name} {text_of(x)}" for name, x in same.items())
+    texts = "\n".join(f"{name} {x}" for name, x in same.items())
     return int.from_bytes(blake2b(texts.encode(), digest_size=7).digest(), "big")

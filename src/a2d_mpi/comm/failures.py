@@ -53,10 +53,8 @@ class Failures(NoFailures):
         Number in `RanksLost.ranks` of each rank of `comm`.
     """
 
-    def __init__(self, comm: MPI.Intracomm, comms: list[MPI.Intracomm]) -> None:
-        super().__init__(comm, comms)
-        # Whether all ranks have agreed that one died, and the dead ranks of the latest error.
-        self._over, self._reported = False, ()
+    # Whether all ranks have agreed that one died, and the dead ranks of the latest error.
+    _over, _reported = False, ()
 
     def lost(self) -> tuple[int, ...]:
         """Return the numbers of the ranks that this rank knows to be dead."""

@@ -34,7 +34,7 @@ from a2d_mpi.cli.workloads import (
 )
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import misfit
-from a2d_mpi.planning.candidate import Candidate, Stack
+from a2d_mpi.planning.candidate import Candidate
 from a2d_mpi.planning.choice import Choice, workload_name
 from a2d_mpi.planning.layouts import known_as
 from a2d_mpi.planning.machine import Machine
@@ -141,7 +141,7 @@ def rank_plans(args: argparse.Namespace) -> int:
         "idle": IDLE if args.ranks <= IDLE_RANKS else 0.0,
         "progress": partial(progress, desc="plans", delay=2),
     }
-    plans = candidates(machine, args.ranks, layers, machine.memory, tuple(METHODS), **options)
+    plans = candidates(machine, args.ranks, layers, tuple(METHODS), **options)
     if model:
         _print_model(model, work, args.ranks, machine)
     _print(plans, args, machine, work)
@@ -176,7 +176,7 @@ def _print_model(model: Model, work: Workload, ranks: int, machine: Machine) -> 
 
 
 def _print(
-    plans: list[Candidate | Stack], args: argparse.Namespace, machine: Machine, work: Workload
+    plans: list[Candidate], args: argparse.Namespace, machine: Machine, work: Workload
 ) -> None:
     """Print the table, and say which plans are not in it."""
     ranks, memory, shown = args.ranks, machine.memory, plans[: args.top or None]
@@ -186,7 +186,7 @@ def _print(
     if machine.computed_by:
         print(f"kernels: {machine.computed_by}")
     fitting = [plan for plan in plans if plan.fits]
-    bounds, others = sum(not x.phases for x in fitting), len(plans) - len(fitting)
+    bounds, others = sum(not x.was_simulated for x in fitting), len(plans) - len(fitting)
     print(
         f"{len(fitting)} plans fit"
         + f"; {bounds} of them are not simulated: they take at least (>=) as long as the first"
@@ -203,10 +203,10 @@ def _print(
             print(f"no plan with {heads} ranks that share the heads: {why}")
 
 
-def _row(plan: Candidate | Stack, ranks: int, best: Candidate | Stack) -> list[str]:
+def _row(plan: Candidate, ranks: int, best: Candidate) -> list[str]:
     """Return the cells of a plan: its numbers, or their bounds if it was not simulated."""
     cells, used = [plan.method, plan.layout.shape, plan.layout.numbering], plan.layout.size
-    if plan.phases:
+    if plan.was_simulated:
         cells += map(duration, (plan.seconds, *plan.split.values()))
         over_bound = f"{plan.over_bound:.2f}" if math.isfinite(plan.over_bound) else "-"
         cells += _bytes(plan.received), _bytes(plan.crossing), over_bound, _bytes(plan.memory)
@@ -239,7 +239,7 @@ def _simulated(what: Choice, machine: Machine, network: Network) -> dict[str, ob
         "network": network.name,
         "distribution": problem.queries.name,
         "memory": most_memory(what.method, what.layout, problem, work.backward),
-        "room": float((machine.memory or np.inf) - machine.reserved),
+        "room": float(machine.room),
     }
     for name, phases in (("predicted", predicted), ("simulated", simulated)):
         for phase, parts in phases.items():

@@ -5,7 +5,6 @@ Functions raise OSError with one line for the user, which names the file and the
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import shutil
@@ -80,8 +79,6 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
     target = os.path.realpath(path)  # a link stays a link, and its target is replaced
     _, temporary = beside(target)
     try:
-        if os.path.islink(target):  # realpath leaves only a circle of links unresolved
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if os.path.exists(target):
             if not os.path.isfile(target):
                 raise OSError("it is not a regular file")

@@ -175,7 +175,7 @@ class AttentionConfig:
         """
         problem = misfit(self.nheads, self.nheads_kv, heads)
         if problem:
-            raise ValueError(problem)
+            raise ValueError(f"a head axis of {heads} ranks: {problem}")
         return replace(
             self, nheads=self.nheads // heads, nheads_kv=max(1, self.nheads_kv // heads)
         )

@@ -36,8 +36,7 @@ class Layout:
     Raises
     ------
     ValueError
-        If a size is below 1, the order is no permutation, the blocks do not divide the grid, or
-        the number of nodes is not the number of ranks.
+        If a size is below 1, the order is no permutation, or the blocks do not divide the grid.
     """
 
     rows: int
@@ -59,10 +58,6 @@ class Layout:
         if min(self.block) < 1 or self.rows % self.block[0] or self.cols % self.block[1]:
             block = "x".join(map(str, self.block))
             raise ValueError(f"{block} blocks do not divide a grid of {self.rows} x {self.cols}")
-        if self.nodes is not None and len(self.nodes) != self.size:
-            raise ValueError(
-                f"nodes must have a node for each of {self.size} ranks, got {len(self.nodes)}"
-            )
 
     @property
     def positions(self) -> int:

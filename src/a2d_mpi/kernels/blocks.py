@@ -75,20 +75,20 @@ class Blocker:
         self._patterns: dict[tuple, np.ndarray] = {}
         self._room, self._complete = ROOM, True
 
-    def blocking(self, intervals: tuple[Interval, ...], nk: int, group: int) -> Blocking:
+    def blocking(self, intervals: Intervals, nk: int, group: int) -> Blocking:
         """Cut one block.
 
         Parameters
         ----------
-        intervals : tuple of (begin, end), each (nq,) int
-            Visible keys of each query.  An `Intervals` object keeps the blocking, because cutting
-            a small block takes longer than computing it.
+        intervals : Intervals
+            Visible keys of each query.  They keep the blocking, because cutting a small block
+            takes longer than computing it.
         nk : int
             Number of keys.
         group : int
             Query heads per KV head.
         """
-        prepared, key = Intervals.of(intervals).prepared, (self, nk, group)
+        prepared, key = intervals.prepared, (self, nk, group)
         if key in prepared:
             return prepared[key]
         self._complete = True

@@ -163,9 +163,6 @@ class NumbaKernel(NumpyKernel):
 
     def finish(self, acc, total, shift, out, lse) -> None:
         """As of `NumpyKernel`."""
-        if lse.dtype != np.float32:
-            super().finish(acc, total, shift, out, lse)
-        else:
-            _finish(acc, total, total, _NO_ROWS if shift is None else shift, lse)
-            to = out.reshape(len(out), len(acc), -1, out.shape[2]).swapaxes(0, 1)
-            to[:] = acc.reshape(to.shape)
+        _finish(acc, total, total, _NO_ROWS if shift is None else shift, lse)
+        to = out.reshape(len(out), len(acc), -1, out.shape[2]).swapaxes(0, 1)
+        to[:] = acc.reshape(to.shape)

@@ -96,13 +96,13 @@ class CallMaker:
         self.graphs, self._plain = graphs, plain
 
     def get(
-        self, intervals: tuple[Interval, ...], q: Array, v: Array, nheads_kv: int, backward: bool
+        self, intervals: Intervals, q: Array, v: Array, nheads_kv: int, backward: bool
     ) -> BlockRuns:
         """Return the calls that compute the runs of a block.
 
         Parameters
         ----------
-        intervals : tuple of (begin, end), each (nq,) int
+        intervals : Intervals
             Visible keys of each query.
         q : (nq, nheads, headdim)
         v : (nk, nheads_kv, headdim_v)
@@ -110,14 +110,14 @@ class CallMaker:
             KV heads of the launches, which may be more than the heads of v: heads are repeated.
         backward : bool
         """
-        prepared = Intervals.of(intervals).prepared
+        prepared = intervals.prepared
         key = self, *q.shape[1:], len(v), v.shape[2], nheads_kv, backward
         if key not in prepared:
             prepared[key] = self._runs(intervals, q, v, nheads_kv, backward)
         return prepared[key]
 
     def _runs(
-        self, intervals: tuple[Interval, ...], q: Array, v: Array, nheads_kv: int, backward: bool
+        self, intervals: Intervals, q: Array, v: Array, nheads_kv: int, backward: bool
     ) -> BlockRuns:
         """Cut a block into runs, and find a launch for each."""
         seen = [x for x in intervals if (x[1] > x[0]).any()] or intervals[:1]
@@ -130,8 +130,7 @@ class CallMaker:
         sizes = q.shape[1], nheads_kv, q.shape[2], v.shape[2], len(q), len(v)
         dtype, scale = self._plain.dtype.name, self._plain.softmax_scale
         whole = Block(dtype, *sizes, "general", scale, softcap=self._plain.logit_softcap)
-        varying = Intervals.of(intervals).varying
-        calls = [self._call(run, whole, hide, backward, varying) for run in all_runs]
+        calls = [self._call(run, whole, hide, backward, intervals.varying) for run in all_runs]
         if not any(call.launch for call in calls):  # the plain kernel computes all in one call
             rows, keys = slice(0, len(q)), slice(0, len(v))
             if all(run.shape == "empty" for run in all_runs):

@@ -77,7 +77,7 @@ class CupyKernel:
 
     def _ends(self, intervals: Intervals) -> Array:
         """Return begins and ends of the intervals, (2 intervals, nq) int32, on the device."""
-        prepared = Intervals.of(intervals).prepared
+        prepared = intervals.prepared
         if self not in prepared:
             ends = np.stack([x for pair in intervals for x in pair])
             prepared[self] = self.device.upload(ends.astype(np.int32))

@@ -243,8 +243,6 @@ class Graphs:
 
     def execute(self, graph: Any, pack: dict[int, int], workspace: int, stream: int) -> None:
         """Queue a graph; `Launch` calls this."""
-        if self._handle is None:
-            raise RuntimeError("these graphs were freed")
         if stream != self._stream:
             self._cudnn.set_stream(handle=self._handle, stream=stream)
             self._stream = stream

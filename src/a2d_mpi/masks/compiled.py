@@ -1,6 +1,9 @@
 """Compiled masks: a mask that was checked for one sequence, as stairs.
 
-A problem makes it, and passes it to all that asks what is visible.
+A problem makes it, and passes it to all that asks what is visible.  Stairs are runs of queries
+whose intervals of keys move by equal steps.  A causal mask is one run, and packed causal documents
+are one run for each document.  So what follows from the stairs of a mask needs no array of all
+tokens.
 """
 
 from __future__ import annotations
@@ -11,16 +14,36 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from a2d_mpi.masks.intervals import Interval, overlap, tidy
 from a2d_mpi.masks.mask import Aligned, Mask
-from a2d_mpi.masks.stairs import Stairs, stairs_of
 
 _REPEATED = 64  # queries that are passed again, in another order
 T = TypeVar("T")
+
+
+class Stairs(NamedTuple):
+    """Runs of queries whose intervals of keys move by equal steps from query to query.
+
+    Attributes
+    ----------
+    first, last : (n,) int64
+        The queries of each run are ``[first, last)``, in ascending order.
+    begin, end : (n,) int64
+        The interval of keys that the first query sees; it is not empty.
+    step_begin, step_end : (n,) int64
+        Growth of `begin` and `end` from one query to the next, 0 or 1.
+    """
+
+    first: np.ndarray
+    last: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    step_begin: np.ndarray
+    step_end: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,23 +83,6 @@ class CompiledMask:
             n = last - first
             area += (n * (end - begin) + (step_end - step_begin) * (n * (n - 1) // 2)).sum()
         return int(area)
-
-    def pairs(self, bounds: np.ndarray) -> np.ndarray:
-        """Count the visible pairs of every run of queries with every run of keys.
-
-        Parameters
-        ----------
-        bounds : (runs + 1,) int64
-            Run i is the tokens ``[bounds[i], bounds[i + 1])``.  The first bound is 0, the last one
-            the number of queries and of keys.
-
-        Returns
-        -------
-        (runs, runs) int64
-        """
-        from a2d_mpi.masks.pairs import visible_pairs
-
-        return visible_pairs(self.stairs, bounds)
 
     def once(self, make: Callable[..., T], *arguments: object) -> T:
         """Return ``make(self, *arguments)``, which is computed at the first call."""
@@ -125,6 +131,25 @@ def compile_mask(mask: Mask | CompiledMask, seqlen: int, seqlen_kv: int) -> Comp
     spread = np.arange(number) * (seqlen - 1) // max(number - 1, 1)
     check_repeats(aligned, spread, seqlen_kv)
     return compiled
+
+
+def stairs_of(tokens: np.ndarray, begin: np.ndarray, end: np.ndarray) -> Stairs:
+    """Return stairs of the intervals of ascending queries, between which they are straight."""
+    place = np.flatnonzero(end > begin)
+    query, begin, end = tokens[place], begin[place], end[place]
+    far, *moves = (np.diff(x) for x in (query, begin, end))
+    straight = np.diff(place) == 1
+    for x in moves:
+        straight &= (x == 0) | (x == far)
+    slopes = np.stack([x > 0 for x in moves])  # (2, queries - 1)
+    # A run ends where the next step is not straight, or is another one than the step before.
+    new = np.ones(len(query), bool)
+    new[1:] = ~straight
+    new[2:] |= straight[:-1] & (slopes[:, 1:] != slopes[:, :-1]).any(axis=0)
+    first = np.flatnonzero(new)
+    last = np.append(first, len(query))[1:] - 1
+    steps = np.where(last > first, np.append(slopes, [[0], [0]], axis=1)[:, first], 0)
+    return Stairs(query[first], query[last] + 1, begin[first], end[first], *steps)
 
 
 def check_repeats(mask: Mask, tokens: np.ndarray, nk: int) -> None:

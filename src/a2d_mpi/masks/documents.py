@@ -15,7 +15,7 @@ import numpy as np
 from a2d_mpi.masks.arrays import ArrayMask, Integers
 from a2d_mpi.masks.intervals import EVERYTHING, Interval
 from a2d_mpi.masks.mask import Causal, Full, Mask
-from a2d_mpi.masks.windows import BlockCausal, SlidingWindow
+from a2d_mpi.masks.windows import SlidingWindow
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -192,35 +192,6 @@ class PrefixLMDocuments(_Packed):
     def _inside(self, position: np.ndarray, document: np.ndarray) -> tuple[Interval, ...]:
         ends = np.maximum(position + 1, np.append(self.prefix, 0)[document])
         return ((np.zeros_like(position), ends),)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class BlockCausalDocuments(_Packed):
-    """Every document is block-causal; its blocks are counted from its first token.
-
-    Parameters
-    ----------
-    cu_seqlens : (documents + 1,) integers
-        As in `Documents`.
-    block : int
-        Number of tokens of a block.
-    cu_seqlens_kv : (documents + 1,) integers, optional
-        As in `Documents`.
-
-    Raises
-    ------
-    ValueError
-        If `block` is not a positive integer, or as in `Documents`.
-    """
-
-    block: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "block", BlockCausal(self.block).block)
-
-    def _inside(self, position: np.ndarray, document: np.ndarray) -> tuple[Interval, ...]:
-        return BlockCausal(self.block).visible(position)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

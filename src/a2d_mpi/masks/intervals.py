@@ -36,11 +36,6 @@ class Intervals(tuple[Interval, ...]):
     def __init__(self, intervals: Iterable[Interval] = ()) -> None:
         self.prepared: dict[object, object] = {}
 
-    @classmethod
-    def of(cls, intervals: Iterable[Interval]) -> Intervals:
-        """Return intervals as an object of this class, without a copy if they are one already."""
-        return intervals if isinstance(intervals, cls) else cls(intervals)
-
 
 def tidy(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
     """Return the same visible keys in as few intervals as possible.
@@ -138,11 +133,6 @@ def members(ordered: range, runs: Runs) -> list[tuple[int, int]]:
 def before(ordered: range, limit: int) -> int:
     """Count the elements of an ascending arithmetic progression that are less than a limit."""
     return len(range(ordered.start, min(ordered.stop, limit), ordered.step))
-
-
-def merged(runs: Iterable[range]) -> list[range]:
-    """Join ranges that overlap or touch; return them in ascending order, without empty ones."""
-    return [range(a, b) for a, b in joined(sorted((r.start, r.stop) for r in runs if r))]
 
 
 def keys_per_query(intervals: tuple[Interval, ...]) -> np.ndarray:

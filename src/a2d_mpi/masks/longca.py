@@ -13,28 +13,26 @@ from collections.abc import Callable
 import numpy as np
 
 from a2d_mpi.masks.documents import (
-    BlockCausalDocuments,
     CausalBlockwise,
     Documents,
     PrefixLMDocuments,
     SharedQuestion,
 )
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.masks.windows import GlobalSlidingWindow, PrefixLM, SlidingWindow
+from a2d_mpi.masks.windows import BlockCausal, GlobalSlidingWindow, PrefixLM, SlidingWindow
 
 WINDOW = 1024  # tokens of the benchmark's windows and blocks
-# Lengths of documents in tokens: the mean is 1577, and one length in a hundred is above 16,800.
+# Median of the lengths of documents in tokens, and standard deviation of its logarithm.  The mean
+# is ``MEDIAN exp(SIGMA^2 / 2)``, 1577, and one length in a hundred is above 16,800.
 MEDIAN, SIGMA = 512, 1.5
 LONG = (8192, 30720)  # shortest and longest of the benchmark's long documents, in tokens
 SHORT_SHARE = 0.4  # share of the tokens that are in short documents, in a mix with long ones
 
 
-def documents(
-    seqlen: int, seed: int = 0, median: float | None = None, sigma: float = SIGMA
-) -> np.ndarray:
+def documents(seqlen: int, seed: int = 0, median: float | None = None) -> np.ndarray:
     """Draw packed documents of log-normal lengths: few long documents hold most of the tokens.
 
-    A length is ``ceil(median exp(sigma x))`` with a standard normal x.  Lengths are drawn until
+    A length is ``ceil(median exp(SIGMA x))`` with a standard normal x.  Lengths are drawn until
     they fill the sequence, and the last document is cut at the end of the sequence.
 
     Parameters
@@ -45,8 +43,6 @@ def documents(
         Seed of the random lengths.
     median : float, optional
         Median length in tokens.  Default: 512, or a 32nd of a sequence of less than 16384 tokens.
-    sigma : float
-        Standard deviation of the logarithm; the mean length is ``median exp(sigma^2 / 2)``.
 
     Returns
     -------
@@ -55,7 +51,7 @@ def documents(
     """
     median = min(MEDIAN, max(1, seqlen / 32)) if median is None else median
     rng = np.random.default_rng(seed)
-    return _packed(seqlen, lambda n: np.ceil(median * np.exp(sigma * rng.standard_normal(n))))
+    return _packed(seqlen, lambda n: np.ceil(median * np.exp(SIGMA * rng.standard_normal(n))))
 
 
 def long_documents(seqlen: int, seed: int = 0) -> np.ndarray:
@@ -172,10 +168,12 @@ def block_causal_document(
     seqlen: int, *cu_seqlens: int, block: int | None = None, seed: int | None = None
 ) -> Mask:
     block = _size(seqlen) if block is None else block
+    inside = BlockCausal(block)
     if cu_seqlens:
-        return BlockCausalDocuments(_given(seqlen, cu_seqlens, seed), block)
+        return Documents(_given(seqlen, cu_seqlens, seed), inside=inside)
     rng = np.random.default_rng([seed or 0, 3])
-    return BlockCausalDocuments(_packed(seqlen, lambda n: block * rng.integers(1, 9, n)), block)
+    packed = _packed(seqlen, lambda n: block * rng.integers(1, 9, n))
+    return Documents(packed, inside=inside)
 
 
 def full_document_long(seqlen: int, *, seed: int | None = None) -> Mask:

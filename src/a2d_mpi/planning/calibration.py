@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from a2d_mpi.core.layout import Layout
-from a2d_mpi.planning.machine import KernelModel, Link, Machine, kernel_terms
+from a2d_mpi.planning.machine import Heads, KernelModel, Link, Machine, kernel_terms
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.workload import Workload
 
 STEADY = 0.2  # a measurement is called disturbed if repeated calls differ by a larger share
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """A timed kernel call.
 
     Attributes
     ----------
-    area, nq, nk, cut : int
+    call : (int, int, int, int)
         Visible pairs, queries, keys, and queries of which the mask cuts a run of keys.
-    heads : (int, int, int, int)
-        nheads, nheads_kv, headdim, headdim_v.
+    heads : Heads
     seconds : float
     """
 
-    area: int
-    nq: int
-    nk: int
-    cut: int
-    heads: tuple[int, int, int, int]
+    call: tuple[int, int, int, int]
+    heads: Heads
     seconds: float
 
 
@@ -47,19 +43,9 @@ def fit_kernel(samples: Sequence[Sample], backward: bool) -> tuple[KernelModel, 
     KernelModel
     float
         The largest relative error.
-
-    Raises
-    ------
-    ValueError
-        If there are no samples.
     """
-    rows = [
-        [float(x) for x in kernel_terms(s.area, s.nq, s.nk, s.cut, s.heads, backward)]
-        for s in samples
-    ]
-    if not rows:
-        raise ValueError("no kernel was timed")
-    relative = np.array(rows) / np.array([[s.seconds] for s in samples])
+    rows = np.array([kernel_terms(x.call, x.heads, backward) for x in samples])
+    relative = rows / np.array([[x.seconds] for x in samples])
     scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)
     columns = list(range(relative.shape[1]))
     while True:

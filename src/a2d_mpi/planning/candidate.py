@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,12 +14,11 @@ from a2d_mpi.core.sizes import flops
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import Needs, peak_memory, peak_of
-from a2d_mpi.planning.model import Phase, simulated, slowest_seconds
+from a2d_mpi.planning.model import Phase, simulated
 from a2d_mpi.planning.simulator import PARTS, WAIT
 from a2d_mpi.planning.survey import Survey, survey_of
 from a2d_mpi.planning.workload import Layers, Workload
 from a2d_mpi.schedules.method import METHODS
-from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.writing import default_distribution, leaves_open, problem_of
 from a2d_mpi.sharding.choice import CHOICES
 
@@ -27,9 +26,13 @@ SLICES = 2, 4, 8  # numbers of slices that the fastest plans try
 ROOMY = 4, 8, 16, 32  # numbers of slices that plans try if memory does not suffice
 GAIN = 0.99  # more slices must take less than this share of the seconds
 
+Job = tuple[int, str]  # a kind of layers, by its number, and a phase
+
 
 class Candidate:
-    """One way to compute, and what it costs: its time is refined step by step.
+    """One method and grid for all layers of a model: its time is refined step by step.
+
+    Bytes and seconds are of all layers, and the memory is of the plans for all kinds of layers.
 
     Parameters
     ----------
@@ -37,9 +40,9 @@ class Candidate:
     method : str
         One of `a2d_mpi.schedules.method.METHODS`.
     layout : Layout
-    work : Workload
-    room : int or None
-        Bytes that a rank has for the plan; None: no limit.
+        Layers of several kinds need one with a distribution.
+    layers : sequence of (int, Workload)
+        The number of layers of each kind, and their workload.
 
     Attributes
     ----------
@@ -61,42 +64,48 @@ class Candidate:
         one rank, NaN if the candidate was not simulated.
     """
 
-    def __init__(
-        self, machine: Machine, method: str, layout: Layout, work: Workload, room: int | None
-    ) -> None:
-        self.method, self.layout = method, layout
-        self._machine, self._work, self._room = machine, work, room
-        self._chooses = layout.positions > 1 and leaves_open(method, layout, work, work.mask)
+    def __init__(self, machine: Machine, method: str, layout: Layout, layers: Layers) -> None:
+        self.method, self.layout, self._machine, self._layers = method, layout, machine, layers
+        self._work = layers[0][1]  # all kinds differ only in their masks
+        self._chooses = layout.positions > 1 and leaves_open(
+            method, layout, self._work, self._work.mask
+        )
         self.memory = self.received = self.crossing = 0
         self.over_bound = math.nan
-        self._phases: dict[str, Phase] = {}  # those that were simulated
-        self._needs: dict[str, list[list[Needs]]] = {}  # memory by phase, rank and program
-        self._moved: dict[str, np.ndarray] = {}  # bytes by phase: received, crossing by node
-        self._seconds = {x: _floor(machine, layout.size, work, x) for x in work.phases}
-        self.bound = sum(self._seconds.values())
+        # What follows is of one layer, by its kind and the phase.
+        self._jobs = [(i, x) for i in range(len(layers)) for x in self._work.phases]
+        self._phases: dict[Job, Phase] = {}  # those that were simulated
+        self._needs: dict[Job, list[list[Needs]]] = {}  # memory by rank and program
+        self._moved: dict[Job, np.ndarray] = {}  # bytes: received, crossing by node
+        self._seconds = {
+            (i, x): _floor(machine, layout.size, layers[i][1], x) for i, x in self._jobs
+        }
+        self.bound = self._total(self._seconds)
         self._stages = self._refinements()
 
     @property
     def fits(self) -> bool:
         """True if the memory suffices."""
-        return self._room is None or self.memory <= self._room
+        return self.memory <= self._machine.room
 
     @property
-    def phases(self) -> dict[str, Phase]:
-        """Seconds of every rank by phase; empty if not all phases were simulated."""
-        phases = self._work.phases
-        return {x: self._phases[x] for x in phases} if len(self._phases) == len(phases) else {}
+    def was_simulated(self) -> bool:
+        """True if all phases were simulated."""
+        return len(self._phases) == len(self._jobs)
 
     @property
     def seconds(self) -> float:
         """Seconds of the slowest ranks, summed over the phases; inf if it was not simulated."""
-        return slowest_seconds(self.phases) if self.phases else math.inf
+        return self._slowest(self._phases) if self.was_simulated else math.inf
 
     @property
     def split(self) -> dict[str, float]:
         """Seconds of each part on the slowest ranks; they add up to `seconds`."""
-        slowest = [(phase, int(phase.total.argmax())) for phase in self.phases.values()]
-        return {x: sum(float(getattr(phase, x)[i]) for phase, i in slowest) for x in PARTS}
+        slowest = {job: int(phase.total.argmax()) for job, phase in self._phases.items()}
+        return {
+            part: self._total({x: getattr(self._phases[x], part)[i] for x, i in slowest.items()})
+            for part in PARTS
+        }
 
     def redistributed(self) -> list[Candidate]:
         """Return the same plan with all other distributions, if none was asked for; only once."""
@@ -105,13 +114,21 @@ class Candidate:
         self._chooses = False
         others = [x for x in CHOICES if x != self.layout.distribution]
         layouts = [replace(self.layout, distribution=x) for x in others]
-        return [Candidate(self._machine, self.method, x, self._work, self._room) for x in layouts]
+        return [Candidate(self._machine, self.method, x, self._layers) for x in layouts]
 
     def refine(self) -> bool:
         """Raise the bound or simulate a phase; return False if nothing is left to do."""
         more = next(self._stages, False)
-        self.bound = sum(self._seconds.values())
+        self.bound = self._total(self._seconds)
         return more
+
+    def _total(self, of_jobs: Mapping[Job, float]) -> float:
+        """Sum numbers of one layer over all layers and phases."""
+        return float(sum(self._layers[i][0] * x for (i, _), x in of_jobs.items()))
+
+    def _slowest(self, phases: Mapping[Job, Phase]) -> float:
+        """Return the seconds of the slowest rank of each phase, summed."""
+        return self._total({job: phase.total.max() for job, phase in phases.items()})
 
     def _refinements(self) -> Iterator[bool]:
         """Refine the candidate in stages; yield True after each.
@@ -121,22 +138,24 @@ class Candidate:
         # Not earlier: a balanced distribution is a search.
         if self._chooses:
             self.layout = replace(self.layout, distribution=self._fastest_distribution())
-        self._problem = problem_of(self.method, self.layout, self._work, self._work.seen)
-        for phase in self._work.phases:
-            survey = self._survey(phase, self.layout, (0,))
+        self._problems = [
+            problem_of(self.method, self.layout, work, work.seen) for _, work in self._layers
+        ]
+        for job in self._jobs:
+            survey = self._survey(job, self.layout, (0,))
             alone = _alone(self._machine, self.layout, survey, 0)
-            self._seconds[phase] = max(self._seconds[phase], alone)
-            self._needs[phase] = survey.needs
+            self._seconds[job] = max(self._seconds[job], alone)
+            self._needs[job] = survey.needs
             self._sum_memory()
             self._make_room((0,))
             yield True
-        simulations = self._work.phases[::-1]
-        for phase in simulations:
-            self._simulate(phase)
+        simulations = self._jobs[::-1]
+        for job in simulations:
+            self._simulate(job)
             yield True
         if self._make_room(range(self.layout.size)):
-            for phase in simulations:
-                self._simulate(phase)
+            for job in simulations:
+                self._simulate(job)
 
     def _fastest_distribution(self) -> str:
         """Return the distribution that is fastest by a formula."""
@@ -146,17 +165,20 @@ class Candidate:
         speed = kernel.flops * machine.share / link.bandwidth
         return default_distribution(self.method, layout, work, work.seen, speed)[0]
 
-    def _survey(self, phase: str, layout: Layout, ranks: tuple[int, ...] | None = None) -> Survey:
-        of = self._machine, self.method, layout, self._work, self._problem
-        return survey_of(*of, phase, ranks)
+    def _survey(self, job: Job, layout: Layout, ranks: tuple[int, ...] | None = None) -> Survey:
+        (i, phase), (machine, method) = job, (self._machine, self.method)
+        work, problem = self._layers[i][1], self._problems[i]
+        return survey_of(machine, method, layout, work, problem, phase, ranks)
 
     def _make_room(self, ranks: Sequence[int]) -> bool:
         """Try more slices of the heads if the memory of these ranks does not suffice."""
         backward, kernel = len(self._work.phases) > 1, self._machine.host_kernel(self._work.dtype)
         for layout in () if self.fits else self.sliced(ROOMY):
-            of = self.method, layout, self._problem
-            memory = max(peak_memory(*of, rank, backward, kernel) for rank in ranks)
-            if memory <= self._room:
+            memory = sum(
+                max(peak_memory(self.method, layout, x, rank, backward, kernel) for rank in ranks)
+                for x in self._problems
+            )
+            if memory <= self._machine.room:
                 self.layout, self.memory = layout, memory
                 return True
         return False
@@ -178,9 +200,12 @@ class Candidate:
         for layout in self.sliced(SLICES):
             gains = False
             for phase in numbers:
-                predicted = simulated(self._machine, layout, self._survey(phase, layout))
-                if predicted.total.max() < GAIN * fastest[phase].total.max():
-                    fastest[phase], gains = predicted, True
+                before = {job: x for job, x in fastest.items() if job[1] == phase}
+                predicted = {
+                    x: simulated(self._machine, layout, self._survey(x, layout)) for x in before
+                }
+                if self._slowest(predicted) < GAIN * self._slowest(before):
+                    fastest, gains = fastest | predicted, True
                     numbers[phase] = layout.slices[0]
             if not gains:
                 break
@@ -188,97 +213,45 @@ class Candidate:
         self.layout, self._phases = replace(whole, slices=used), fastest
         if max(used) == 1:
             return
-        for phase in numbers:
-            self._needs[phase] = self._survey(phase, self.layout).needs
+        for job in self._jobs:
+            self._needs[job] = self._survey(job, self.layout).needs
         self._sum_memory()
         if not self.fits:  # two slices need more memory than one
             self.layout, self._phases, self.memory = whole, phases, memory
         self.bound = self.seconds
 
-    def _simulate(self, phase: str) -> None:
-        """Simulate a phase; count its bytes."""
-        machine, layout, survey = self._machine, self.layout, self._survey(phase, self.layout)
-        self._phases[phase] = simulated(machine, layout, survey)
-        self._seconds[phase] = float(self._phases[phase].total.max())
-        self._needs[phase] = survey.needs
+    def _simulate(self, job: Job) -> None:
+        """Simulate a phase of a kind of layers; count its bytes."""
+        machine, layout, survey = self._machine, self.layout, self._survey(job, self.layout)
+        self._phases[job] = simulated(machine, layout, survey)
+        self._seconds[job] = float(self._phases[job].total.max())
+        self._needs[job] = survey.needs
         messages, node = survey.messages, machine.node_of(layout)
         far = node[messages.source] != node[messages.to]
-        self._moved[phase] = np.stack([
+        self._moved[job] = self._layers[job[0]][0] * np.stack([
             np.bincount(messages.to, messages.nbytes, layout.size),
             np.bincount(node[messages.to], messages.nbytes * far, layout.size),
         ])  # fmt: skip
-        if self.phases:
+        if self.was_simulated:
             self._sum_memory()
             moved = sum(self._moved.values())
             self.received, self.crossing = moved.max(axis=1).astype(np.int64).tolist()
-            self.over_bound = _over_bound(moved[0].sum(), layout, self._work, self._problem)
+            # The lower bound is for ranks with equal areas and tokens.
+            areas = [x.seen.area / layout.size for x in self._problems]
+            tokens = self._work.seqlen / layout.size
+            least = self._total({
+                (i, x): cost.lower_bound(self._problems[i], areas[i], tokens, x == PHASES[1])
+                for i, x in self._jobs
+            })  # fmt: skip
+            self.over_bound = moved[0].sum() / (layout.size * least) if least else math.inf
 
     def _sum_memory(self) -> None:
         """Set the memory of the ranks whose programs were read, in all phases so far."""
-        kernel = self._machine.host_kernel(self._work.dtype)
-        phases = zip(*(self._needs[x] for x in self._work.phases if x in self._needs))
-        self.memory = max(peak_of(x, self._problem, p, kernel) for p, x in enumerate(phases))
-
-
-class Stack:
-    """One method and grid for all layers of a model: a `Candidate` for each kind of layer.
-
-    It is used as a `Candidate`.  Bytes and seconds are of all layers, and the memory is of the
-    plans of all kinds.  With several kinds all plans get the same slices, and `over_bound` is NaN.
-
-    Parameters
-    ----------
-    machine, method, layout, room
-        As of a `Candidate`.
-    layers : sequence of (int, Workload)
-        The number of layers of each kind, and their workload.
-    """
-
-    def __init__(
-        self, machine: Machine, method: str, layout: Layout, layers: Layers, room: int | None
-    ) -> None:
-        self.method, self._room = method, room
-        self._parts = [(n, Candidate(machine, method, layout, x, room)) for n, x in layers]
-        self._like_this = lambda layout: Stack(machine, method, layout, layers, room)
-        self._add_up()
-
-    def _add_up(self) -> None:
-        """Set the attributes from those of the parts."""
-        parts, (_, first) = self._parts, self._parts[0]
-        self.layout = first.layout
-        self.phases = all(x.phases for _, x in parts)  # whether all were simulated
-        self.bound = sum(n * x.bound for n, x in parts)
-        self.seconds = sum(n * x.seconds for n, x in parts)
-        self.split = {name: sum(n * x.split[name] for n, x in parts) for name in PARTS}
-        self.received = sum(n * x.received for n, x in parts)
-        self.crossing = sum(n * x.crossing for n, x in parts)
-        self.over_bound = first.over_bound if len(parts) == 1 else math.nan
-        self.memory = sum(x.memory for _, x in parts)
-        self.fits = self._room is None or self.memory <= self._room
-
-    def refine(self) -> bool:
-        """Refine a part, the first one first; return False if nothing is left to do."""
-        more = any(x.refine() for _, x in self._parts)  # it stops at a part that was refined
-        self._add_up()
-        return more
-
-    def redistributed(self) -> list[Stack]:
-        """As of a `Candidate`, if there is one kind of layer; several are given a distribution."""
-        return [self._like_this(x.layout) for x in self._parts[0][1].redistributed()]
-
-    def slice_heads(self) -> None:
-        """Take the fastest number of slices, of a plan that was simulated."""
-        (_, first), *others = self._parts
-        if not others:
-            first.slice_heads()
-        for layout in first.sliced(SLICES) if others else ():
-            sliced = self._like_this(layout)
-            while sliced.refine():
-                pass
-            if not sliced.fits or sliced.seconds >= GAIN * self.seconds:
-                break
-            self._parts, self.seconds = sliced._parts, sliced.seconds
-        self._add_up()
+        kernel, self.memory = self._machine.host_kernel(self._work.dtype), 0
+        for i, problem in enumerate(self._problems):
+            phases = zip(*(x for (kind, _), x in self._needs.items() if kind == i))
+            of_ranks = (peak_of(x, problem, p, kernel) for p, x in enumerate(phases))
+            self.memory += max(of_ranks, default=0)
 
 
 def _floor(machine: Machine, ranks: int, work: Workload, phase: str) -> float:
@@ -322,13 +295,3 @@ def _alone(machine: Machine, layout: Layout, survey: Survey, rank: int) -> float
         if not posted:
             since, carried = now, {}
     return now
-
-
-def _over_bound(received: float, layout: Layout, work: Workload, problem: Problem) -> float:
-    """Divide the received bytes by the lower bound for ranks with equal areas and tokens."""
-    area = problem.seen.area / layout.size
-    least = sum(
-        cost.lower_bound(problem, area, work.seqlen / layout.size, phase == "backward")
-        for phase in work.phases
-    )
-    return received / (layout.size * least) if least else float("inf")

@@ -43,19 +43,17 @@ class Transfer(NamedTuple):
 
     Attributes
     ----------
-    phase, channel, kind : str
+    phase, channel : str
     sent : bool
         True: sent; False: received.
-    tokens, nbytes : int
+    nbytes : int
     rank, peer : int
         Ranks of the layout.
     """
 
     phase: str
     channel: str
-    kind: str
     sent: bool
-    tokens: int
     nbytes: int
     rank: int
     peer: int
@@ -86,16 +84,8 @@ def moves(
         for program in write(method, phase, layout, problem, own):
             for step in program.steps:
                 if isinstance(step, Message):
-                    yield Transfer(
-                        phase,
-                        step.channel,
-                        program.arrays[step.rows.array].kind,
-                        isinstance(step, Send),
-                        step.rows.count,
-                        nbytes(program, step.rows),
-                        own,
-                        program.ranks[step.peer],
-                    )
+                    size, peer = nbytes(program, step.rows), program.ranks[step.peer]
+                    yield Transfer(phase, step.channel, isinstance(step, Send), size, own, peer)
 
 
 def traffic(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:

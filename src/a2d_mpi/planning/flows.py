@@ -111,9 +111,7 @@ def _shares(passed, bandwidth):
     free = bandwidth.copy()
     unknown = np.arange(passed.shape[1])
     while len(unknown):
-        number = np.bincount(passed[0], minlength=links)
-        for k in range(1, len(passed)):
-            number = number + np.bincount(passed[k], minlength=links)
+        number = np.bincount(passed.ravel(), minlength=links)
         fair = free / np.maximum(number, 1)
         least = fair[passed[0]]
         for k in range(1, len(passed)):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.core.sizes import flops
@@ -36,6 +37,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "reserved": (0, 1 << 62),
 }
 _SECONDS = (0, 1e6)
+
+Heads = tuple[int, int, int, int]  # nheads, nheads_kv, headdim, headdim_v
 
 
 @dataclass(frozen=True)
@@ -98,45 +101,34 @@ class KernelModel:
     def __post_init__(self) -> None:
         _check(self)
 
-    def seconds(
-        self,
-        area: np.ndarray,
-        nq: np.ndarray,
-        nk: np.ndarray,
-        cut: np.ndarray,
-        heads: tuple[int, int, int, int],
-        backward: bool = False,
-    ) -> np.ndarray:
+    def seconds(self, calls: np.ndarray, heads: Heads, backward: bool) -> np.ndarray:
         """Return the seconds of kernel calls.
 
         Parameters
         ----------
-        area, nq, nk, cut : ndarray
+        calls : (4, n) array
             Visible pairs, queries, keys, and queries of which the mask cuts a run of keys, of each
-            call.  The arrays broadcast.
-        heads : (int, int, int, int)
-            nheads, nheads_kv, headdim, headdim_v.
+            call.
+        heads : Heads
         backward : bool
 
         Returns
         -------
-        ndarray of float64
+        (n,) float64
             A call without a visible pair costs `call` only, a call without tokens costs nothing.
         """
-        terms = kernel_terms(area, nq, nk, cut, heads, backward)
+        terms = kernel_terms(calls, heads, backward)
         weights = [1 / self.flops, *(getattr(self, f.name) for f in fields(self)[1:])]
         full = sum(w * x for w, x in zip(weights, terms))
-        return np.where(np.asarray(area) > 0, full, np.where(terms[4] * terms[5], self.call, 0.0))
+        return np.where(calls[0] > 0, full, np.where(terms[4] * terms[5], self.call, 0.0))
 
 
-def kernel_terms(area, nq, nk, cut, heads: tuple[int, int, int, int], backward: bool) -> list:
+def kernel_terms(calls: ArrayLike, heads: Heads, backward: bool) -> list[np.ndarray]:
     """Return the factors of a `KernelModel`'s attributes, in their order, in a call's seconds."""
-    h, hkv, d, e = heads
-    width = (d + e) / 2
-    ones = np.ones_like(np.asarray(area, float))
-    work = flops(1, h, d, backward, e) * np.asarray(area, float)
-    rows = width * hkv * ones * nk, width * h * ones * nq
-    return [work, ones, hkv * ones, h * ones * area, *rows, h * ones * cut]
+    (area, nq, nk, cut), (h, hkv, d, e) = np.asarray(calls, float), heads
+    width, ones = (d + e) / 2, np.ones_like(area)
+    work = flops(1, h, d, backward, e) * area
+    return [work, ones, hkv * ones, h * area, width * hkv * nk, width * h * nq, h * cut]
 
 
 @dataclass(frozen=True)
@@ -166,6 +158,11 @@ class Machine:
 
     def __hash__(self) -> int:
         return hash((self.name, self.ranks_per_node))  # a dict of kernels has no hash
+
+    @property
+    def room(self) -> float:
+        """Bytes that a rank has for its plans; inf without a limit."""
+        return (self.memory or math.inf) - self.reserved
 
     @property
     def share(self) -> float:

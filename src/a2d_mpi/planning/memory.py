@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
 from a2d_mpi.core.config import OF_KEYS, PHASES
@@ -11,7 +11,7 @@ from a2d_mpi.core.layout import Layout
 from a2d_mpi.planning.cost import nbytes
 from a2d_mpi.schedules.pipeline import turns
 from a2d_mpi.schedules.problem import Problem
-from a2d_mpi.schedules.program import Program
+from a2d_mpi.schedules.program import Buffers, Program, held_bytes
 from a2d_mpi.schedules.slices import ALIVE, ATTEND
 from a2d_mpi.schedules.steps import KINDS
 from a2d_mpi.schedules.writing import drafts_of
@@ -43,7 +43,7 @@ def peak_memory(
         Kernel of the host: `KERNELS` counts, too, and the result is about the growth of the
         process, which tests/tools/memory.py measures.  Default: none.
     """
-    return peak_of(_phases(method, layout, problem, rank, backward), problem, rank, kernel)
+    return peak_of(phases_of(method, layout, problem, rank, backward), problem, rank, kernel)
 
 
 def most_memory(
@@ -56,22 +56,12 @@ def most_memory(
     return max(peak_memory(method, layout, problem, p, backward) for p in range(layout.size))
 
 
-def buffers(
-    method: str, layout: Layout, problem: Problem, rank: int, backward: bool = False
-) -> int:
-    """Return the bytes that a plan keeps between calls: `AttentionPlan.buffer_bytes`.
-
-    With `backward`, after a backward call.  Other parameters as of `peak_memory`.
-    """
-    return _buffers(_phases(method, layout, problem, rank, backward))
-
-
 class Needs(NamedTuple):
     """Bytes that one program needs.
 
     Attributes
     ----------
-    buffers : dict of (str, int, bool) to int
+    buffers : Buffers
         Buffers of the plan, see `a2d_mpi.schedules.program.Program.buffers`.
     results : int
         Arrays of results.
@@ -79,12 +69,12 @@ class Needs(NamedTuple):
         Copies of results that lie in buffers or have the accumulation dtype.
     """
 
-    buffers: dict[tuple[str, int, bool], int]
+    buffers: Buffers
     results: int
     copies: int
 
 
-NOTHING = Needs({}, 0, 0)
+NOTHING = Needs(Counter(), 0, 0)
 
 
 def needs_of(program: Program) -> Needs:
@@ -101,25 +91,17 @@ def needs_of(program: Program) -> Needs:
     return Needs(program.buffers, of_results, copies)
 
 
-def needs_of_slices(needs: Sequence[Sequence[Needs]], layout: Layout) -> list[Needs]:
-    """Return the memory of the programs of all slices.
-
-    Parameters
-    ----------
-    needs : sequence of sequence of Needs
-        By slice and program.
-    layout : Layout
-    """
-    slices = len(needs)
+def needs_of_slices(needs: Sequence[Needs], slices: int, layout: Layout) -> list[Needs]:
+    """Return the memory of the programs of all slices, from that of the programs of one slice."""
     if slices == 1:
-        return list(needs[0])
+        return list(needs)
     found = []
-    for number, x in enumerate(needs[0]):
-        buffers = {
+    for number, x in enumerate(needs):
+        buffers = Counter({
             (f"{number}.{turn} {name}", i, of_keys): size
             for (name, i, of_keys), size in x.buffers.items()
             for turn in range(min(turns(number, layout), slices))
-        }
+        })  # fmt: skip
         alive = min(ALIVE, slices) if number == ATTEND else 1
         found.append(x._replace(buffers=buffers, results=alive * x.results))
     return found
@@ -130,7 +112,8 @@ def peak_of(
 ) -> int:
     """Return `peak_memory` from the memory of the programs of one phase or of both."""
     config, last = problem.config, phases[-1]
-    total = _buffers(phases) + (KERNELS[kernel] if kernel else 0)
+    total = held_bytes(x.buffers for needs in phases for x in needs)
+    total += KERNELS[kernel] if kernel else 0
     own = problem.queries.counts[rank], problem.keys.counts[rank]
     given = ("q", "k", "v") + ("dout", "out", "lse", "delta") * (len(phases) > 1)
     # A tensor that is rounded for the wire is held twice.
@@ -138,23 +121,12 @@ def peak_of(
     return total + sum(x.results for x in last) + last[-1].copies
 
 
-def _phases(
+def phases_of(
     method: str, layout: Layout, problem: Problem, rank: int, backward: bool
 ) -> list[list[Needs]]:
+    """Return the memory of each program, by phase; the arguments are as of `peak_memory`."""
     phases = []
     for phase in PHASES[: 1 + backward]:
-        drafts = drafts_of(method, phase, layout, problem, rank)
-        needs = {x: needs_of(x.write()) for x in set(chain.from_iterable(drafts))}
-        of_drafts = [[needs[x] for x in of_slice] for of_slice in drafts]
-        phases.append(needs_of_slices(of_drafts, layout))
+        drafts, slices = drafts_of(method, phase, layout, problem, rank)
+        phases.append(needs_of_slices([needs_of(x.write()) for x in drafts], slices, layout))
     return phases
-
-
-def _buffers(phases: Sequence[Sequence[Needs]]) -> int:
-    """Return the bytes of all buffers; a buffer is as large as its largest size in any program."""
-    largest: dict[tuple[str, int, bool], int] = {}
-    for needs in chain.from_iterable(phases):
-        for name, size in needs.buffers.items():
-            if size > largest.get(name, 0):
-                largest[name] = size
-    return sum(largest.values())

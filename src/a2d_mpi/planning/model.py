@@ -7,7 +7,6 @@ waits for messages that have not arrived.  Messages share the links of a network
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,11 +37,6 @@ class Phase:
     def total(self) -> np.ndarray:
         """Seconds of every rank, (P,) float64: the sum of the parts."""
         return self.compute + self.merge + self.wait + self.other
-
-
-def slowest_seconds(phases: Mapping[str, Phase]) -> float:
-    """Return the seconds of the slowest rank of each phase, summed over the phases."""
-    return sum(float(phase.total.max()) for phase in phases.values())
 
 
 def simulated(

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
-from a2d_mpi.planning.candidate import Candidate, Stack
+from a2d_mpi.planning.candidate import Candidate
 from a2d_mpi.planning.layouts import fewer_ranks, layouts
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.simulator import PARTS
@@ -44,12 +44,11 @@ def candidates(
     machine: Machine,
     ranks: int,
     work: Workload | Layers,
-    memory: int | None = None,
     methods: Sequence[str] | None = None,
     progress: Callable[[Iterator], Iterable] = iter,
     idle: float = 0.0,
     number: int | None = 1,
-) -> list[Candidate | Stack]:
+) -> list[Candidate]:
     """Return all candidates for a number of ranks, in the order of their time.
 
     First come the candidates that were simulated and fit, fastest first.  Candidates that were not
@@ -58,14 +57,12 @@ def candidates(
     Parameters
     ----------
     machine : Machine
+        Without `memory` there is no limit of memory.
     ranks : int
         P; nodes are filled one after the other.
     work : Workload or sequence of (int, Workload)
         A sequence stands for all layers of a model, of one or several kinds: the number of layers
         of each kind, and their workload.  Their heads are the same.
-    memory : int, optional
-        Bytes of a rank.  Default: the memory of the machine's profile, and no limit if the profile
-        has none.
     methods : sequence of str, optional
         Default: all of `a2d_mpi.schedules.method.METHODS`.
     progress : callable
@@ -80,10 +77,6 @@ def candidates(
     ValueError
         If the machine has no kernel for the dtype.
     """
-    if ranks < 1:
-        raise ValueError(f"ranks must be at least 1, got {ranks}")
-    limit = memory if memory is not None else machine.memory
-    room = None if limit is None else limit - machine.reserved
     layers = [(1, work)] if isinstance(work, Workload) else work
     _, first = layers[0]
     # Layers of several kinds need one distribution.
@@ -98,9 +91,8 @@ def candidates(
     ]
     # Layouts with the same programs follow each other, because few surveys are cached.
     shapes.sort(key=lambda x: (x[0], x[1].size, x[1].heads, x[1].rows, x[1].block))
-    kind = Candidate if isinstance(work, Workload) else Stack
-    found: list[Candidate | Stack] = []
-    made = (kind(machine, method, layout, work, room) for method, layout in shapes)
+    found: list[Candidate] = []
+    made = (Candidate(machine, method, layout, layers) for method, layout in shapes)
     for _ in progress(_search(found, made, number)):
         pass
     fastest = sorted((x for x in found if x.fits), key=lambda x: x.bound)
@@ -113,7 +105,7 @@ def candidates(
 
 
 def _search(
-    found: list[Candidate | Stack], made: Iterable[Candidate | Stack], number: int | None
+    found: list[Candidate], made: Iterable[Candidate], number: int | None
 ) -> Iterator[None]:
     """Refine the candidate with the smallest bound, again and again; yield after each step."""
     for x in made:
@@ -143,7 +135,6 @@ def best_candidates(
     ranks: int,
     work: Workload,
     number: int | None,
-    memory: int | None = None,
     methods: Sequence[str] | None = None,
 ) -> list[Candidate]:
     """Return the fastest candidates that fit in memory, fastest first.
@@ -152,7 +143,7 @@ def best_candidates(
     ----------
     number : int or None
         Most candidates to return.  None: the fastest candidate of each method.
-    machine, ranks, work, memory, methods
+    machine, ranks, work, methods
         As of `candidates`.
 
     Raises
@@ -161,10 +152,12 @@ def best_candidates(
         If there is no candidate or none fits.  The message has the least memory that one needs.
     """
     searches = [methods] if number is not None else [(x,) for x in methods or METHODS]
-    found = [candidates(machine, ranks, work, memory, x, number=number or 1) for x in searches]
+    found = [candidates(machine, ranks, work, x, number=number or 1) for x in searches]
     if not any(found):
         raise ValueError(f"no plan of {', '.join(methods or METHODS)} fits {ranks} ranks")
-    fastest = [x for of_search in found for x in of_search[: number or 1] if x.fits and x.phases]
+    fastest = [
+        x for of_search in found for x in of_search[: number or 1] if x.fits and x.was_simulated
+    ]
     if not fastest:
         least = min(x.memory for of_search in found for x in of_search) + machine.reserved
         raise ValueError(f"no plan fits in memory: the smallest needs {least} bytes per rank")
@@ -175,18 +168,17 @@ def best_candidate(
     machine: Machine,
     ranks: int,
     work: Workload,
-    memory: int | None = None,
     methods: Sequence[str] | None = None,
 ) -> Candidate:
     """Return the fastest candidate that fits in memory; see `best_candidates`."""
-    return best_candidates(machine, ranks, work, 1, memory, methods)[0]
+    return best_candidates(machine, ranks, work, 1, methods)[0]
 
 
-def why_not(candidate: Candidate | Stack, best: Candidate | Stack) -> str:
+def why_not(candidate: Candidate, best: Candidate) -> str:
     """Say in a few words why a candidate is not the best one."""
     if not candidate.fits:
         return "does not fit in memory"
-    if not candidate.phases:
+    if not candidate.was_simulated:
         return "not simulated: its bound is not below the best time"
     if candidate.seconds <= best.seconds:
         return "" if candidate is best else "as fast"
@@ -201,12 +193,8 @@ def why_not(candidate: Candidate | Stack, best: Candidate | Stack) -> str:
         if part == "wait" and one > 1.05 * other:
             return text + (f", {one / other:.1f}x {name}" if other else f", bytes {name}")
     if part == "compute":
-        tile = (
-            "other tiles"
-            if candidate.layout.heads == best.layout.heads
-            else "fewer heads per rank"
-        )
-        return f"{text}, {tile}"
+        same_heads = candidate.layout.heads == best.layout.heads
+        text += ", other tiles" if same_heads else ", fewer heads per rank"
     return text
 
 

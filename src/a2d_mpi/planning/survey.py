@@ -146,19 +146,16 @@ def _survey(
         parts.append((len(tapes), 0))
         tapes.append(_opening(machine, problem, rank, phase == PHASES[1]))
         places.append((rank, 0, 1, 0))
-        drafts, of_slices = drafts_of(method, phase, layout, problem, rank, overlap), []
-        for i, of_slice in enumerate(drafts):
-            programs = len(of_slice)
-            of_slices.append(range(len(tapes), len(tapes) + programs))
-            for k, x in enumerate(of_slice):
-                tapes.append(_tape(x, phase, machine, k == programs - 1))
-                places.append((rank, i * programs + k, x.ranks.step, x.ranks.start))
-        needs.append(needs_of_slices([[tapes[k].needs for k in x] for x in of_slices], layout))
-        if len(drafts) == 1:
-            parts += product(of_slices[0], range(3))
-        else:
-            run = order(layout, len(drafts), overlap)
-            parts += [(of_slices[i][k], part) for i, k, part in run]
+        drafts, slices = drafts_of(method, phase, layout, problem, rank, overlap)
+        first, programs = len(tapes), len(drafts)
+        own = [_tape(x, phase, machine, x is drafts[-1]) for x in drafts]
+        tapes += own * slices
+        needs.append(needs_of_slices([x.needs for x in own], slices, layout))
+        run = product([0], range(programs), range(3))
+        if slices > 1:
+            run = order(layout, slices, overlap)
+        parts += [(first + i * programs + k, part) for i, k, part in run]
+        places += [(rank, i, x.ranks.step, x.ranks.start) for i, x in enumerate(drafts * slices)]
     return Survey(*_joined(tapes, np.array(places), parts, layout.size), needs)
 
 
@@ -307,11 +304,12 @@ def _kernel_seconds(program: Program, machine: Machine, phase: str) -> list[floa
     if not calls:
         return []
     area, cut = pairs_of(program, calls)
-    nq, nk = (np.array([x[i].count for x in calls]) for i in range(2))  # queries, keys
+    queries, keys = ([x[i].count for x in calls] for i in range(2))
     config = program.group.config
     heads = config.nheads, config.nheads_kv, config.headdim, config.headdim_v
     kernel = machine.kernel(config.dtype, phase)
-    seconds = kernel.seconds(area, nq, nk, cut, heads, phase == PHASES[1])
+    of_calls = np.stack([area, queries, keys, cut])
+    seconds = kernel.seconds(of_calls, heads, phase == PHASES[1])
     return (seconds / machine.share).tolist()
 
 

@@ -36,7 +36,7 @@ def in_turn(p: Program) -> Program:
     return p.with_steps(x for _, x in sorted(enumerate(p.steps), key=place))
 
 
-def encode_messages(p: Program) -> Program:
+def encoded(p: Program) -> Program:
     """Encode rows in a narrow format before they are sent, and decode them when they arrive.
 
     Rows that arrived encoded are not encoded again.  Sums and partial results change, so they are

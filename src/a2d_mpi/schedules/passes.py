@@ -19,13 +19,18 @@ from a2d_mpi.schedules.steps import KINDS, Rows
 
 def lowered(p: Program, overlap: bool = True) -> Program:
     """Apply all passes, in the order in which they depend on each other."""
+    alone, wire = p.group.rows * p.group.cols == 1, p.group.config.wire
+    if alone or wire or not overlap:
+        from a2d_mpi.schedules import options
     if not overlap:
-        from a2d_mpi.schedules.options import in_turn
-
-        p = in_turn(p)
-    for lower in PASSES:
-        p = lower(p)
-    return p
+        p = options.in_turn(p)
+    p = gradients_by_token(keys_by_token(merged(receives_first(p))))
+    if wire:
+        p = options.encoded(p)
+    p = packed(p)
+    if alone:
+        p = options.alone(p)
+    return drained(p)
 
 
 def merged(p: Program) -> Program:
@@ -109,15 +114,6 @@ def _by_token(p: Program, rows: Rows) -> Rows:
     return sorted_rows
 
 
-def encoded(p: Program) -> Program:
-    """Encode rows in a narrow format before they are sent, and decode them when they arrive."""
-    if p.group.config.wire is None:
-        return p
-    from a2d_mpi.schedules.options import encode_messages
-
-    return encode_messages(p)
-
-
 def packed(p: Program) -> Program:
     """Copy scattered rows side by side before they are sent: a message is one run of memory."""
     new, copies = p.with_steps(), {}
@@ -146,15 +142,6 @@ def receives_first(p: Program) -> Program:
     return p.with_steps([*p.steps[:first], *tail])
 
 
-def alone(p: Program) -> Program:
-    """Let the one kernel call of a group of one rank write the results: nothing is added up."""
-    if p.group.rows * p.group.cols > 1:
-        return p
-    from a2d_mpi.schedules import options
-
-    return options.alone(p)
-
-
 def drained(p: Program) -> Program:
     """Wait at the end for all messages for which there is no wait."""
     new, posted = p.with_steps(p.steps), (x for x in p.steps if isinstance(x, steps.Message))
@@ -164,6 +151,3 @@ def drained(p: Program) -> Program:
         if indices := tuple(x.index for x in left if x.channel == channel):
             new.steps.append(steps.Drain(channel, indices))
     return new
-
-
-PASSES = receives_first, merged, keys_by_token, gradients_by_token, encoded, packed, alone, drained

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 from a2d_mpi.core.layout import Layout
 from a2d_mpi.schedules.program import Program
@@ -80,29 +81,29 @@ def _for_kernels(p: Program, step: Step) -> bool:
 
 
 def pipelined(
-    programs: Sequence[Sequence[Program]], layout: Layout, overlap: bool
+    programs: Sequence[Program], slices: int, layout: Layout, overlap: bool
 ) -> list[Program]:
-    """Join the programs of all slices: return the parts of programs in the order of execution.
+    """Repeat programs for all slices: return the parts of programs in the order of execution.
 
     Buffers of a slice have names that other slices do not use meanwhile.
 
     Parameters
     ----------
-    programs : sequence of sequence of Program
-        The programs of each slice, in order.
+    programs : sequence of Program
+        The programs of a slice, in order.
+    slices : int
     layout : Layout
     overlap : bool
         Whether messages of one slice travel while others compute.
     """
     parts: dict[tuple[int, int, int], Program] = {}
-    for i, of_slice in enumerate(programs):
-        for p in of_slice:
-            a, b = borders(p)
-            new = p.with_steps()
-            new.slice = i
-            for name, array in p.arrays.items():
-                memory = f"{p.stage}.{i % turns(p.stage, layout)} {array.memory}"
-                new.arrays[name] = replace(array, memory=memory)
-            for part, steps in enumerate((p.steps[:a], p.steps[a:b], p.steps[b:])):
-                parts[i, p.stage, part] = new.with_steps(steps)
-    return [parts[x] for x in order(layout, len(programs), overlap)]
+    for i, p in product(range(slices), programs):
+        a, b = borders(p)
+        new = p.with_steps()
+        new.slice = i
+        for name, array in p.arrays.items():
+            memory = f"{p.stage}.{i % turns(p.stage, layout)} {array.memory}"
+            new.arrays[name] = replace(array, memory=memory)
+        for part, steps in enumerate((p.steps[:a], p.steps[a:b], p.steps[b:])):
+            parts[i, p.stage, part] = new.with_steps(steps)
+    return [parts[x] for x in order(layout, slices, overlap)]

@@ -20,6 +20,8 @@ from a2d_mpi.schedules.steps import KINDS, KINDS_OF_KEYS, SUMS, Message, Rows, S
 from a2d_mpi.sharding.progressions import concatenated, progressions, ranks_among
 from a2d_mpi.sharding.visibility import sees
 
+Buffers = Counter[tuple[str, int, bool]]  # bytes, see `Program.buffers`
+
 
 class Program:
     """Everything that one rank does in one phase: its arrays, and the steps that use them.
@@ -81,18 +83,18 @@ class Program:
         return [x for x in self.results.values() if self.arrays[x.array].role == "buffer"]
 
     @property
-    def buffers(self) -> dict[tuple[str, int, bool], int]:
+    def buffers(self) -> Buffers:
         """Bytes of every buffer that a plan keeps for the program.
 
         By the name of the memory (`TokenArray.memory`), the number of the tensor, and whether its
         rows belong to keys.  Partial results are taken to have the accumulation dtype.
         """
-        sizes: dict[tuple[str, int, bool], int] = {}
+        sizes: Buffers = Counter()
         for array in self.arrays.values():
             if array.role == "buffer":
                 for i, size in enumerate(self.group.row_bytes(array)):
                     key = array.memory, i, array.of_keys
-                    sizes[key] = max(sizes.get(key, 0), array.length * size)
+                    sizes[key] = max(sizes[key], array.length * size)
         return sizes
 
     # Messages.
@@ -310,6 +312,14 @@ class Program:
             owners = self.group.distribution(array.of_keys)
             self._by_token[name] = ranks_among([owners.at(*piece) for piece in array.pieces])
         return self._by_token[name]
+
+
+def held_bytes(several: Iterable[Buffers]) -> int:
+    """Return the bytes of all buffers of programs, of which each uses those of the others."""
+    largest: Buffers = Counter()
+    for buffers in several:
+        largest |= buffers
+    return largest.total()
 
 
 def index_of(rows: Rows) -> np.ndarray:

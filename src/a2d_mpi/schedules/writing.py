@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain
 
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.layout import Layout
@@ -149,27 +148,27 @@ def write(
 
     The arguments are as in `drafts_of`.
     """
-    drafts = drafts_of(method, phase, layout, problem, rank, overlap)
-    written = {x: x.write() for x in set(chain.from_iterable(drafts))}
-    programs = [[written[x] for x in of_slice] for of_slice in drafts]
-    if len(programs) == 1:
-        return programs[0]
+    drafts, slices = drafts_of(method, phase, layout, problem, rank, overlap)
+    programs = [x.write() for x in drafts]
+    if slices == 1:
+        return programs
     from a2d_mpi.schedules.pipeline import pipelined
 
-    return pipelined(programs, layout, overlap)
+    return pipelined(programs, slices, layout, overlap)
 
 
 def drafts_of(
     method: str, phase: str, layout: Layout, problem: Problem, rank: int, overlap: bool = True
-) -> list[list[Draft]]:
-    """Return the programs of one rank, slice by slice, before they are written.
+) -> tuple[list[Draft], int]:
+    """Return the programs of one rank before they are written, and the number of slices.
 
     The rank runs the program of its context-parallel group.  Without a head axis and slices this
     is all: one draft, whose writer is the method's function.  A first reader stops at its
     ``return``.  With a head axis, exchanges of heads come before and after it.  Several slices are
-    taken and put in the same way.  Ranks have the same program if writer, group and rank in the
-    group are equal.  So the U ranks of a position share the program of their context-parallel
-    groups.  Ranks of equal Ulysses groups share the exchanges of heads.
+    taken and put in the same way: all slices have the same programs.  Ranks have the same program
+    if writer, group and rank in the group are equal.  So the U ranks of a position share the
+    program of their context-parallel groups.  Ranks of equal Ulysses groups share the exchanges of
+    heads.
 
     Parameters
     ----------
@@ -195,13 +194,13 @@ def drafts_of(
     attend = getattr(METHODS[method], phase)
     across = cp_groups[head], position, range(head, layout.size, u), overlap
     if ulysses_group is None:
-        return [[Draft(attend, *across)]]
+        return [Draft(attend, *across)], slices
     from a2d_mpi.schedules.heads import EXCHANGES
 
     take, put = EXCHANGES[phase]
     here = ulysses_group(position), head, range(position * u, (position + 1) * u), overlap
     three = Draft(take, *here, TAKE), Draft(attend, *across, ATTEND), Draft(put, *here, PUT)
-    return [[*three] for _ in range(slices)]
+    return [*three], slices
 
 
 @lru_cache(maxsize=4)  # the programs of all ranks share the caches of groups

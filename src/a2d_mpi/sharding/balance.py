@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from a2d_mpi.masks.compiled import CompiledMask
-from a2d_mpi.masks.intervals import merged
+from a2d_mpi.masks.intervals import joined
+from a2d_mpi.sharding.pairs import visible_pairs
 from a2d_mpi.sharding.progressions import shares
 
 # Runs are halved until the largest area is at most EVEN_AREA times the mean area.
@@ -44,7 +45,7 @@ Ranges = tuple[range, ...]
 def pairs_of_cuts(seen: CompiledMask, number: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the bounds of `number` equal runs, and the visible pairs between any two runs."""
     bounds = np.arange(number + 1, dtype=np.int64) * seen.seqlen // number
-    return bounds, seen.pairs(bounds)
+    return bounds, visible_pairs(seen, bounds)
 
 
 class Deal(NamedTuple):
@@ -90,8 +91,8 @@ def balanced(seen: CompiledMask, rows: int, cols: int, heads: int = 1) -> tuple[
     for position in range(rows * cols):
         runs = np.flatnonzero(dealt.owner == position)
         # Neighbouring runs are joined, and empty runs are left out.
-        tokens = merged(map(range, dealt.bounds[runs].tolist(), dealt.bounds[runs + 1].tolist()))
-        of_ranks.extend(shares(tuple(tokens), heads))
+        tokens = joined(zip(dealt.bounds[runs].tolist(), dealt.bounds[runs + 1].tolist()))
+        of_ranks.extend(shares(tuple(range(*x) for x in tokens), heads))
     return tuple(of_ranks)
 
 

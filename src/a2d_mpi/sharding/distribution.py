@@ -97,8 +97,6 @@ class Distribution:
 
     def runs(self, shard: int) -> tuple[range, ...]:
         """Return the runs of tokens of `shard`, in order; runs may be empty."""
-        if not 0 <= shard < self.nshards:
-            raise ValueError(f"shard {shard} is not in [0, {self.nshards})")
         return self._runs[shard]
 
     @cached_property

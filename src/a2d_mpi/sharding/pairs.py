@@ -1,4 +1,4 @@
-"""Counts of visible pairs between runs of queries and runs of keys, in closed form if possible."""
+"""Counts of visible pairs between runs of queries and runs of keys."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from a2d_mpi.masks.compiled import CompiledMask, Stairs
 from a2d_mpi.masks.intervals import keys_per_query
 from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.sharding.progressions import concatenated
@@ -81,3 +82,66 @@ def _stairs(x: np.ndarray) -> np.ndarray:
     """Return the sum 1 + 2 + ... + x; 0 for x < 0."""
     x = np.maximum(x, 0)
     return x * (x + 1) // 2
+
+
+def visible_pairs(seen: CompiledMask, bounds: np.ndarray) -> np.ndarray:
+    """Count the visible pairs of every run of queries with every run of keys.
+
+    Parameters
+    ----------
+    seen : CompiledMask
+    bounds : (runs + 1,) int64
+        Run i is the tokens ``[bounds[i], bounds[i + 1])``.  The first bound is 0, the last one the
+        number of queries and of keys.
+
+    Returns
+    -------
+    (runs, runs) int64
+
+    Notes
+    -----
+    A query with the interval [begin, end) sees ``(x - begin)+ - (x - end)+`` keys below x, where
+    ``(y)+ = max(y, 0)``.  A histogram of the ends of the intervals gives the sum over a run of
+    queries for all bounds x at once.  The ends of a piece of the mask's stairs lie in one bin.
+    """
+    runs = len(bounds) - 1
+    number = np.zeros(runs * (runs + 2))
+    total = np.zeros(runs * (runs + 2))
+    for stairs in seen.stairs:
+        x = _cut(stairs, bounds)
+        run, size = np.searchsorted(bounds, x.first, side="right") - 1, x.last - x.first
+        for token, step, sign in ((x.begin, x.step_begin, 1), (x.end, x.step_end, -1)):
+            # These ends of intervals count for all bounds after the token, from `first` on.
+            first = run * (runs + 2) + np.searchsorted(bounds, token, side="right")
+            sums = size * token + step * size * (size - 1) // 2
+            number += sign * np.bincount(first, size, len(number))
+            total += sign * np.bincount(first, sums, len(number))
+    number, total = (
+        np.cumsum(x.reshape(runs, -1), axis=1)[:, : runs + 1] for x in (number, total)
+    )
+    return np.rint(np.diff(number * bounds - total, axis=1)).astype(np.int64)
+
+
+def _cut(stairs: Stairs, bounds: np.ndarray) -> Stairs:
+    """Cut runs at ascending bounds, and where an end of the interval arrives at a bound."""
+    first, last, begin, end, step_begin, step_end = stairs
+    cuts = [first]
+    for start, step in ((first, 1), (begin, step_begin), (end, step_end)):
+        least = np.searchsorted(bounds, start, side="right")
+        number = np.searchsorted(bounds, start + step * (last - first)) - least
+        number = np.maximum(number, 0)
+        run = np.repeat(np.arange(len(first)), number)
+        bound = np.arange(len(run)) + np.repeat(least - np.cumsum(number) + number, number)
+        cuts.append(first[run] + bounds[bound] - start[run])
+    new = np.sort(np.concatenate(cuts), kind="stable")  # faster than np.unique, which hashes
+    new = new[np.diff(new, prepend=-1) > 0]
+    run = np.searchsorted(first, new, side="right") - 1
+    moved = new - first[run]
+    return Stairs(
+        new,
+        np.minimum(last[run], np.append(new[1:], last[-1:])),
+        begin[run] + step_begin[run] * moved,
+        end[run] + step_end[run] * moved,
+        step_begin[run],
+        step_end[run],
+    )
