@@ -71,6 +71,7 @@ class CompiledPhase:
         slices = 1 + max(p.slice for p in programs)
         executors: dict[tuple[int, int], Executor] = {}
         # Each part: executor, compiled steps, and whether its program begins and ends with it.
+        # Without head axis and slices there is one.
         self._parts: list[tuple[Executor, list[Run], bool, bool]] = []
         runs: dict[int, Run] = {}  # slices have the same steps
         last = {(p.slice, p.stage): i for i, p in enumerate(programs)}
@@ -393,7 +394,11 @@ def _compile_merge(step: steps.Merge, program: Program) -> Run:
 @compiled.register(steps.Copy)
 @compiled.register(steps.Add)
 def _compile_move(step: steps.Copy | steps.Add, program: Program) -> Run:
-    """Move rows run by run; between an order by piece and an order by token, by index."""
+    """Move rows run by run; between an order by piece and an order by token, by index.
+
+    By index, an addition scatters all rows of the source.  A copy gathers into a target by token,
+    scatters into a part of a target by piece, and gathers into all of it, by the inverse index.
+    """
     (source, target), add = step, isinstance(step, steps.Add)
     by_token, into_by_token = (program.arrays[x.array].by_token for x in step)
     if by_token == into_by_token:

@@ -607,7 +607,8 @@ class AttentionPlan(Caller):
                     dsink, sink = state.set_delta(tensors, sink), None
                 if sink is not None:  # of the heads of this rank
                     sink = sink.reshape(self.grid.heads, -1)[self.grid.head]
-                options = Options(any_rank.not_finite, any_rank.dlse, sink)
+                careful, any_delta = any_rank.not_finite, any_rank.dlse
+                options = Options(careful=careful, any_delta=any_delta, sink=sink)
                 results = self._phases[phase].run(state, self._channels, tensors, options)
                 results = *results.values(), *dsink
             state.clocks.waits[phase] = [x for y in self._channels.values() for x in y.waits]

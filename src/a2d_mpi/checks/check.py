@@ -202,7 +202,8 @@ def _reference(
         dout, out, lse = given
     for sample in samples(plan.seqlen, rows, seed):
         own, where = _own(plan, sample)
-        of_row = comm, alone, own, plan.tokens  # a row of all ranks
+        # One row of all ranks: comm is its row, each rank a column; queries, keys.
+        of_row = comm, alone, own, plan.tokens
         out_rows, lse_rows = onepage.forward(*of_row, q[where], k, v, mask, **options)
         out_rows = stored(out_rows)
         yield "out", where, out_rows

@@ -117,7 +117,8 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     if checked:
         _refuse_nan(comm, tensors)
     measured = Measurement(plan, tensors, args.backward, device, checked)
-    # The check comes first, because the timed calls must repeat its results bit for bit.
+    # The check comes first, because the timed calls must repeat its results bit for bit.  It also
+    # calls the plan on other data.
     for _ in range(max(args.warmup, checked)):
         measured.call()
     if checked:

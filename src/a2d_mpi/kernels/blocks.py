@@ -114,7 +114,11 @@ class Blocker:
         return Blocking(query_blocks, min(step, nq) * group, *hide)
 
     def _cache_blocks(self, ends: np.ndarray, nk: int, group: int) -> Iterator[CacheBlock]:
-        """Yield the cache blocks of a query block; `ends` are begins and ends of its intervals."""
+        """Yield the cache blocks of a query block; `ends` are begins and ends of its intervals.
+
+        Of a causal mask, queries 512 to 1023: all rows see the keys 0 to 511, so these are blocks
+        of all rows; rows differ on the keys 512 to 1023, whose blocks have the rows that see them.
+        """
         begins, stops = ends[0::2], ends[1::2]  # (intervals, tokens)
         tokens = ends.shape[1]
         # Between two neighbouring edges, all rows see all keys, or no row sees a key, or rows see

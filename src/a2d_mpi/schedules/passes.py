@@ -60,7 +60,11 @@ def merged(p: Program) -> Program:
 
 
 def keys_by_token(p: Program) -> Program:
-    """Copy keys that are not in the order of tokens."""
+    """Copy keys that are not in the order of tokens.
+
+    Keys of one owner are.  Those of several owners are in a call only when all have arrived, so
+    their array is copied whole before the first such call.
+    """
     every = {x.keys for x in p.steps if isinstance(x, steps.KernelCall)}
     scattered, new = {x for x in every if not p.in_order(x)}, p.with_steps()
     copied: set[str] = set()  # arrays whose keys are copied

@@ -163,7 +163,7 @@ def drafts_of(
     """Return the programs of one rank before they are written, and the number of slices.
 
     The rank runs the program of its context-parallel group.  Without a head axis and slices this
-    is all: one draft, whose writer is the method's function.  A first reader stops at its
+    is all: one draft, whose writer is the method's function.  A first reader stops at the first
     ``return``.  With a head axis, exchanges of heads come before and after it.  Several slices are
     taken and put in the same way: all slices have the same programs.  Ranks have the same program
     if writer, group and rank in the group are equal.  So the U ranks of a position share the
@@ -192,15 +192,16 @@ def drafts_of(
     cp_groups, ulysses_group = _groups(method, layout, problem, slices)
     position, head = divmod(rank, u)
     attend = getattr(METHODS[method], phase)
-    across = cp_groups[head], position, range(head, layout.size, u), overlap
+    ranks = range(head, layout.size, u)
+    draft = Draft(attend, cp_groups[head], rank=position, ranks=ranks, overlap=overlap)
     if ulysses_group is None:
-        return [Draft(attend, *across)], slices
+        return [draft], slices
     from a2d_mpi.schedules.heads import EXCHANGES
 
-    take, put = EXCHANGES[phase]
-    here = ulysses_group(position), head, range(position * u, (position + 1) * u), overlap
-    three = Draft(take, *here, TAKE), Draft(attend, *across, ATTEND), Draft(put, *here, PUT)
-    return [*three], slices
+    (take, put), group = EXCHANGES[phase], ulysses_group(position)
+    here = {"rank": head, "ranks": range(position * u, (position + 1) * u), "overlap": overlap}
+    before, after = (Draft(x, group, **here, stage=y) for x, y in ((take, TAKE), (put, PUT)))
+    return [before, draft, after], slices
 
 
 @lru_cache(maxsize=4)  # the programs of all ranks share the caches of groups
