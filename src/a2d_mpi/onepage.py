@@ -4,9 +4,8 @@ Ranks form a grid.  A rank computes one tile: the queries of its grid row agains
 grid column.  Source: Elango, "Attention2D", arXiv:2503.15758.
 
 Names of tensors that a whole line has are capital: Q has the rows of q of all its ranks.
-`a2d_mpi.schedules.attention2d` does the same faster.  "There" in a comment is its function of the
-same name.  Tests and checks of drivers compare plans with this page, which shares no code with
-them.
+`a2d_mpi.schedules.attention2d` does the same faster: comments with "Faster:" say how.  Tests and
+checks of drivers compare plans with this page, which shares no code with them.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ def forward(
     out : (n, H, D)
     lse : (n, H)
     """
-    # There only the rows travel that another rank requires, in chunks, posted early (Line.of_row).
+    # Faster: only rows that another rank requires travel, in chunks; receives are posted early.
     Queries, Q = (gathered(row, x) for x in (queries, q))  # (C n,), (C n, H, D)
     Keys, K, V = (gathered(col, x) for x in (keys, k, v))  # (R m,), (R m, Hkv, D)
-    # There rows are computed as they arrive, in blocks (p.attend).
+    # Faster: rows are computed as they arrive, in blocks.
     out, lse = reference.attention(Q, K, V, mask.dense(Queries, Keys), **options)  # (C n, H, D)
-    # There a partial result leaves as soon as it is done (row.give, row.finish).
+    # Faster: a partial result leaves as soon as it is done.
     outs, lses = (returned(row, len(queries), x) for x in (out, lse))  # C of (n, H, D), (n, H)
     lse = np.logaddexp.reduce(lses)  # (n, H)
     # A query that sees no key has out 0 and lse -inf, and -inf minus -inf would be NaN.
@@ -70,10 +69,10 @@ def backward(
     # out does not travel: lse and delta, with dout and q, are all that a tile needs of its rows.
     Queries, dOut, Q, Lse, Delta = (gathered(row, x) for x in (queries, dout, q, lse, delta))
     Keys, K, V = (gathered(col, x) for x in (keys, k, v))
-    # There the larger of dQ, and dK with dV, leaves for each owner as soon as it is complete.
+    # Faster: the larger of dQ, and dK with dV, leaves for each owner as soon as it is complete.
     tile = mask.dense(Queries, Keys)  # (C n, R m)
     dQ, dK, dV = reference.attention_backward(dOut, Q, K, V, Lse, Delta, tile, **options)
-    # There both sides travel at the same time (give, give_all, finish).
+    # Faster: both sides travel at the same time.
     dq = sum(returned(row, len(queries), dQ))  # (n, H, D)
     dk, dv = (sum(returned(col, len(keys), x)) for x in (dK, dV))  # (m, Hkv, D)
     return dq, dk, dv
@@ -85,6 +84,9 @@ def gathered(line: Any, x: ndarray) -> ndarray:
 
 
 def returned(line: Any, n: int, x: ndarray) -> list[ndarray]:
-    """Send each rank of a line the rows of its tokens; return what each has for this rank's n."""
+    """Send each rank of a line the rows of its tokens; return what each has for this rank's.
+
+    x has the rows of all ranks, one rank after the other, of which n are this rank's.
+    """
     ends = np.cumsum(line.allgather(n))[:-1]
     return line.alltoall(np.split(x, ends))

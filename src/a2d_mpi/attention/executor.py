@@ -25,7 +25,7 @@ from a2d_mpi.schedules.steps import KINDS, Rows, Step, TokenArray
 
 Channels = Mapping[str, Channel]  # by the names of the programs
 Tensors = dict[str, Array]  # by name
-Run = Callable[["Executor"], None]  # a compiled step
+Action = Callable[["Executor"], None]  # a compiled step
 
 # Tags of messages.
 _TENSORS = 4  # most tensors of a kind that is no parcel; each tensor has a tag of its own
@@ -72,8 +72,8 @@ class CompiledPhase:
         executors: dict[tuple[int, int], Executor] = {}
         # Each part: executor, compiled steps, and whether its program begins and ends with it.
         # Without head axis and slices there is one.
-        self._parts: list[tuple[Executor, list[Run], bool, bool]] = []
-        runs: dict[int, Run] = {}  # slices have the same steps
+        self._parts: list[tuple[Executor, list[Action], bool, bool]] = []
+        runs: dict[int, Action] = {}  # slices have the same steps
         last = {(p.slice, p.stage): i for i, p in enumerate(programs)}
         for i, p in enumerate(programs):
             key = p.slice, p.stage
@@ -143,7 +143,7 @@ class Executor:
         self._arrays, self._results = program.arrays, program.results
         # Sizes with all heads of the problem, and with the heads that this rank computes.
         self._whole, self._local = program.group.problem.config, program.group.config
-        self.pending: list[list[Any]] = [[]] * program.messages  # requests of each message
+        self.pending: list[list[Any]] = [[]] * program.messages  # requests; replaced, not changed
         self._work: Workspace | None = None
 
     def begin(
@@ -167,7 +167,7 @@ class Executor:
             if array.role == "result" and name not in new:
                 new[name] = self._result(array, wide=self._sink is not None)
 
-    def run(self, ready: list[Run]) -> None:
+    def run(self, ready: list[Action]) -> None:
         """Run compiled steps."""
         for do in self.state.clocks.noted(ready):
             do(self)
@@ -268,7 +268,7 @@ def _parcel(
 
 
 @singledispatch
-def compiled(step: Step, program: Program) -> Run:
+def compiled(step: Step, program: Program) -> Action:
     """Compile a step of a program to a function, which the executors of all slices run.
 
     What the function finds must not depend on the slice.
@@ -290,9 +290,10 @@ def mpi_tag(kind: str, tag: int, turn: int, slice_: int) -> int:
 
     Notes
     -----
-    Messages with other arguments may overtake this one.  `ALIVE` slices travel at once.  Sums of
-    different tags and turns do not clash: several turns have only rings, with one tag, and lines
-    of two ranks, where a rank sends rows of one owner.
+    Messages with other arguments may overtake this one.  `ALIVE` slices travel at once.  Equal
+    sums of a tag and turns do not clash.  Only two kinds of messages have several turns: those of
+    rings, which have one tag, and chunks on lines of two ranks, each of which sends rows of one
+    owner.
 
     Examples
     --------
@@ -306,7 +307,7 @@ def mpi_tag(kind: str, tag: int, turn: int, slice_: int) -> int:
 
 
 @compiled.register(steps.Message)
-def _compile_message(step: steps.Message, program: Program) -> Run:
+def _compile_message(step: steps.Message, program: Program) -> Action:
     peer = program.channels[step.channel].index(step.peer)
     kind, sends = program.arrays[step.rows.array].kind, isinstance(step, steps.Send)
 
@@ -319,7 +320,7 @@ def _compile_message(step: steps.Message, program: Program) -> Run:
 
 
 @compiled.register(steps.Wait)
-def _compile_wait(step: steps.Wait, program: Program) -> Run:
+def _compile_wait(step: steps.Wait, program: Program) -> Action:
     def wait(x: Executor) -> None:
         if requests := [y for index in step.messages for y in x.pending[index]]:
             x.channels[step.channel].wait(requests)
@@ -328,7 +329,7 @@ def _compile_wait(step: steps.Wait, program: Program) -> Run:
 
 
 @compiled.register(steps.Clear)
-def _compile_clear(step: steps.Clear, program: Program) -> Run:
+def _compile_clear(step: steps.Clear, program: Program) -> Action:
     def clear(x: Executor) -> None:
         for tensor in x.tensors(step.rows):
             x.state.device.zero(tensor)
@@ -337,7 +338,7 @@ def _compile_clear(step: steps.Clear, program: Program) -> Run:
 
 
 @compiled.register(steps.Attend)
-def _compile_attend(step: steps.Attend, program: Program) -> Run:
+def _compile_attend(step: steps.Attend, program: Program) -> Action:
     intervals = _intervals(step, program)
 
     def attend(x: Executor) -> None:
@@ -352,7 +353,7 @@ def _compile_attend(step: steps.Attend, program: Program) -> Run:
 
 
 @compiled.register(steps.Differentiate)
-def _compile_differentiate(step: steps.Differentiate, program: Program) -> Run:
+def _compile_differentiate(step: steps.Differentiate, program: Program) -> Action:
     intervals = _intervals(step, program)
 
     def differentiate(x: Executor) -> None:
@@ -378,7 +379,7 @@ def _intervals(step: steps.KernelCall, program: Program) -> Intervals:
 
 
 @compiled.register(steps.Merge)
-def _compile_merge(step: steps.Merge, program: Program) -> Run:
+def _compile_merge(step: steps.Merge, program: Program) -> Action:
     both = (common_rows(step.source, x) for x in (step.target, step.compensation))
     parts = [(*pair, compensation) for pair, (_, compensation) in zip(*both)]
 
@@ -393,7 +394,7 @@ def _compile_merge(step: steps.Merge, program: Program) -> Run:
 
 @compiled.register(steps.Copy)
 @compiled.register(steps.Add)
-def _compile_move(step: steps.Copy | steps.Add, program: Program) -> Run:
+def _compile_move(step: steps.Copy | steps.Add, program: Program) -> Action:
     """Move rows run by run; between an order by piece and an order by token, by index.
 
     By index, an addition scatters all rows of the source.  A copy gathers into a target by token,
@@ -431,7 +432,7 @@ def _compile_move(step: steps.Copy | steps.Add, program: Program) -> Run:
 
 @compiled.register(steps.Encode)
 @compiled.register(steps.Decode)
-def _compile_code(step: steps.Encode | steps.Decode, program: Program) -> Run:
+def _compile_code(step: steps.Encode | steps.Decode, program: Program) -> Action:
     how = "encode" if isinstance(step, steps.Encode) else "decode"
     parts, wire = common_rows(*step), program.group.config.wire
 
@@ -447,7 +448,7 @@ def _compile_code(step: steps.Encode | steps.Decode, program: Program) -> Run:
 
 @compiled.register(steps.TakeHeads)
 @compiled.register(steps.PutHeads)
-def _compile_heads(step: steps.TakeHeads | steps.PutHeads, program: Program) -> Run:
+def _compile_heads(step: steps.TakeHeads | steps.PutHeads, program: Program) -> Action:
     """Take heads from rows of all heads, or put them there."""
     takes, every = isinstance(step, steps.TakeHeads), program.group.problem.config
     names = KINDS[program.arrays[(step.source if takes else step.target).array].kind]

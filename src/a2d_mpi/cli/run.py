@@ -161,7 +161,8 @@ def _leave(
     """Agree with all ranks of `ends` that the program is over, and exit; see `run`."""
     print(end="", flush=True)
     # A launcher that sees an exit code ends the other ranks: first the message must be printed.
-    # The agreement ands the bits, also if ranks died: of the complements, to or the codes.
+    # If ranks may have died, the agreement takes the bitwise and of all complements of codes: the
+    # complement of their bitwise or.
     codes = np.array([~code], np.intc)
     with suppress(MPI.Exception) if survives() else nullcontext():
         arrived = ends.Iagree(codes) if survives() else ends.Ibarrier()

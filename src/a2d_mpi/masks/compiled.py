@@ -36,6 +36,10 @@ class Stairs(NamedTuple):
         The interval of keys that the first query sees; it is not empty.
     step_begin, step_end : (n,) int64
         Growth of `begin` and `end` from one query to the next, 0 or 1.
+
+    Examples
+    --------
+    A causal mask of N tokens is one run: first 0, last N, begin 0, end 1, steps 0 and 1.
     """
 
     first: np.ndarray
@@ -124,7 +128,7 @@ def compile_mask(mask: Mask | CompiledMask, seqlen: int, seqlen_kv: int) -> Comp
             f"{type(mask).__name__} cannot be hashed ({error}): make it a frozen dataclass of "
             "numbers, or derive it from a2d_mpi.masks.arrays.ArrayMask if it holds arrays"
         ) from None
-    tokens = _turns(aligned, seqlen, seqlen_kv)
+    tokens = _around_corners(aligned, seqlen, seqlen_kv)
     stairs = (stairs_of(tokens, *x) for x in visible_keys(aligned, tokens, seqlen_kv))
     compiled = CompiledMask(mask, aligned, seqlen, seqlen_kv, tuple(stairs))
     number = min(_REPEATED, seqlen)
@@ -220,7 +224,7 @@ def _by_query(mask: Mask, q_tokens: np.ndarray, nk: int) -> list[tuple[int, list
     ]
 
 
-def _turns(mask: Mask, seqlen: int, seqlen_kv: int) -> np.ndarray:
+def _around_corners(mask: Mask, seqlen: int, seqlen_kv: int) -> np.ndarray:
     """Return ascending queries between which the intervals of a mask are straight.
 
     A mask with one interval may have a method `corners`.  It returns all queries, in any order, at

@@ -47,17 +47,16 @@ def backward(p: Program) -> None:
     """Write the backward pass of a rank.
 
     The larger of dq, and dk with dv, is finished owner by owner, and travels while later ones are
-    computed.  Its rows are the `late` ones: they are waited for after the `early` ones, whose
-    gradients are sums over all that follows, and leave at the end.
+    computed.  Its rows are the `late` ones: they are waited for after the `early` ones.  Gradients
+    of the early rows are sums over all that follows, and leave at the end.
     """
-    by_query = gradients_by_query(p.group)
     # dout, q: (C n, H, D); lse, delta: (C n, H); k, v: (R n, Hkv, D)
     row, col = (x.start() for x in (Line.of_row(p, "qd"), Line.of_column(p)))
     sums = {row: p.zeros("dq", "dq", row.array), col: p.zeros("dkv", "dkv", col.array)}
-    early, late = (col, row) if by_query else (row, col)
+    early, late = (col, row) if dq_is_larger(p.group) else (row, col)
 
     def differentiate(early_rows: Rows, late_rows: Rows) -> None:
-        q, kv = (late_rows, early_rows) if by_query else (early_rows, late_rows)
+        q, kv = (late_rows, early_rows) if late is row else (early_rows, late_rows)
         p.differentiate(q, kv, q.of(sums[row]), kv.of(sums[col]))
 
     own = p.rows(late.array, p.rank)
@@ -76,8 +75,8 @@ def backward(p: Program) -> None:
     p.results = {"dq": p.rows("dq", p.rank), "dkv": p.rows("dkv", p.rank)}
 
 
-def gradients_by_query(group: Group) -> bool:
-    """Return True if dq is finished owner by owner, and dk and dv at the end: if dq is larger."""
+def dq_is_larger(group: Group) -> bool:
+    """Return whether the partial dq that a rank sends have as many elements as its dk and dv."""
     of_keys = (group.rows - 1) * group.elements("dk", "dv")
     return (group.cols - 1) * group.elements("dq") >= of_keys
 

@@ -210,7 +210,7 @@ class Line:
 
     def _send_down(self, owner: int, array: str) -> None:
         # Ranks that pass the rows on come first.  In a star the previous rank needs them first:
-        # rank 2 of four computes with the rows of 2, 3, 0, 1 in turn, so those of 3 first.
+        # rank 1 of four computes with the rows of 1, 2, 3, 0 in turn, so rank 2 sends to 1 first.
         branches, order = self._trees.branches.get(owner, {}), self._order
         for child in sorted(branches, key=lambda x: (len(branches[x]) == 1, -order[x])):
             for places in self._ways.chunks(self._ways.required(owner, branches[child])):
@@ -267,7 +267,7 @@ def chunked(places: Runs, ranks: int) -> list[Runs]:
 
 
 def arrivals(early: Line, late: Line) -> Iterator[tuple[Line, int, Rows]]:
-    """Yield line, owner and rows as they arrive: rows of the early line, then of the late one.
+    """Yield line, owner and rows as they arrive: all of the early line, then all of the late one.
 
     Rows of both lines that other ranks wait for come first, in turn, and are passed on.  In stars
     there are none, and the last two loops yield all.
