@@ -177,7 +177,9 @@ def test_killed(tmp_path, kills, ranks=2):
         done = drive("train.py", ranks, *train, "--folder", folder, sabotage=sabotage,
                      timeout=LONG, code=None)  # fmt: skip
         code, launched = done.returncode, launched + 1
-        assert "Traceback" not in done.stderr and (code == 0 or sabotage), done.stderr
+        # The other rank may just then read the memory of a killed one, which MPICH says.
+        errors = done.stderr.count("process_vm_readv failed") if code else 0
+        assert done.stderr.count("Traceback") <= errors and (code == 0 or sabotage), done.stderr
         for path in folder.glob("checkpoint-*"):
             bits(path)
         killed += code != 0
