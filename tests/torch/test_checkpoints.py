@@ -171,6 +171,8 @@ def test_killed(tmp_path, kills, ranks=2):
     killed = ended = launched = 0
     while killed < kills or code:
         folder, sabotage = tmp_path / f"{ended}", ""
+        # As of a job that was killed when it removed an old checkpoint after its last step.
+        (folder / ".checkpoint-32.1-ab.tmp").mkdir(parents=True, exist_ok=True)
         if killed < kills:
             saving = killed % 2 == 0
             sabotage = KILLED.format(seed=launched, saving=saving, ranks=ranks, seconds=4)

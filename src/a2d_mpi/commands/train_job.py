@@ -38,7 +38,7 @@ from a2d_mpi.devices.protocol import Device
 from a2d_mpi.results.hdf5 import TRAINING_SCHEMA as SCHEMA
 from a2d_mpi.results.hdf5 import check_output, write_file
 from a2d_mpi.torch import ContextParallel
-from a2d_mpi.torch.trainers import STATE, hide_launcher
+from a2d_mpi.torch.trainers import STATE, hide_launcher, remove_left
 
 CURVES = "loss", "learning_rate", "grad_norm"  # by step
 # Options that must be the same when a run is resumed.
@@ -172,6 +172,7 @@ class Job:
             if was.get(name) != now:
                 what = f"{name} was {was.get(name)}, now {now}"
                 raise ValueError(f"the run in {args.folder} has other options: {what}")
+        remove_left(Path(args.folder))  # after the last step nothing more is saved
         if not args.quiet:  # after a loss another rank may say it
             print(f"train.py: resumes from {path}", file=sys.stderr, flush=True)
         return path

@@ -116,6 +116,12 @@ def _of_first(cp: ContextParallel) -> Any:
         yield cp.grid.comm.rank == 0
 
 
+def remove_left(folder: Path) -> None:
+    """Remove what jobs that were killed have left of checkpoints."""
+    for left in folder.glob(".checkpoint-*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
 def _save_whole(trainer: Trainer, save: Callable, model: Any, trial: Any) -> None:
     """Save a checkpoint that is complete or not there, whoever is killed.
 
@@ -127,8 +133,7 @@ def _save_whole(trainer: Trainer, save: Callable, model: Any, trial: Any) -> Non
     folder, state = Path(trainer._get_output_dir(trial)), trainer.state
     final = folder / f"checkpoint-{state.global_step}"
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(".checkpoint-*.tmp"):  # by a job that was killed
-        shutil.rmtree(left, ignore_errors=True)
+    remove_left(folder)
     with new_folder(final) as temporary:
         with replaced(trainer, "_get_output_dir", lambda trial: temporary):
             save(model, trial)
