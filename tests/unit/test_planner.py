@@ -142,7 +142,7 @@ def test_many_ranks_take_few_steps(monkeypatch):
     assert sum(x.was_simulated for x in found) < len(found) / 4
     assert len(simulations) < len(found)  # with more slices, too; there are two phases
     programs = survey._tape.cache_info()
-    assert 0 < programs.misses < programs.hits / 2
+    assert 0 < programs.misses < programs.hits / 3
 
 
 @pytest.mark.parametrize("machine, ranks, nheads, nheads_kv, mask", [

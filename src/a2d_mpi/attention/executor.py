@@ -291,8 +291,8 @@ def mpi_tag(kind: str, tag: int, turn: int, slice_: int) -> int:
     Notes
     -----
     Messages with other arguments may overtake this one.  `ALIVE` slices travel at once.  Equal
-    sums of a tag and turns do not clash.  Only two kinds of messages have several turns: those of
-    rings, which have one tag, and chunks on lines of two ranks, each of which sends rows of one
+    sums of a tag and turns do not clash.  Only two kinds of messages have several turns: messages
+    of rings, which have one tag, and chunks on lines of two ranks, each of which sends rows of one
     owner.
 
     Examples

@@ -478,7 +478,7 @@ class AttentionPlan(Caller):
         for (phase, other), n in getattr(kernel, "fallbacks", {}).items():
             blocks[phase, kernel.name] -= n
             blocks[phase, other] += n
-        return dict(+blocks)  # without those of which there are none
+        return dict(+blocks)  # without kernels that computed no block
 
     @property
     def deterministic(self) -> bool:

@@ -186,7 +186,7 @@ class ProcessGrid:
         self.sharing = len(here)
         self.cores = max(1, len(set().union(*here)) // len(here))
         self.layout = self.layout.on_nodes(nodes or [x for x, _ in everyone])
-        self.failures.comms.pop().Free()  # that of the node
+        self.failures.comms.pop().Free()  # the communicator of the node
 
     def comm_of(self, channel: str, ranks: tuple[int, ...]) -> MPI.Intracomm:
         """Return the communicator of a channel of this rank.

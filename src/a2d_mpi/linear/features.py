@@ -10,7 +10,7 @@ import numpy as np
 
 # Added to a denominator or a mean square; 1e-6 as in the code of Katharopoulos et al.
 EPSILON = 1e-6
-# The features of x, and the gradient of x from that of the features y, of each element.
+# Of each element: the features y of x, and the gradient of x, given the gradient of y.
 FEATURE_MAPS = {
     "none": (lambda x: x, lambda dy, y: dy),
     # Katharopoulos et al., arXiv:2006.16236

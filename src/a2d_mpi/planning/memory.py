@@ -92,7 +92,7 @@ def needs_of(program: Program) -> Needs:
 
 
 def needs_of_slices(needs: Sequence[Needs], slices: int, layout: Layout) -> list[Needs]:
-    """Return the memory of the programs of all slices, from that of the programs of one slice."""
+    """Return the memory of the programs of all slices, given the programs of one slice."""
     if slices == 1:
         return list(needs)
     found = []

@@ -76,7 +76,7 @@ def backward(p: Program) -> None:
 
 
 def dq_is_larger(group: Group) -> bool:
-    """Return whether the partial dq that a rank sends have as many elements as its dk and dv."""
+    """Return whether a rank sends at least as many elements of partial dq as of dk and dv."""
     of_keys = (group.rows - 1) * group.elements("dk", "dv")
     return (group.cols - 1) * group.elements("dq") >= of_keys
 

@@ -315,7 +315,7 @@ class Program:
 
 
 def held_bytes(several: Iterable[Buffers]) -> int:
-    """Return the bytes of all buffers of programs, of which each uses those of the others."""
+    """Return the bytes of all buffers of programs, which use each other's buffers."""
     largest: Buffers = Counter()
     for buffers in several:
         largest |= buffers

@@ -67,7 +67,10 @@ class HostLaunch:
         unseeing = ~visible.any(axis=1)
         found, found_lse = reference.attention(
             *(x.astype(np.float32) for x in (q, k, v)),
-            *(visible | unseeing[:, None], block.scale, np.float32, out.dtype),
+            visible | unseeing[:, None],
+            block.scale,
+            dtype=np.float32,
+            products=out.dtype,
             logit_softcap=block.softcap,
         )
         found_lse[unseeing] = HIDDEN
@@ -85,9 +88,9 @@ class HostLaunch:
         assert (lse[nq:] == np.inf).all(), "rows beyond the last query count"
         q, out, dout, lse, k, v = *(x[:nq] for x in (q, out, dout, lse)), k[:nk], v[:nk]
         delta, visible = (dout * out).sum(-1), self._visible(at, nq, nk)
+        options = {"dtype": np.float32, "products": dtype, "logit_softcap": block.softcap}
         found = reference.attention_backward(
-            *(dout, q, k, v, lse, delta, visible, block.scale, np.float32, dtype),
-            logit_softcap=block.softcap,
+            dout, q, k, v, lse, delta, visible, block.scale, **options
         )
         for to, x in zip(self._tensors("qkv", (at.dq, at.dk, at.dv)), found, strict=True):
             to[: len(x)], to[len(x) :] = x, np.nan
